@@ -108,6 +108,7 @@ def fake_gpu() -> Iterator[Counts]:
 
     Example:
         >>> with fake_gpu() as counts:
+        ...     counts.may_copy = True  # the table of blocks, once
         ...     quantize(torch.empty(512, device="meta"), payload, "int8", 256)
         >>> counts.launches
         1

@@ -22,7 +22,7 @@ from commhooks.kernels import (
     shared,
     sparse,
 )
-from commhooks.kernels.blockwise import payload_bytes
+from commhooks.kernels._blockwise_formats import one_segment, payload_bytes
 from commhooks.kernels.dct import dct_op
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.hadamard import hadamard_op
@@ -86,10 +86,11 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             Case(f"cast, {name}, stochastic", 6, 0.75, cast.cast_op, (x, small, 1.0, *noise)),
         ]
     whole = x.numel() // 1024 * 1024
-    spread = (x[:whole], out[:whole], 1024, False, *noise, whole)
+    spread = (x[:whole], out[:whole], 1024, False, *noise, None, -1)
     listed.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
     turned = torch.empty(payload_bytes(whole, "int4", 1024), dtype=torch.uint8, device=x.device)
-    turn = (x[:whole], turned, "int4", 1024, whole, *noise, None, None, *philox.NO_STREAM)
+    table = one_segment("int4", 1024, whole, whole=True).table
+    turn = (x[:whole], turned, "int4", 1024, table, -1, *noise, None, None, *philox.NO_STREAM)
     listed.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
     cosines = (x[:whole], out[:whole], False)
     listed.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
@@ -237,11 +238,12 @@ def _blockwise(
     payload = torch.empty(size, dtype=torch.uint8, device=x.device)
     quantize = blockwise.quantize_op
     # What "decode" decodes.
-    _prepare(quantize, x, payload, format, block, x.numel(), None, None, *philox.NO_STREAM)
+    table = one_segment(format, block, x.numel()).table
+    _prepare(quantize, x, payload, format, block, table, -1, None, None, *philox.NO_STREAM)
     count = PAYLOADS[x.device.type]
     several = payload.repeat(count, 1)
-    encode = (x, payload, format, block, x.numel())
-    decode = (format, block, x.numel(), 1.0, False)
+    encode = (x, payload, format, block, table, -1)
+    decode = (format, block, table, -1, 1.0, False)
     feedback = (*encode, residual, residual, *philox.NO_STREAM)
     others = _rivals(format, x, block)
     plain = (*encode, None, None, None, 0, 0, 0)

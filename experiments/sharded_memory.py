@@ -61,7 +61,8 @@ def formula(scheme: Scheme, modules: Sequence[Sequence[int]], ranks: int) -> Mem
     (codec,) = (one for one in walk(scheme) if isinstance(one, PackedCodec))
     entries = [ranks * sum(pieces) for pieces in modules]
     # What is sent to all ranks, and what comes from them.
-    scratch = [2.0 * ranks * codec.payload_bytes(sum(pieces)) for pieces in modules]
+    rows = [codec.segments([pieces] * ranks) for pieces in modules]
+    scratch = [2.0 * ranks * codec.row_bytes(row) for row in rows if row is not None]
     kept = 0.0
     for slot in slots_of(scheme):
         for pieces in modules:

@@ -1,7 +1,8 @@
 """Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
 
+from ._parts import part_bytes
 from .affine import dequantize_affine, quantize_affine
-from .blockwise import FORMATS, dequantize, payload_bytes, quantize
+from .blockwise import FORMATS, dequantize, payload_bytes, quantize, segments_for
 from .cast import scaled_cast
 from .dct import dct
 from .finite import all_finite
@@ -25,6 +26,7 @@ from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
 from .runtime.op import implementations, op, use_kernels, warn_if_missing
 from .scatter import scatter_sum
+from .segments import Segments
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
 from .sparse import top_k, top_k_sampled
 from .votes import count_votes, pack_votes, vote_bytes
@@ -33,6 +35,7 @@ __all__ = [
     "FORMATS",
     "Matrices",
     "RandomBits",
+    "Segments",
     "all_finite",
     "count_votes",
     "dct",
@@ -53,6 +56,7 @@ __all__ = [
     "op",
     "orthonormalize",
     "pack_votes",
+    "part_bytes",
     "payload_bytes",
     "quantize",
     "quantize_affine",
@@ -67,6 +71,7 @@ __all__ = [
     "scaled_cast",
     "scatter_random",
     "scatter_sum",
+    "segments_for",
     "squared_norms",
     "subtract_low_rank",
     "tail_table",

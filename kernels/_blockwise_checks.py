@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import philox
 from ._blockwise_formats import Payload, layout_of
 from .runtime.arguments import check_whole
 from .runtime.op import check
+from .segments import segments_of
 
-__all__ = ["check_feedback", "check_message", "check_messages", "rows_in"]
-
-
-def rows_in(payload: Tensor) -> int:
-    """Returns the number of payloads of a message: one, if it is no matrix."""
-    return payload.shape[-2] if payload.dim() > 1 else 1
+__all__ = ["check_feedback", "check_message", "check_messages"]
 
 
 def check_message(
@@ -23,68 +18,60 @@ def check_message(
     payload: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     n: int,
     like: Tensor,
-    *,
-    most: int = 2,
 ) -> None:
-    """Raises unless ``payload`` has the dtype and the size of a message of ``n`` entries.
-
-    Args:
-        most: the largest number of dimensions.
-    """
+    """Raises unless ``payload`` is a message of ``n`` entries, or the row of one."""
+    layout, rows = _layout_of_rows(caller, format, block, table, row, n)
     check(caller, "payload", payload, like=like, dtypes=(torch.uint8,))
-    if not 1 <= payload.dim() <= most:
-        shapes = "(bytes,)" + " or (rows, bytes)" * (most > 1)
-        raise ValueError(f"{caller}(payload): shape {shapes}, got {tuple(payload.shape)}")
-    rows = rows_in(payload)
-    layout = _layout_of_rows(caller, "payload", format, block, shard, n, rows)
-    if payload.shape[-1] != layout.bytes:
-        _refuse_size(caller, "payload", layout, payload.shape[-1])
+    shape = tuple(payload.shape)
+    if shape != (rows, layout.bytes) and (rows > 1 or shape != (layout.bytes,)):
+        _refuse_size(caller, "payload", "", rows, layout, shape)
 
 
 def check_messages(
-    caller: str,
-    payloads: Tensor,
-    format: str,
-    block: int,
-    shard: int,
-    n: int,
-    *,
-    most: int = 3,
+    caller: str, payloads: Tensor, format: str, block: int, table: Tensor, row: int, n: int
 ) -> None:
     """Raises unless ``payloads`` holds messages of ``n`` entries, one or more."""
+    layout, rows = _layout_of_rows(caller, format, block, table, row, n)
     check(caller, "payloads", payloads, like=payloads, dtypes=(torch.uint8,))
-    if not 2 <= payloads.dim() <= most or not len(payloads):
-        shapes = "(1 or more, bytes)" + " or (1 or more, rows, bytes)" * (most > 2)
-        raise ValueError(f"{caller}(payloads): shape {shapes}, got {tuple(payloads.shape)}")
-    rows = payloads.shape[1] if payloads.dim() == 3 else 1
-    layout = _layout_of_rows(caller, "payloads", format, block, shard, n, rows)
-    if payloads.shape[-1] != layout.bytes:
-        _refuse_size(caller, "payloads", layout, payloads.shape[-1])
+    shape = tuple(payloads.shape)
+    inner = shape[1:]
+    if (
+        not shape
+        or not shape[0]
+        or (inner != (rows, layout.bytes) and (rows > 1 or inner != (layout.bytes,)))
+    ):
+        _refuse_size(caller, "payloads", "1 or more, ", rows, layout, shape)
 
 
 def _layout_of_rows(
-    caller: str, name: str, format: str, block: int, shard: int, n: int, rows: int
-) -> Payload:
-    """Returns the layout of a full row, of which ``rows`` hold ``n`` entries."""
-    layout = layout_of(caller, format, block, shard)
-    check_whole(caller, "shard", shard, 0, philox.ROW if rows > 1 else 2**56)
-    check_whole(caller, f"{name}, rows", rows, 1, 2**16)  # a grid's second dimension
-    if n > shard and shard % block:  # else the rows behind the first are empty
-        raise ValueError(f"{caller}(shard): a multiple of the block, {block}, got {shard}")
-    if rows * shard < n:
+    caller: str, format: str, block: int, table: Tensor, row: int, n: int
+) -> tuple[Payload, int]:
+    """Returns the layout of a row, and the number of rows that are worked on."""
+    segments = segments_of(caller, table)
+    layout = layout_of(caller, format, block, segments.slots, segments.tails)
+    if segments.granule % block:
         raise ValueError(
-            f"{caller}({name}): {rows} rows of {shard} entries, which are too few for {n}"
+            f"{caller}(segments): made for blocks that divide {segments.granule}, got {block}"
         )
-    return layout
+    rows = len(segments.rows)
+    check_whole(caller, "row", row, -1, rows)
+    check_whole(caller, "rows of segments", rows, 1, 2**16)  # a grid's second dimension
+    begin, end = segments.row(row)
+    if end - begin != n:
+        raise ValueError(f"{caller}(segments): of {end - begin} entries, got {n}")
+    return layout, rows if row < 0 else 1
 
 
-def _refuse_size(caller: str, name: str, layout: Payload, got: int) -> None:
+def _refuse_size(
+    caller: str, name: str, before: str, rows: int, layout: Payload, shape: tuple[int, ...]
+) -> None:
     raise ValueError(
-        f"{caller}({name}): {layout.bytes} bytes for {layout.n} entries, got {got}; "
-        "see payload_bytes"
+        f"{caller}({name}): shape ({before}{rows}, {layout.bytes}), "
+        f"{layout.bytes} bytes a row, got {shape}; see payload_bytes"
     )
 
 

@@ -14,28 +14,58 @@ from torch.nn.functional import pad
 
 from . import philox
 from ._blockwise_formats import Format, Payload
+from .cast import stochastic
+from .segments import Segments
 
-__all__ = ["encode", "rows_of", "sum_payloads"]
-
-Row = tuple[int, int, int]
-
-
-def rows_of(n: int, shard: int, rows: int) -> list[Row]:
-    """Returns, by row of a message, its number and the begin and end of its entries."""
-    return [(row, min(row * shard, n), min((row + 1) * shard, n)) for row in range(rows)]
+__all__ = ["decode_row", "encode", "encode_row", "sum_payloads"]
 
 
-def encode(c: Tensor, payload: Tensor, layout: Payload, noise: Tensor | None) -> Tensor:
-    """Writes the payload of flat ``c``; returns what the payload leaves out.
+def encode_row(
+    c: Tensor, payload: Tensor, layout: Payload, segments: Segments, row: int, noise: Tensor | None
+) -> Tensor:
+    """Writes the payload of a row, with entries ``c``; returns what the payload leaves out."""
+    slots, entries = segments.coded(row, c.device)
+    inside = c.new_zeros(layout.n)
+    inside[slots] = c[entries]
+    counts = segments.counts(row, layout.block, c.device).clamp(min=1.0)
+    coded_noise = None if noise is None else noise[: layout.n]
+    left_out = torch.empty_like(c)
+    left_out[entries] = encode(inside, payload, layout, coded_noise, counts)[slots]
+    entries = segments.in_16_bits(row, c.device)
+    tail = c[entries]
+    if noise is not None:
+        here = noise[layout.n : layout.n + len(tail)].to(torch.int32)
+        narrow = stochastic(tail, torch.bfloat16, here).to(torch.bfloat16)
+    else:
+        narrow = tail.to(torch.bfloat16)
+    # Torch's conversions have several NaNs; kernels have one, with a sign where they draw.
+    negative = tail.view(torch.int32) < 0 if noise is not None else torch.zeros_like(tail) > 0
+    nan = torch.where(negative, -0x40, 0x7FC0).to(torch.int16)
+    bits = torch.where(narrow.isnan(), nan, narrow.view(torch.int16))
+    payload[layout.tails_at : layout.tails_at + 2 * len(tail)] = bits.view(torch.uint8)
+    left_out[entries] = tail - narrow.to(torch.float32)
+    return left_out
 
-    ``c`` may be shorter than the ``n`` of the layout.
+
+def encode(
+    c: Tensor,
+    payload: Tensor,
+    layout: Payload,
+    noise: Tensor | None,
+    counts: Tensor | None = None,
+) -> Tensor:
+    """Writes scales and codes of flat ``c``; returns what they leave out.
+
+    Args:
+        counts: entries of each block that are no padding; None: all but the end of the last block.
     """
     form, n = layout.format, c.numel()
-    # Zeros in the last block change no maximum; the mean magnitude divides by the true count.
+    # Zeros in a block change no maximum; the mean magnitude divides by the true count.
     rows = pad(c, (0, -n % layout.block)).view(-1, layout.block)
-    counts = torch.full((len(rows),), float(layout.block), dtype=torch.float32, device=c.device)
-    if n % layout.block:
-        counts[-1] = n % layout.block
+    if counts is None:
+        counts = torch.full((len(rows),), float(layout.block), dtype=torch.float32, device=c.device)
+        if n % layout.block:
+            counts[-1] = n % layout.block
     largest = rows.abs().amax(1)  # amax propagates NaN
     finite = largest.isfinite()
     dead = ~finite | (largest < form.tiny)
@@ -191,9 +221,27 @@ def _unpack(packed: Tensor, form: Format) -> Tensor:
     return parts.view(-1, 32, per_byte).transpose(1, 2).reshape(-1)
 
 
+def decode_row(payloads: Tensor, layout: Payload, segments: Segments, row: int) -> Tensor:
+    """Returns the float32 sum of the decoded payloads of a row, added in their order."""
+    begin, end = segments.row(row)
+    total = torch.empty(end - begin, dtype=torch.float32, device=payloads.device)
+    slots, entries = segments.coded(row, payloads.device)
+    total[entries] = sum_payloads(payloads, layout, layout.n)[slots]
+    entries = segments.in_16_bits(row, payloads.device)
+    # A slice of bytes need not be aligned for 16 bits.
+    tails = payloads[:, layout.tails_at : layout.tails_at + 2 * len(entries)].clone()
+    if len(entries):
+        rows = tails.view(torch.bfloat16).to(torch.float32)
+        total[entries] = _added(list(rows))
+    return total
+
+
 def sum_payloads(payloads: Tensor, layout: Payload, n: int) -> Tensor:
     """Returns the float32 sum of the decoded payloads of ``n`` entries, added in their order."""
-    parts = [_decode(payload, layout, n) for payload in payloads]
+    return _added([_decode(payload, layout, n) for payload in payloads])
+
+
+def _added(parts: list[Tensor]) -> Tensor:
     total = parts[0]
     for part in parts[1:]:
         total = total + part

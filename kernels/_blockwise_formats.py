@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,8 +10,19 @@ from typing import Any
 import torch
 
 from .runtime.arguments import check_whole, whole
+from .segments import Segments
 
-__all__ = ["ALIGNMENT", "FORMATS", "Format", "Payload", "layout_of", "payload_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "FORMATS",
+    "Format",
+    "Payload",
+    "check_form",
+    "layout_of",
+    "one_segment",
+    "payload_bytes",
+    "segments_for",
+]
 
 ALIGNMENT = 16  # bytes; of every row of a matrix of payloads
 # Multiples of a warp's 32 lanes; 2048 entries are 64 registers of a lane.
@@ -81,11 +93,17 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class Payload:
-    """Locates the parts of a payload of ``n`` entries: scales, then codes."""
+    """Locates the parts of a payload: scales, codes, and entries of 16 bits.
+
+    Attributes:
+        n: coded entries.
+        tails: entries of 16 bits.
+    """
 
     format: Format
     block: int
     n: int
+    tails: int = 0
 
     @property
     def codes_at(self) -> int:
@@ -94,25 +112,55 @@ class Payload:
         return -(-blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
 
     @property
+    def tails_at(self) -> int:
+        """Returns the position of the first entry of 16 bits, in bytes."""
+        units = -(-self.n // self.format.unit)
+        return self.codes_at + units * self.format.unit * self.format.bits // 8
+
+    @property
     def bytes(self) -> int:
         """Returns the length, a multiple of 16."""
-        units = -(-self.n // self.format.unit)
-        code_bytes = units * self.format.unit * self.format.bits // 8
-        return -(-(self.codes_at + code_bytes) // ALIGNMENT) * ALIGNMENT
+        return -(-(self.tails_at + 2 * self.tails) // ALIGNMENT) * ALIGNMENT
 
 
-def layout_of(caller: str, format: str, block: Any, n: int) -> Payload:
+def segments_for(
+    format: str, block: int, rows: Sequence[Sequence[int]], *, whole: bool = False
+) -> Segments:
+    """Returns the blocks of a message with these segments in its rows.
+
+    Args:
+        whole: nothing is in 16 bits. For rotated blocks, where it would gain little: the noise that
+            the rotation spreads over the zeros of a short block is dropped.
+    """
+    check_form("segments_for", format, block)
+    return Segments(rows, *_granule(format, block, whole))
+
+
+def _granule(format: str, block: int, whole: bool) -> tuple[int, int]:
+    """Returns the slots that a run begins at multiples of, and the largest rest in 16 bits."""
+    granule = max(256, block)
+    return granule, 0 if whole else Payload(FORMATS[format], block, granule).bytes // 2
+
+
+@lru_cache(maxsize=4096)
+def one_segment(format: str, block: int, n: int, whole: bool = False) -> Segments:
+    """Returns the blocks of a payload whose entries are one segment."""
+    return segments_for(format, block, [[n]], whole=whole)
+
+
+def layout_of(caller: str, format: str, block: Any, n: int, tails: int = 0) -> Payload:
     """Returns the layout of a payload; raises ValueError for an unknown format or block."""
-    _check(caller, format, block)
-    return _layout(format, int(block), n)
+    check_form(caller, format, block)
+    return _layout(format, int(block), n, tails)
 
 
 @lru_cache(maxsize=4096)  # a few per bucket, which ops ask for in every step
-def _layout(format: str, block: int, n: int) -> Payload:
-    return Payload(FORMATS[format], block, n)
+def _layout(format: str, block: int, n: int, tails: int) -> Payload:
+    return Payload(FORMATS[format], block, n, tails)
 
 
-def _check(caller: str, format: str, block: Any) -> None:
+def check_form(caller: str, format: str, block: Any) -> None:
+    """Raises ValueError for an unknown format, or a block that it does not take."""
     known = FORMATS.get(format) if isinstance(format, str) else None
     if known is None:
         raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")
@@ -121,10 +169,15 @@ def _check(caller: str, format: str, block: Any) -> None:
         raise ValueError(f"{caller}(block): {format} takes one of {allowed}, got {block!r}")
 
 
-def payload_bytes(n: int, format: str, block: int) -> int:
-    """Returns the number of bytes of the payload of ``n`` entries."""
+def payload_bytes(n: int | Segments, format: str, block: int) -> int:
+    """Returns the number of bytes of the payload of ``n`` entries, or of a row of a message."""
+    check_form("payload_bytes", format, block)
+    if isinstance(n, Segments):
+        return Payload(FORMATS[format], block, n.slots, n.tails).bytes
     n = whole("payload_bytes", "n", n)
     check_whole("payload_bytes", "n", n, 0, 2**56)
-    _check("payload_bytes", format, block)
-    # Not through the cache, which torch.compile does not trace.
-    return Payload(FORMATS[format], block, n).bytes
+    # As Segments counts them, but in terms that torch.compile traces.
+    granule, most = _granule(format, block, False)
+    tails = n % granule if n % granule <= most else 0
+    slots = -(-(n - tails) // granule) * granule
+    return Payload(FORMATS[format], block, slots, tails).bytes

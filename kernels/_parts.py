@@ -9,13 +9,18 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ._blockwise_formats import payload_bytes
+from ._blockwise_formats import FORMATS, Payload
 from ._matrices import _version_of
 
-__all__ = ["BLOCK", "CHUNK", "Parts", "on_device", "parts_of"]
+__all__ = ["BLOCK", "CHUNK", "Parts", "on_device", "part_bytes", "parts_of"]
 
 BLOCK = 256  # entries per scale of a part's payload
 CHUNK = 2048  # entries of a part whose squares a warp adds
+
+
+def part_bytes(n: int) -> int:
+    """Returns the number of bytes of the payload of a part of ``n`` entries."""
+    return Payload(FORMATS["int8"], BLOCK, n).bytes
 
 
 class Parts:
@@ -39,7 +44,7 @@ class Parts:
             self.sizes,
             [-(-n // BLOCK) for n in self.sizes],
             [-(-n // CHUNK) for n in self.sizes],
-            [payload_bytes(n, "int8", BLOCK) for n in self.sizes],
+            [part_bytes(n) for n in self.sizes],
         ]
         ends = [list(accumulate(column, initial=0)) for column in columns]
         self.table = torch.tensor(ends, dtype=torch.int64, device="cpu").T.contiguous()

@@ -1,76 +1,134 @@
 // Quantises in blocks on the CPU; the specification is in _blockwise_definition.py.
 #include "include/blockwise_cpu.h"
 
-EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, i64 n, i64 shard, i64 rows,
+EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* segments, i64 chosen,
                  const float* residual, float* unsent, const i64* step, i64 seed, i64 stream, i64 first,
-                 u8* payload, i64 codes_at, i64 bytes) {
+                 u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
     Random random = random_of(step, seed, stream, first);
-    with_format((int)format, [&](auto f) {
-        with_dtype((int)dtype, [&](auto number) {
-            for (i64 row = 0; row < rows; ++row, payload += bytes, random.first += kRowKeys) {
-                const i64 begin = row * shard, here = entries_of_row(n, shard, row);
-                clear_padding<decltype(f)>(here, (int)block, payload, codes_at, bytes);
-                Source<decltype(number)> from = {(const decltype(number)*)x + begin,
-                                                 residual ? residual + begin : nullptr};
-                encode_all<decltype(f)>(from, here, (int)block, step ? &random : nullptr, payload,
-                                        payload + codes_at, unsent ? unsent + begin : nullptr);
-            }
-        });
-    });
-}
-
-EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 bytes, i64 stride,
-                   i64 count, i64 n, i64 shard, i64 rows, i64 block, float factor, i64 accumulate,
-                   void* out) {
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
             using T = decltype(number);
-            const bool streams = worth_streaming((const T*)out, n);
-            for (i64 row = 0; row < rows; ++row, payloads += bytes) {
-                const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
-                const i64 here = entries_of_row(n, shard, row);
-                T* to = (T*)out + row * shard;
-                if (accumulate) decode_all<F, T, true>(from, here, (int)block, factor, to);
-                else if (streams) decode_all<F, T, false, sizeof(T) == 4>(from, here, (int)block, factor, to);
-                else decode_all<F, T, false>(from, here, (int)block, factor, to);
+            for (i64 place = 0; place < rows_chosen(segments, chosen); ++place, payload += bytes) {
+                const Row row = row_of(segments, chosen, place);
+                clear_padding<F>(segments, row.index, (int)block, false, payload, {codes_at, tails_at, bytes});
+                const T* from = (const T*)x + row.entry;
+                const float* rest = residual ? residual + row.entry : nullptr;
+                float* left = unsent ? unsent + row.entry : nullptr;
+                const Run *run = runs_of(segments, row.index), *end = runs_of(segments, row.index + 1);
+                for (; run < end; ++run) {
+                    Random here = random;
+                    here.first += run->slot;
+                    encode_all<F>(Source<T>{from + run->begin, rest ? rest + run->begin : nullptr},
+                                  run->count, (int)block, step ? &here : nullptr,
+                                  payload + run->slot / block * kScaleBytes<F>,
+                                  payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
+                                  left ? left + run->begin : nullptr);
+                }
+                encode_tails(
+                    segments, row.index, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
+                    [&](i64 entry, i64) {
+                        const float x = as_float(from[entry]);
+                        return rest ? x + rest[entry] : x;
+                    },
+                    [&](i64 entry, float error) {
+                        if (left) left[entry] = error;
+                    });
+                random.first += kRowKeys;
             }
         });
     });
 }
 
+EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes,
+                   i64 stride, i64 count, const Run* segments, i64 chosen, i64 block, float factor,
+                   i64 accumulate, void* out) {
+    with_format((int)format, [&](auto f) {
+        with_dtype((int)dtype, [&](auto number) {
+            using F = decltype(f);
+            using T = decltype(number);
+            const i64 rows = rows_chosen(segments, chosen);
+            for (i64 place = 0; place < rows; ++place, payloads += bytes) {
+                const Row row = row_of(segments, chosen, place);
+                const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
+                T* to = (T*)out + row.entry;
+                const Run *run = runs_of(segments, row.index), *end = runs_of(segments, row.index + 1);
+                for (; run < end; ++run) {
+                    const Payloads here = from_slot<F>(from, run->slot, (int)block);
+                    T* entries = to + run->begin;
+                    if (accumulate) decode_all<F, T, true>(here, run->count, (int)block, factor, entries);
+                    else if constexpr (sizeof(T) == 4) {
+                        // A bucket that is larger than the cache; short runs are not worth a buffer.
+                        if (slots_of_row(segments) * rows >= kStreamed && run->count >= kLongest)
+                            decode_streaming<F>(here, run->count, (int)block, factor, entries);
+                        else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
+                    } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
+                }
+                each_tail(segments, row.index, [&](i64 entry, i64 i) {
+                    const float value = sum_of_tails(payloads + tails_at, stride, count, i) * factor;
+                    put(to + entry, accumulate ? as_float(to[entry]) + value : value);
+                });
+            }
+        });
+    });
+}
+
+namespace {
+
 // Sums at most 2048 entries at a time, so that the sum stays in the nearest cache.
+template <class F>
+void requantize_run(const Payloads& from, i64 n, int block, float factor, float* unsent, float weight,
+                    bool accumulate, const Random* random, u8* scales, u8* codes) {
+    float sums[kLongest], errors[kLongest];
+    for (i64 at = 0; at < n; at += kLongest) {
+        const i64 b = at / block;
+        const int count = (int)(n - at < kLongest ? n - at : kLongest);
+        for (int i = 0; i < count; i += block)
+            sum_block<F>(from, b + i / block, block,
+                         rounded_up(count - i < block ? count - i : block, kUnit<F>),
+                         [&](int j, const Floats(&sum)[kVectors]) {
+                             for (int v = 0; v < kVectors; ++v)
+                                 store_as(sums + i + j + v * kWidth, sum[v] * factor);
+                         });
+        Random here = random ? *random : Random{};
+        here.first += at;
+        encode_all<F>(Source<float>{sums, nullptr}, count, block, random ? &here : nullptr,
+                      scales + b * kScaleBytes<F>, codes + at / kUnit<F> * kUnitBytes<F>,
+                      unsent ? errors : nullptr);
+        for (int i = 0; unsent && i < count; ++i) {
+            const float error = errors[i] * weight;
+            unsent[at + i] = accumulate ? unsent[at + i] + error : error;
+        }
+    }
+}
+
+}  // namespace
+
 EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i64 payload_count,
-                   float factor, i64 n, float* unsent, float weight, i64 accumulate, const i64* step,
-                   i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes) {
+                   float factor, const Run* segments, i64 row, float* unsent, float weight, i64 accumulate,
+                   const i64* step, i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at,
+                   i64 tails_at, i64 bytes) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
     const Random random = random_of(step, seed, stream, first);
     const int block = (int)blocks_of;
     with_format((int)format, [&](auto f) {
         using F = decltype(f);
-        clear_padding<F>(n, block, payload, codes_at, bytes);
-        float sums[kLongest], errors[kLongest];
-        for (i64 at = 0; at < n; at += kLongest) {
-            const i64 b = at / block;
-            const int count = (int)(n - at < kLongest ? n - at : kLongest);
-            for (int i = 0; i < count; i += block)
-                sum_block<F>(from, b + i / block, block,
-                             rounded_up(count - i < block ? count - i : block, kUnit<F>),
-                             [&](int j, const Floats(&sum)[kVectors]) {
-                                 for (int v = 0; v < kVectors; ++v)
-                                     store_as(sums + i + j + v * kWidth, sum[v] * factor);
-                             });
+        clear_padding<F>(segments, row, block, false, payload, {codes_at, tails_at, bytes});
+        for (const Run *run = runs_of(segments, row), *end = runs_of(segments, row + 1); run < end; ++run) {
             Random here = random;
-            here.first += at;
-            Source<float> source = {sums, nullptr};
-            encode_all<F>(source, count, block, step ? &here : nullptr,
-                          payload + b * kScaleBytes<F>,
-                          payload + codes_at + at / kUnit<F> * kUnitBytes<F>,
-                          unsent ? errors : nullptr);
-            for (int i = 0; unsent && i < count; ++i) {
-                const float error = errors[i] * weight;
-                unsent[at + i] = accumulate ? unsent[at + i] + error : error;
-            }
+            here.first += run->slot;
+            requantize_run<F>(from_slot<F>(from, run->slot, block), run->count, block, factor,
+                              unsent ? unsent + run->begin : nullptr, weight, accumulate,
+                              step ? &here : nullptr, payload + run->slot / block * kScaleBytes<F>,
+                              payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>);
         }
     });
+    encode_tails(
+        segments, row, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
+        [&](i64, i64 i) { return sum_of_tails(payloads + tails_at, stride, payload_count, i) * factor; },
+        [&](i64 entry, float error) {
+            if (!unsent) return;
+            error *= weight;
+            unsent[entry] = accumulate ? unsent[entry] + error : error;
+        });
 }

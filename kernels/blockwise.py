@@ -1,6 +1,7 @@
 """Quantises in blocks: one scale per block, one code of 1 to 8 bits per entry.
 
-A payload is one uint8 tensor: scales, then codes, padded with zeros to a multiple of 16 bytes.
+A payload is one uint8 tensor: scales, then codes, then entries of 16 bits, padded with zeros to a
+multiple of 16 bytes. Blocks begin at segments, see ``segments.py``.
 ``docs/design/kernels.md`` has the table of formats. Kernels equal the definitions bit for bit.
 """
 
@@ -13,12 +14,23 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_feedback, check_message, check_messages, rows_in
-from ._blockwise_formats import ALIGNMENT, FORMATS, Payload, layout_of, payload_bytes
+from ._blockwise_checks import check_feedback, check_message, check_messages
+from ._blockwise_formats import (
+    ALIGNMENT,
+    FORMATS,
+    Payload,
+    check_form,
+    layout_of,
+    one_segment,
+    payload_bytes,
+    segments_for,
+)
 from .runtime import cpu, cuda
+from .runtime.arguments import as_tensor
 from .runtime.op import check, op
+from .segments import Segments, on_device, rows_of, segments_of
 
-__all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize"]
+__all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize", "segments_for"]
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -29,24 +41,23 @@ def quantize(
     format: str,
     block: int,
     *,
-    shard: int | None = None,
+    segments: Segments | None = None,
+    row: int = -1,
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
     """Writes the payload of ``x``, or of ``x + residual``, and what the payload leaves out.
 
-    With ``shard``, row r of ``payload`` receives the payload of the entries from ``r * shard`` on:
-    a message for all ranks in one pass.
-
     Args:
         x: float32, float16 or bfloat16, contiguous; worked on as float32.
-        payload: uint8, ``payload_bytes(x.numel(), format, block)`` entries; with ``shard`` a matrix
-            of rows of ``payload_bytes(shard, format, block)``, of which the last may be short or
-            empty, and are filled with zeros.
+        payload: uint8, ``payload_bytes(segments, format, block)`` entries, or a matrix with such a
+            row for each row of ``segments``: a message for all ranks in one pass.
         format: a key of ``FORMATS``.
         block: entries per scale.
-        shard: entries per row, a multiple of ``block``. None: all in one payload.
+        segments: where blocks begin, of ``segments_for(format, block, ...)``. None: ``x`` is one
+            segment.
+        row: ``x`` and ``payload`` are this row of the message; -1: the whole message.
         residual: float32, as many entries as ``x``; added before quantising.
         unsent: float32, as many entries as ``x``; receives what was not sent. May be ``residual``.
         random: bits for stochastic rounding, which is unbiased except for "sign" and for formats
@@ -61,9 +72,9 @@ def quantize(
         >>> quantize(grad, payload, "int8", 256)
         >>> dequantize(payload[None], grad, "int8", 256)
     """
-    shard = x.numel() if shard is None else shard
+    table = table_for("quantize", segments, format, block, x)
     key = philox.key_of("quantize", random)
-    quantize_op(x, payload, format, block, shard, residual, unsent, *key)
+    quantize_op(x, payload, format, block, table, row, residual, unsent, *key)
 
 
 def dequantize(
@@ -72,33 +83,57 @@ def dequantize(
     format: str,
     block: int,
     *,
-    shard: int | None = None,
+    segments: Segments | None = None,
+    row: int = -1,
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
     """Writes the sum of the decoded payloads, times ``factor``, to ``out``.
 
     Args:
-        payloads: uint8, shape (n, bytes) with n >= 1, or (n, rows, bytes) with ``shard``; summed in
-            their order, in float32.
+        payloads: uint8, shape (n, bytes) with n >= 1, or (n, rows, bytes) with ``segments``; summed
+            in their order, in float32.
         out: float32, float16 or bfloat16, contiguous.
-        shard: entries per row, see :func:`quantize`. None: a payload holds all entries.
+        segments, row: as for :func:`quantize`.
         accumulate: adds to ``out`` instead. With ``factor=-1`` and one payload, ``out`` becomes
             what the payload leaves out of it.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
-    shard = out.numel() if shard is None else shard
-    dequantize_op(payloads, out, format, block, shard, factor, accumulate)
+    table = table_for("dequantize", segments, format, block, out)
+    dequantize_op(payloads, out, format, block, table, row, factor, accumulate)
+
+
+def table_for(
+    caller: str,
+    segments: Segments | None,
+    format: str,
+    block: int,
+    x: Any,
+    *,
+    whole: bool = False,
+) -> Tensor:
+    """Returns the table, which ops take: a schema of torch.library has no type for `Segments`."""
+    check_form(caller, format, block)
+    if segments is None:
+        return _table(format, int(block), as_tensor(caller, "x", x).numel(), whole)
+    if not isinstance(segments, Segments):
+        raise TypeError(f"{caller}(segments): Segments or None, got {type(segments).__name__}")
+    return segments.table
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _table(format: str, block: int, n: int, whole: bool) -> Tensor:
+    return one_segment(format, block, n, whole).table
 
 
 # Quantise -------------------------------------------------------------------------------------
 
 
 @op(
-    "quantize(Tensor x, Tensor(a!) payload, str format, int block, int shard, Tensor? residual,"
-    " Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
+    "quantize(Tensor x, Tensor(a!) payload, str format, int block, Tensor table, int row,"
+    " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
     same=[("residual", "unsent")],
 )
 def quantize_op(
@@ -106,7 +141,8 @@ def quantize_op(
     payload: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     residual: Tensor | None,
     unsent: Tensor | None,
     step: Tensor | None,
@@ -114,16 +150,19 @@ def quantize_op(
     stream: int,
     first: int,
 ) -> None:
-    layout = Payload(FORMATS[format], block, shard)
+    segments = segments_of("quantize", table)
+    layout = layout_of("quantize", format, block, segments.slots, segments.tails)
     c = x.to(torch.float32).flatten()  # scales of 16-bit gradients are float32 as well
     if residual is not None:
         c = c + residual.flatten()
-    for row, begin, end in definition.rows_of(x.numel(), shard, rows_in(payload)):
-        noise, key = None, (seed, stream, first + row * philox.ROW)
+    payload.zero_()  # the padding is sent, and equal gradients give equal bytes
+    into = payload.view(-1, layout.bytes) if layout.bytes else payload.view(1, 0)
+    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
+        noise, key = None, (seed, stream, first + place * philox.ROW)
         if step is not None:
-            noise = philox.half_words(end - begin, int(step), *key, device=x.device)
-        into = payload.view(-1)[row * layout.bytes : (row + 1) * layout.bytes]
-        left_out = definition.encode(c[begin:end], into, layout, noise)
+            count = layout.n + layout.tails
+            noise = philox.half_words(count, int(step), *key, device=x.device)
+        left_out = definition.encode_row(c[begin:end], into[place], layout, segments, index, noise)
         if unsent is not None:
             unsent.view(-1)[begin:end] = left_out
 
@@ -132,22 +171,24 @@ def quantize_op(
 
 
 @op(
-    "dequantize(Tensor payloads, Tensor(a!) out, str format, int block, int shard, float factor,"
-    " bool accumulate) -> ()"
+    "dequantize(Tensor payloads, Tensor(a!) out, str format, int block, Tensor table, int row,"
+    " float factor, bool accumulate) -> ()"
 )
 def dequantize_op(
     payloads: Tensor,
     out: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     accumulate: bool,
 ) -> None:
-    layout = Payload(FORMATS[format], block, shard)
+    segments = segments_of("dequantize", table)
+    layout = layout_of("dequantize", format, block, segments.slots, segments.tails)
     rows = as_messages(payloads)
-    for row, begin, end in definition.rows_of(out.numel(), shard, rows.shape[1]):
-        total = definition.sum_payloads(rows[:, row], layout, end - begin) * factor
+    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
+        total = definition.decode_row(rows[:, place], layout, segments, index) * factor
         here = out.view(-1)[begin:end]
         here.copy_(here.to(torch.float32) + total if accumulate else total)
 
@@ -166,7 +207,8 @@ def _check_quantize(
     payload: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     residual: Tensor | None,
     unsent: Tensor | None,
     step: Tensor | None,
@@ -174,7 +216,7 @@ def _check_quantize(
 ) -> None:
     n = x.numel()
     check("quantize", "x", x, like=x, dtypes=_DTYPES)
-    check_message("quantize", payload, format, block, shard, n, x)
+    check_message("quantize", payload, format, block, table, row, n, x)
     check_feedback("quantize", x, n, residual, unsent)
     philox.check_key(x, step, *key)
 
@@ -185,12 +227,13 @@ def _check_dequantize(
     out: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     accumulate: bool,
 ) -> None:
     check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
-    check_messages("dequantize", payloads, format, block, shard, out.numel())
+    check_messages("dequantize", payloads, format, block, table, row, out.numel())
 
 
 # Kernels --------------------------------------------------------------------------------------
@@ -198,24 +241,36 @@ def _check_dequantize(
 
 @quantize_op.kernel("cpu")
 def _quantize_cpu(
-    x: Tensor, payload: Tensor, format: str, block: int, shard: int, *rest: Any
+    x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_of("quantize", format, block, shard)
+    layout = layout_for("quantize", format, block, table)
     numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
-    source = (x, x.numel(), shard, rows_in(payload))
-    cpu.call("quantize", *numbers, *source, *rest, *parts(payload, layout))
+    cpu.call("quantize", *numbers, x, table, row, *rest, payload, *places(layout))
 
 
 @quantize_op.kernel("cuda")
 def _quantize_cuda(
-    x: Tensor, payload: Tensor, format: str, block: int, shard: int, *rest: Any
+    x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout, rows = layout_of("quantize", format, block, shard), rows_in(payload)
+    layout = layout_for("quantize", format, block, table)
     # The block is a template argument, so that a lane's entries stay in registers: an array is kept
     # there only where every index is known to the compiler.
     name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
-    arguments = (x, x.numel(), shard, *rest, *parts(aligned(payload), layout))
-    cuda.launch("blockwise.cu", name, x.device, shard // warp_entries(block) + 1, arguments, rows)
+    there = on_device(table, x.device)
+    arguments = (x, there, row, *rest, aligned(payload), *places(layout))
+    warps = (layout.n + layout.tails) // warp_entries(block) + 1
+    cuda.launch("blockwise.cu", name, x.device, warps, arguments, grid_rows(table, row))
+
+
+def layout_for(caller: str, format: str, block: int, table: Tensor) -> Payload:
+    """Returns the layout of a row of the message that a table describes."""
+    segments = segments_of(caller, table)
+    return layout_of(caller, format, block, segments.slots, segments.tails)
+
+
+def grid_rows(table: Tensor, row: int) -> int:
+    """Returns how many rows of a message an op works on."""
+    return int(table[0, 0]) if row < 0 else 1
 
 
 def warp_entries(block: int) -> int:
@@ -225,9 +280,9 @@ def warp_entries(block: int) -> int:
     return min(max(block, 256), 512)
 
 
-def parts(payload: Tensor, layout: Payload) -> tuple[Tensor, int, int]:
-    """Returns the arguments by which kernels take a payload that they write."""
-    return payload, layout.codes_at, layout.bytes
+def places(layout: Payload) -> tuple[int, int, int]:
+    """Returns where kernels find the codes, the entries of 16 bits and the next payload."""
+    return layout.codes_at, layout.tails_at, layout.bytes
 
 
 def aligned(payload: Tensor) -> Tensor:
@@ -239,27 +294,22 @@ def aligned(payload: Tensor) -> Tensor:
 
 @dequantize_op.kernel("cpu")
 def _dequantize_cpu(
-    payloads: Tensor, out: Tensor, format: str, block: int, shard: int, *rest: Any
+    payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_of("dequantize", format, block, shard)
+    layout = layout_for("dequantize", format, block, table)
     numbers = (layout.format.number, cpu.DTYPES[out.dtype])
-    source = source_of(payloads, layout, out.numel())
-    cpu.call("dequantize", *numbers, *source, rows_in(payloads[0]), block, *rest, out)
+    source = (payloads, *places(layout), payloads.stride(0), len(payloads))
+    cpu.call("dequantize", *numbers, *source, table, row, block, *rest, out)
 
 
 @dequantize_op.kernel("cuda")
 def _dequantize_cuda(
-    payloads: Tensor, out: Tensor, format: str, block: int, shard: int, *rest: Any
+    payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_of("dequantize", format, block, shard)
+    layout = layout_for("dequantize", format, block, table)
     # Decoding needs no maximum, so the block is an argument and one kernel serves all blocks.
     name = f"dequantize<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}>"
-    source = source_of(aligned(payloads), layout, out.numel())
-    arguments, rows = (*source, block, *rest, out), rows_in(payloads[0])
-    cuda.launch("blockwise.cu", name, out.device, shard // 256 + 1, arguments, rows)
-
-
-def source_of(payloads: Tensor, layout: Payload, n: int) -> tuple[Tensor | int, ...]:
-    """Returns the arguments by which kernels take payloads to decode."""
-    strides = (layout.codes_at, layout.bytes, payloads.stride(0), len(payloads))
-    return (payloads, *strides, n, layout.n)
+    source = (aligned(payloads), *places(layout), payloads.stride(0), len(payloads))
+    arguments = (*source, on_device(table, out.device), row, block, *rest, out)
+    warps = (layout.n + layout.tails) // 256 + 1
+    cuda.launch("blockwise.cu", name, out.device, warps, arguments, grid_rows(table, row))

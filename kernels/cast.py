@@ -11,7 +11,7 @@ from . import philox
 from .runtime import cpu, cuda
 from .runtime.op import check, op
 
-__all__ = ["scaled_cast"]
+__all__ = ["scaled_cast", "stochastic"]
 
 _ALL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -52,11 +52,11 @@ def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int
     scaled = (x if scale == 1.0 else x * scale).view(out.shape)
     if step is not None:
         noise = philox.half_words(x.numel(), int(step), *key, device=x.device)
-        scaled = _stochastic(scaled, out.dtype, noise.view(out.shape).to(torch.int32))
+        scaled = stochastic(scaled, out.dtype, noise.view(out.shape).to(torch.int32))
     out.copy_(scaled)
 
 
-def _stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+def stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """Rounds to ``dtype`` stochastically: adds random bits below the last place and truncates.
 
     The result is float32. Infinity and NaN stay as they are; numbers between the largest finite one

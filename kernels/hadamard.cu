@@ -1,24 +1,34 @@
 // Computes the randomised Hadamard transform on a GPU; the specification is in hadamard.py.
-#include "include/hadamard_cuda.h"
-
-#include "include/blockwise.h"
+#include "include/blockwise_cuda.h"
 
 template <int BLOCK>
 __global__ void hadamard(const float* x, i64 n, float scale, i64 inverse, const i64* step, i64 seed,
-                         i64 stream, i64 first, i64 shard, float* out) {
-    // Blocks of the grid with blockIdx.y = r work on row r.
-    x += blockIdx.y * shard;
-    out += blockIdx.y * shard;
-    first += blockIdx.y * kRowKeys;
-    n = entries_of_row(n, shard, blockIdx.y);
-    constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK;
-    const Rotation rotation = {step, seed, stream, first, scale};
-    for (i64 at = warp() * kSpan; at < n; at += warps() * kSpan) {
-        const int count = entries_in<kSpan>(at, n);
-        float c[kSpan / kLanes];
-        load_span(x, at, count, c);
-        if (inverse) turn_back<BLOCK>(rotation, at, c);
-        else turn<BLOCK>(rotation, at, c);
-        store_span(out, at, count, c);
+                         i64 stream, i64 first, Segments table, i64 chosen, float* out) {
+    constexpr int SPAN = kSpan<BLOCK, true>;
+    Rotation rotation = {step, seed, stream, first, scale};
+    Row row = {};
+    if (table) {
+        row = row_here(table, chosen);
+        rotation.first += blockIdx.y * kRowKeys;
+        x += inverse ? blockIdx.y * n : row.entry;
+        out += inverse ? row.entry : blockIdx.y * n;
+    }
+    for (i64 at = warp() * SPAN; at < n; at += warps() * SPAN) {
+        const Place place = table ? coded_place(table, row.index, at) : Place{at, n - at};
+        const int count = entries_at<SPAN>(place), slots = entries_in<SPAN>(at, n);
+        float c[SPAN / kLanes];
+        if (inverse) {
+            load_span(x, at, slots, c);
+            turn_back<BLOCK>(rotation, at, c);
+            store_span(out, place.entry, count, c);
+        } else {
+            load_span(x, place.entry, count, c);
+            turn<BLOCK>(rotation, at, c);
+            // Signs make some of the zeros negative that no entry has.
+#pragma unroll
+            for (int k = 0; k < SPAN / kLanes; ++k)
+                if (k * kLanes / BLOCK * BLOCK >= count) c[k] = 0.0f;
+            store_span(out, at, slots, c);
+        }
     }
 }

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from . import philox
-from ._blockwise_definition import rows_of
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
 from .runtime.op import check, op
+from .segments import Segments, on_device, rows_of, segments_of
 
-__all__ = ["hadamard"]
+__all__ = ["check_signs", "hadamard", "transform"]
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 
@@ -24,7 +24,8 @@ def hadamard(
     block: int,
     random: philox.RandomBits,
     *,
-    shard: int | None = None,
+    segments: Segments | None = None,
+    row: int = -1,
     inverse: bool = False,
 ) -> None:
     """Writes ``H D x / sqrt(block)`` of each block, or with ``inverse`` the inverse of it.
@@ -34,11 +35,15 @@ def hadamard(
     definition bit for bit: sums are taken in one order.
 
     Args:
-        x: float32, contiguous, a multiple of ``block`` entries.
-        out: float32, as many entries. May be ``x``.
+        x: float32, contiguous: entries, or with ``inverse`` the slots of blocks.
+        out: float32: the slots of blocks, or with ``inverse`` entries. Without ``segments`` it may
+            be ``x``.
         block: entries per block, a power of two from 32 to 2048.
         random: bits for the signs; ``first`` is a multiple of 4096. Row r takes ``random.row(r)``.
-        shard: entries per row, a multiple of ``block``; the last may be short. None: one row.
+        segments: where blocks begin, of ``segments_for(..., whole=True)``; slots that no entry
+            has are zeros. A row of slots follows the other. None: the entries are a multiple of
+            ``block``, and have the slots of the same number.
+        row: ``x`` and ``out`` are this row; -1: all rows.
         inverse: applies the inverse transform.
 
     Raises:
@@ -46,13 +51,15 @@ def hadamard(
 
     Reference: Ailon and Chazelle, The fast Johnson-Lindenstrauss transform, 2009.
     """
-    shard = x.numel() if shard is None else shard
-    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", random), shard)
+    if segments is not None and not isinstance(segments, Segments):
+        raise TypeError(f"hadamard(segments): Segments or None, got {type(segments).__name__}")
+    table = None if segments is None else segments.table
+    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", random), table, row)
 
 
 @op(
     "hadamard(Tensor x, Tensor(a!) out, int block, bool inverse, Tensor step, int seed, int stream,"
-    " int first, int shard) -> ()",
+    " int first, Tensor? table, int row) -> ()",
     same=[("x", "out")],
 )
 def hadamard_op(
@@ -64,22 +71,42 @@ def hadamard_op(
     seed: int,
     stream: int,
     first: int,
-    shard: int,
+    table: Tensor | None,
+    row: int,
 ) -> None:
-    rows = [
-        philox.signs(
-            *(end - begin, int(step), seed, stream, first + row * philox.ROW), device=x.device
-        )
-        for row, begin, end in rows_of(x.numel(), shard, _rows(x.numel(), shard))
-    ]
-    _transform(x, out, block, inverse, torch.cat(rows))
+    key = (step, seed, stream)
+    if table is None:
+        transform(x, out, block, inverse, *key, first)
+        return
+    segments, flat, to = segments_of("hadamard", table), x.view(-1), out.view(-1)
+    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
+        here = slice(place * segments.slots, (place + 1) * segments.slots)
+        slots, entries = segments.coded(index, x.device)
+        if inverse:
+            blocks = flat[here].clone()
+        else:
+            blocks = x.new_zeros(segments.slots)
+            blocks[slots] = flat[begin:end][entries]
+        transform(blocks, blocks, block, inverse, *key, first + place * philox.ROW)
+        if inverse:
+            to[begin:end][entries] = blocks[slots]
+        else:
+            used = segments.counts(index, block, x.device).bool().repeat_interleave(block)
+            to[here] = torch.where(used, blocks, 0.0)  # signs would make some zeros negative
 
 
-def _rows(n: int, shard: int) -> int:
-    return max(1, -(-n // max(1, shard)))
-
-
-def _transform(x: Tensor, out: Tensor, block: int, inverse: bool, signs: Tensor) -> None:
+def transform(
+    x: Tensor,
+    out: Tensor,
+    block: int,
+    inverse: bool,
+    step: Tensor,
+    seed: int,
+    stream: int,
+    first: int,
+) -> None:
+    """Transforms blocks that follow each other; the signs are those from ``first`` on."""
+    signs = philox.signs(x.numel(), int(step), seed, stream, first, device=x.device)
     rows = (x.flatten() if inverse else x.flatten() * signs).view(-1, block)
     # log2(block) steps of sums and differences instead of a product with H, in the kernels' order.
     distance = 1
@@ -103,19 +130,28 @@ def _check(
     seed: int,
     stream: int,
     first: int,
-    shard: int,
+    table: Tensor | None,
+    row: int,
 ) -> None:
     if block not in BLOCKS:
         raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")
     check("hadamard", "x", x, like=x, dtypes=(torch.float32,))
-    if x.numel() % block:
-        raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
-    check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
     check_signs("hadamard", "random", x, step, seed, stream, first)
-    check_whole("hadamard", "shard", shard, 0, 2**56)
-    check_whole("hadamard", "rows of a shard", _rows(x.numel(), shard), 1, 2**16)
-    if x.numel() > shard and (shard % block or not shard):
-        raise ValueError(f"hadamard(shard): a multiple of the block, {block}, got {shard}")
+    if table is None:
+        if x.numel() % block:
+            raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
+        check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
+        return
+    segments = segments_of("hadamard", table)
+    rows = len(segments.rows)
+    check_whole("hadamard", "row", row, -1, rows)
+    check_whole("hadamard", "rows of segments", rows, 1, 2**16)  # a grid's second dimension
+    if segments.most or segments.granule % block:
+        raise ValueError(f"hadamard(segments): of segments_for(..., {block}, ..., whole=True)")
+    begin, end = segments.row(row)
+    sizes = (end - begin, segments.slots * (rows if row < 0 else 1))
+    check("hadamard", "x", x, like=x, dtypes=(torch.float32,), n=sizes[inverse])
+    check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=sizes[not inverse])
 
 
 def check_signs(caller: str, name: str, x: Tensor, step: Tensor, *key: int) -> None:
@@ -133,7 +169,11 @@ def _hadamard_cpu(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any)
 
 @hadamard_op.kernel("cuda")
 def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any) -> None:
-    n, shard = x.numel(), rest[-1]
-    arguments = (x, n, block**-0.5, inverse, *rest, out)
-    warps = min(n, shard) // max(block, 256) + 1
-    cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments, _rows(n, shard))
+    *key, table, row = rest
+    n, there, rows = x.numel(), None, 1
+    if table is not None:
+        n, there = segments_of("hadamard", table).slots, on_device(table, x.device)
+        rows = int(table[0, 0]) if row < 0 else 1
+    arguments = (x, n, block**-0.5, inverse, *key, there, row, out)
+    warps = n // max(block, 256) + 1
+    cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments, rows)

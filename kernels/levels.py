@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._blockwise_definition import rows_of
 from ._matrices import _version_of
 from .blockwise import aligned, as_messages
 from .runtime import cpu, cuda
@@ -23,6 +22,11 @@ _COUNTS = (2, 4, 8, 16)
 _ROW = 32  # lanes of a warp; partial sums of a block
 _INFINITY = 0x7F800000  # bits of infinity
 _TINY = (127 - 120) << 23  # bits of 2^-120; blocks below it decode to zero
+
+
+def even_rows(n: int, shard: int, rows: int) -> list[tuple[int, int, int]]:
+    """Returns, by row of a message, its number and the begin and end of its entries."""
+    return [(row, min(row * shard, n), min((row + 1) * shard, n)) for row in range(rows)]
 
 
 def quantize_levels(
@@ -146,7 +150,7 @@ def quantize_levels_op(
     if unsent is not None:
         unsent.view(-1, block).copy_(rows - chosen * scale[:, None])
     messages = payload if payload.dim() == 2 else payload[None]
-    for row, begin, end in rows_of(x.numel(), shard, len(messages)):
+    for row, begin, end in even_rows(x.numel(), shard, len(messages)):
         scales, codes = _places(messages[row], _bits(levels), block, shard, end - begin)
         scales.copy_(scale[begin // block : end // block].view(torch.uint8))
         codes.copy_(_packed(nearest.flatten()[begin:end], _bits(levels)))
@@ -159,7 +163,7 @@ def dequantize_levels_op(
     levels, _ = _split(table)
     bits = _bits(levels)
     messages = as_messages(payloads)
-    for row, begin, end in rows_of(out.numel(), shard, messages.shape[1]):
+    for row, begin, end in even_rows(out.numel(), shard, messages.shape[1]):
         total = None
         for payload in messages[:, row]:
             stored, codes = _places(payload, bits, block, shard, end - begin)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
-from ._blockwise_formats import layout_of
+from ._blockwise_formats import Payload, layout_of, one_segment
 from .blockwise import aligned
 from .levels import root_of, summed
 from .runtime import cpu, cuda
@@ -34,8 +34,8 @@ def quantize_norms(
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
-        payload: uint8, ``payload_bytes(x.numel(), "int8", block)`` entries; ``dequantize`` decodes
-            it as "int8".
+        payload: uint8, ``payload_bytes(segments, "int8", block)`` entries; ``dequantize`` decodes
+            it as "int8" with these segments, ``segments_for("int8", block, [[n]], whole=True)``.
         block: entries per norm, a power of two from 32 to 2048.
         levels: 1 to 127, the code of an entry as large as the norm.
         random: bits for the rounding.
@@ -48,6 +48,12 @@ def quantize_norms(
     quantize_norms_op(x, payload, block, levels, *philox.key_of("quantize_norms", random))
 
 
+def _layout(n: int, block: int) -> Payload:
+    layout_of("quantize_norms", "int8", block, 0)  # checks the block
+    slots = one_segment("int8", block, n, whole=True).slots
+    return layout_of("quantize_norms", "int8", block, slots)
+
+
 @op(
     "quantize_norms(Tensor x, Tensor(a!) payload, int block, int levels, Tensor step, int seed,"
     " int stream, int first) -> ()"
@@ -56,7 +62,7 @@ def quantize_norms_op(
     x: Tensor, payload: Tensor, block: int, levels: int, step: Tensor, *key: int
 ) -> None:
     n = x.numel()
-    layout = layout_of("quantize_norms", "int8", block, n)
+    layout = _layout(n, block)
     rows = pad(x.flatten().to(torch.float32), (0, -n % block)).view(-1, block)
     largest = (rows.view(torch.int32) & 0x7FFFFFFF).amax(1)
     good = (largest >= _TINY) & (largest < _INFINITY)
@@ -78,7 +84,7 @@ def quantize_norms_op(
 
 @quantize_norms_op.check
 def _check(x: Tensor, payload: Tensor, block: int, levels: int, step: Tensor, *key: int) -> None:
-    layout = layout_of("quantize_norms", "int8", block, x.numel())
+    layout = _layout(x.numel(), block)
     check("quantize_norms", "x", x, like=x, dtypes=_DTYPES)
     check_whole("quantize_norms", "levels", levels, 1, 128)
     check("quantize_norms", "payload", payload, like=x, dtypes=(torch.uint8,), n=layout.bytes)
@@ -87,15 +93,15 @@ def _check(x: Tensor, payload: Tensor, block: int, levels: int, step: Tensor, *k
 
 @quantize_norms_op.kernel("cpu")
 def _quantize_cpu(x: Tensor, payload: Tensor, block: int, levels: int, *key: Any) -> None:
-    layout = layout_of("quantize_norms", "int8", block, x.numel())
-    settings = (cpu.DTYPES[x.dtype], x, layout.n, block, float(levels))
+    layout = _layout(x.numel(), block)
+    settings = (cpu.DTYPES[x.dtype], x, x.numel(), block, float(levels))
     cpu.call("quantize_norms", *settings, *key, payload, layout.codes_at, layout.bytes)
 
 
 @quantize_norms_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, payload: Tensor, block: int, levels: int, *key: Any) -> None:
-    layout = layout_of("quantize_norms", "int8", block, x.numel())
+    layout = _layout(x.numel(), block)
     name = f"quantize_norms<{cuda.DTYPES[x.dtype]}, {block}>"
-    arguments = (x, layout.n, float(levels), *key, aligned(payload), layout.codes_at, layout.bytes)
+    arguments = (x, x.numel(), float(levels), *key, aligned(payload), layout.codes_at, layout.bytes)
     warps = layout.n // max(block, 256) + 1
     cuda.launch("norms.cu", name, x.device, warps, arguments)

@@ -7,11 +7,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import _blockwise_definition as definition
-from ._blockwise_formats import FORMATS, Payload, layout_of
+from ._blockwise_formats import FORMATS, Payload
 from ._parts import BLOCK, CHUNK, Parts, on_device, parts_of, parts_of_sizes
-from .blockwise import aligned, parts
+from .blockwise import aligned
 from .levels import summed
-from .philox import NO_STREAM
 from .runtime import cpu, cuda
 from .runtime.op import check, op
 
@@ -121,20 +120,12 @@ def _is_double(x: Tensor, out: Tensor, table: Tensor) -> bool:
 
 @quantize_parts_op.kernel("cpu")
 def _quantize_cpu(x: Tensor, payloads: Tensor, table: Tensor) -> None:
-    number, dtype = FORMATS["int8"].number, cpu.DTYPES[torch.float32]
-    for part, payload in _pairs(x, payloads, parts_of("quantize_parts", table)):
-        n, layout = part.numel(), layout_of("quantize_parts", "int8", BLOCK, part.numel())
-        rest = (None, None, *NO_STREAM, *parts(payload, layout))
-        cpu.call("quantize", number, dtype, BLOCK, part, n, n, 1, *rest)
+    cpu.call("quantize_parts", x, table, len(table) - 1, payloads)
 
 
 @dequantize_parts_op.kernel("cpu")
 def _dequantize_cpu(payloads: Tensor, out: Tensor, table: Tensor) -> None:
-    number, dtype = FORMATS["int8"].number, cpu.DTYPES[torch.float32]
-    for part, payload in _pairs(out, payloads, parts_of("dequantize_parts", table)):
-        n, layout = part.numel(), layout_of("dequantize_parts", "int8", BLOCK, part.numel())
-        source = (payload, layout.codes_at, layout.bytes, layout.bytes, 1, n, n, 1)
-        cpu.call("dequantize", number, dtype, *source, BLOCK, 1.0, False, part)
+    cpu.call("dequantize_parts", payloads, table, len(table) - 1, out)
 
 
 @squared_norms_op.kernel("cpu")

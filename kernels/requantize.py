@@ -10,11 +10,18 @@ from torch import Tensor
 from . import _blockwise_definition as definition
 from . import philox
 from ._blockwise_checks import check_feedback, check_message, check_messages
-from ._blockwise_formats import FORMATS, Payload, layout_of
-from .blockwise import aligned, parts, quantize_op, warp_entries
+from .blockwise import (
+    aligned,
+    layout_for,
+    places,
+    quantize_op,
+    table_for,
+    warp_entries,
+)
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
 from .runtime.op import op
+from .segments import Segments, on_device, segments_of
 
 __all__ = ["requantize"]
 
@@ -22,11 +29,11 @@ __all__ = ["requantize"]
 def requantize(
     payloads: Tensor,
     payload: Tensor,
-    n: int,
+    segments: Segments,
     format: str,
     block: int,
     *,
-    shard: int | None = None,
+    row: int = 0,
     factor: float = 1.0,
     unsent: Tensor | None = None,
     weight: float = 1.0,
@@ -41,38 +48,40 @@ def requantize(
     Args:
         payloads: uint8, shape (ranks, bytes).
         payload: uint8, ``bytes`` entries.
-        n: number of entries, ``shard`` at most.
-        shard: entries of a full payload, whose layout all payloads have; ``n`` by default.
-        unsent: float32, ``n`` entries; receives ``weight`` times what was not sent.
+        segments, row: the row of a message that all payloads are.
+        unsent: float32, the entries of that row; receives ``weight`` times what was not sent.
         accumulate: adds to ``unsent`` instead.
     """
+    table = table_for("requantize", segments, format, block, payloads)
     key = philox.key_of("requantize", random)
-    rest = (n if shard is None else shard, factor, unsent, weight, accumulate)
-    requantize_op(payloads, payload, n, format, block, *rest, *key)
+    rest = (row, factor, unsent, weight, accumulate)
+    requantize_op(payloads, payload, format, block, table, *rest, *key)
 
 
 @op(
-    "requantize(Tensor payloads, Tensor(a!) payload, int n, str format, int block, int shard,"
-    " float factor, Tensor(b!)? unsent, float weight, bool accumulate, Tensor? step, int seed,"
-    " int stream, int first) -> ()",
+    "requantize(Tensor payloads, Tensor(a!) payload, str format, int block, Tensor table,"
+    " int row, float factor, Tensor(b!)? unsent, float weight, bool accumulate, Tensor? step,"
+    " int seed, int stream, int first) -> ()",
 )
 def requantize_op(
     payloads: Tensor,
     payload: Tensor,
-    n: int,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     unsent: Tensor | None,
     weight: float,
     accumulate: bool,
     *key: Any,
 ) -> None:
-    total = definition.sum_payloads(payloads, Payload(FORMATS[format], block, shard), n) * factor
+    layout = layout_for("requantize", format, block, table)
+    segments = segments_of("requantize", table)
+    total = definition.decode_row(payloads, layout, segments, row) * factor
     error = torch.empty_like(total)
     # The definition rather than the op, since a definition runs no kernel in any mode.
-    quantize_op.definition(total, payload, format, block, shard, None, error, *key)
+    quantize_op.definition(total, payload, format, block, table, row, None, error, *key)
     if unsent is not None:
         error = (error * weight).view(unsent.shape)
         unsent.copy_(unsent + error if accumulate else error)
@@ -82,10 +91,10 @@ def requantize_op(
 def _check_requantize(
     payloads: Tensor,
     payload: Tensor,
-    n: int,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     unsent: Tensor | None,
     weight: float,
@@ -93,10 +102,12 @@ def _check_requantize(
     step: Tensor | None,
     *key: int,
 ) -> None:
-    check_whole("requantize", "n", n, 0, 2**56)
-    check_messages("requantize", payloads, format, block, shard, n, most=2)
-    check_message("requantize", payload, format, block, shard, n, payloads, most=1)
-    check_feedback("requantize", payloads, n, None, unsent)
+    segments = segments_of("requantize", table)
+    check_whole("requantize", "row", row, 0, len(segments.rows))
+    begin, end = segments.row(row)
+    check_messages("requantize", payloads, format, block, table, row, end - begin)
+    check_message("requantize", payload, format, block, table, row, end - begin, payloads)
+    check_feedback("requantize", payloads, end - begin, None, unsent)
     philox.check_key(payloads, step, *key)
 
 
@@ -104,31 +115,33 @@ def _check_requantize(
 def _requantize_cpu(
     payloads: Tensor,
     payload: Tensor,
-    n: int,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     *rest: Any,
 ) -> None:
-    layout = layout_of("requantize", format, block, shard)
-    source = (payloads, payloads.stride(0), len(payloads), factor, n)
-    cpu.call("requantize", layout.format.number, block, *source, *rest, *parts(payload, layout))
+    layout = layout_for("requantize", format, block, table)
+    source = (payloads, payloads.stride(0), len(payloads), factor, table, row)
+    cpu.call("requantize", layout.format.number, block, *source, *rest, payload, *places(layout))
 
 
 @requantize_op.kernel("cuda")
 def _requantize_cuda(
     payloads: Tensor,
     payload: Tensor,
-    n: int,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     *rest: Any,
 ) -> None:
-    layout = layout_of("requantize", format, block, shard)
+    layout = layout_for("requantize", format, block, table)
     name = f"requantize<{layout.format.cpp}, {block}>"
-    source = (aligned(payloads), payloads.stride(0), len(payloads), factor, n)
-    arguments = (*source, *rest, *parts(aligned(payload), layout))
-    cuda.launch("blockwise.cu", name, payloads.device, n // warp_entries(block) + 1, arguments)
+    there = on_device(table, payloads.device)
+    source = (aligned(payloads), payloads.stride(0), len(payloads), factor, there, row)
+    arguments = (*source, *rest, aligned(payload), *places(layout))
+    warps = (layout.n + layout.tails) // warp_entries(block) + 1
+    cuda.launch("blockwise.cu", name, payloads.device, warps, arguments)

@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_feedback, check_message, check_messages, rows_in
-from ._blockwise_formats import FORMATS, Payload, layout_of
-from .blockwise import aligned, as_messages, parts, source_of
-from .hadamard import check_signs, hadamard_op
+from ._blockwise_checks import check_feedback, check_message, check_messages
+from ._blockwise_formats import layout_of
+from .blockwise import aligned, as_messages, grid_rows, layout_for, places, table_for
+from .hadamard import check_signs, transform
 from .runtime import cpu, cuda
 from .runtime.op import check, op
+from .segments import Segments, on_device, rows_of, segments_of
 
 __all__ = ["dequantize_rotated", "quantize_rotated"]
 
@@ -38,7 +38,8 @@ def quantize_rotated(
     block: int,
     rotation: philox.RandomBits,
     *,
-    shard: int | None = None,
+    segments: Segments | None = None,
+    row: int = -1,
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
@@ -46,17 +47,17 @@ def quantize_rotated(
     """Writes the payload of the rotated blocks of ``x``, or of ``x + residual``.
 
     Equals ``hadamard`` followed by ``quantize`` bit for bit, in one pass. What the payload leaves
-    out is rotated back into ``unsent``. Zeros fill up the last block before it is rotated, and it
-    is sent whole, since a rotation spreads entries over all of it.
+    out is rotated back into ``unsent``. Zeros fill up a segment's last block before it is rotated,
+    and it is sent whole, since a rotation spreads entries over all of it.
 
     Args:
         x: float32, float16 or bfloat16, contiguous.
-        payload, residual, unsent, random: as for ``quantize``.
+        payload, row, residual, unsent, random: as for ``quantize``.
         format: "int8", "int4", "int2" or "sign".
         block: entries per scale and per rotation, a power of two up to 1024.
         rotation: bits for the signs, the same key on all ranks; ``first`` is a multiple of 4096.
             Row r of a message takes ``rotation.row(r)``.
-        shard: entries per row, a multiple of ``block``. By default ``x.numel()``, rounded up.
+        segments: of ``segments_for(format, block, ..., whole=True)``. None: ``x`` is one segment.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -65,13 +66,8 @@ def quantize_rotated(
     """
     key = philox.key_of("quantize_rotated", random)
     turn = philox.key_of("quantize_rotated", rotation, "rotation")
-    shard = whole_blocks(x.numel(), block) if shard is None else shard
-    quantize_rotated_op(x, payload, format, block, shard, *turn, residual, unsent, *key)
-
-
-def whole_blocks(n: int, block: int) -> int:
-    """Returns ``n`` rounded up to a multiple of ``block``."""
-    return -(-n // block) * block
+    table = table_for("quantize_rotated", segments, format, block, x, whole=True)
+    quantize_rotated_op(x, payload, format, block, table, row, *turn, residual, unsent, *key)
 
 
 def dequantize_rotated(
@@ -81,20 +77,21 @@ def dequantize_rotated(
     block: int,
     rotation: philox.RandomBits,
     *,
-    shard: int | None = None,
+    segments: Segments | None = None,
+    row: int = -1,
     factor: float = 1.0,
     accumulate: bool = False,
 ) -> None:
     """Writes the sum of the decoded payloads, rotated back; otherwise as ``dequantize``."""
     turn = philox.key_of("dequantize_rotated", rotation, "rotation")
-    shard = whole_blocks(out.numel(), block) if shard is None else shard
-    dequantize_rotated_op(payloads, out, format, block, shard, factor, accumulate, *turn)
+    table = table_for("dequantize_rotated", segments, format, block, out, whole=True)
+    dequantize_rotated_op(payloads, out, format, block, table, row, factor, accumulate, *turn)
 
 
 @op(
-    "quantize_rotated(Tensor x, Tensor(a!) payload, str format, int block, int shard, Tensor turn,"
-    " int turn_seed, int turn_stream, int turn_first, Tensor? residual, Tensor(b!)? unsent,"
-    " Tensor? step, int seed, int stream, int first) -> ()",
+    "quantize_rotated(Tensor x, Tensor(a!) payload, str format, int block, Tensor table, int row,"
+    " Tensor turn, int turn_seed, int turn_stream, int turn_first, Tensor? residual,"
+    " Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
     same=[("residual", "unsent")],
 )
 def quantize_rotated_op(
@@ -102,7 +99,8 @@ def quantize_rotated_op(
     payload: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     turn: Tensor,
     turn_seed: int,
     turn_stream: int,
@@ -114,37 +112,42 @@ def quantize_rotated_op(
     stream: int,
     first: int,
 ) -> None:
-    layout = Payload(FORMATS[format], block, shard)
+    segments, layout = segments_of("", table), layout_for("", format, block, table)
     c = x.to(torch.float32).flatten()
     if residual is not None:
         c = c + residual.flatten()
-    for row, begin, end in definition.rows_of(x.numel(), shard, rows_in(payload)):
-        offset = row * philox.ROW
+    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
+        offset = place * philox.ROW
         signs = (turn, turn_seed, turn_stream, turn_first + offset)
-        rotated = pad(c[begin:end], (0, (begin - end) % block))
-        hadamard_op.definition(rotated, rotated, block, False, *signs, rotated.numel())
+        slots, entries = segments.coded(index, x.device)
+        rotated = c.new_zeros(layout.n)
+        rotated[slots] = c[begin:end][entries]
+        transform(rotated, rotated, block, False, *signs)
         noise, key = None, (seed, stream, first + offset)
         if step is not None:
-            noise = philox.half_words(rotated.numel(), int(step), *key, device=x.device)
-        into = payload.view(-1)[row * layout.bytes : (row + 1) * layout.bytes]
+            noise = philox.half_words(layout.n, int(step), *key, device=x.device)
+        into = payload.view(-1)[place * layout.bytes : (place + 1) * layout.bytes]
         left_out = definition.encode(rotated, into, layout, noise)
         if unsent is not None:
             # Feedback adds it to the next gradient, before the next rotation, whose signs differ.
-            hadamard_op.definition(left_out, left_out, block, True, *signs, left_out.numel())
-            unsent.view(-1)[begin:end] = left_out[: end - begin]
+            transform(left_out, left_out, block, True, *signs)
+            unsent.view(-1)[begin:end] = torch.empty_like(c[begin:end]).index_copy(
+                0, entries, left_out[slots]
+            )
 
 
 @op(
-    "dequantize_rotated(Tensor payloads, Tensor(a!) out, str format, int block, int shard,"
-    " float factor, bool accumulate, Tensor turn, int turn_seed, int turn_stream, int turn_first)"
-    " -> ()"
+    "dequantize_rotated(Tensor payloads, Tensor(a!) out, str format, int block, Tensor table,"
+    " int row, float factor, bool accumulate, Tensor turn, int turn_seed, int turn_stream,"
+    " int turn_first) -> ()"
 )
 def dequantize_rotated_op(
     payloads: Tensor,
     out: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     accumulate: bool,
     turn: Tensor,
@@ -152,15 +155,19 @@ def dequantize_rotated_op(
     turn_stream: int,
     turn_first: int,
 ) -> None:
-    layout, rows = Payload(FORMATS[format], block, shard), as_messages(payloads)
-    for row, begin, end in definition.rows_of(out.numel(), shard, rows.shape[1]):
+    segments, layout = segments_of("", table), layout_for("", format, block, table)
+    rows = as_messages(payloads)
+    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
         # The sum is rotated back once, not each payload: fewer transforms, and fewer roundings.
-        total = definition.sum_payloads(rows[:, row], layout, whole_blocks(end - begin, block))
-        signs = (turn, turn_seed, turn_stream, turn_first + row * philox.ROW)
-        hadamard_op.definition(total, total, block, True, *signs, total.numel())
-        total = total[: end - begin] * factor  # after the rotation, as in the kernels
+        total = definition.sum_payloads(rows[:, place], layout, layout.n)
+        transform(
+            total, total, block, True, turn, turn_seed, turn_stream, turn_first + place * philox.ROW
+        )
+        slots, entries = segments.coded(index, out.device)
         here = out.view(-1)[begin:end]
-        here.copy_(here.to(torch.float32) + total if accumulate else total)
+        sums = torch.empty(end - begin, dtype=torch.float32, device=out.device)
+        sums[entries] = total[slots] * factor  # after the rotation, as in the kernels
+        here.copy_(here.to(torch.float32) + sums if accumulate else sums)
 
 
 # Checks of arguments -------------------------------------------------------------------------
@@ -172,7 +179,8 @@ def _check_quantize(
     payload: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     turn: Tensor,
     turn_seed: int,
     turn_stream: int,
@@ -184,9 +192,9 @@ def _check_quantize(
 ) -> None:
     n = x.numel()
     check("quantize_rotated", "x", x, like=x, dtypes=_DTYPES)
-    _check_blocks("quantize_rotated", format, block, shard)
+    _check_blocks("quantize_rotated", format, block, table)
     check_signs("quantize_rotated", "rotation", x, turn, turn_seed, turn_stream, turn_first)
-    check_message("quantize_rotated", payload, format, block, shard, n, x)
+    check_message("quantize_rotated", payload, format, block, table, row, n, x)
     check_feedback("quantize_rotated", x, n, residual, unsent)
     philox.check_key(x, step, *key)
 
@@ -197,26 +205,27 @@ def _check_dequantize(
     out: Tensor,
     format: str,
     block: int,
-    shard: int,
+    table: Tensor,
+    row: int,
     factor: float,
     accumulate: bool,
     turn: Tensor,
     *key: int,
 ) -> None:
     check("dequantize_rotated", "out", out, like=payloads, dtypes=_DTYPES)
-    _check_blocks("dequantize_rotated", format, block, shard)
+    _check_blocks("dequantize_rotated", format, block, table)
     check_signs("dequantize_rotated", "rotation", out, turn, *key)
-    check_messages("dequantize_rotated", payloads, format, block, shard, out.numel())
+    check_messages("dequantize_rotated", payloads, format, block, table, row, out.numel())
 
 
-def _check_blocks(caller: str, format: str, block: int, shard: int) -> None:
-    layout_of(caller, format, block, shard)
+def _check_blocks(caller: str, format: str, block: int, table: Tensor) -> None:
+    layout_of(caller, format, block, 0)
     if format not in _FORMATS:
         raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
     if block > _LONGEST:
         raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
-    if shard % block:
-        raise ValueError(f"{caller}(shard): a multiple of the block, {block}, got {shard}")
+    if segments_of(caller, table).most:
+        raise ValueError(f"{caller}(segments): of segments_for(..., whole=True)")
 
 
 # Kernels --------------------------------------------------------------------------------------
@@ -224,48 +233,50 @@ def _check_blocks(caller: str, format: str, block: int, shard: int) -> None:
 
 @quantize_rotated_op.kernel("cpu")
 def _quantize_cpu(
-    x: Tensor, payload: Tensor, format: str, block: int, shard: int, *rest: Any
+    x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_of("quantize_rotated", format, block, shard)
+    layout = layout_for("quantize_rotated", format, block, table)
     numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
     # 1 / sqrt(block) is irrational for odd powers of two. It is an argument, so that every kernel
     # uses the same float32.
-    source = (x, x.numel(), shard, rows_in(payload), block**-0.5)
-    cpu.call("quantize_rotated", *numbers, *source, *rest, *parts(payload, layout))
+    source = (x, table, row, block**-0.5)
+    cpu.call("quantize_rotated", *numbers, *source, *rest, payload, *places(layout))
 
 
 @quantize_rotated_op.kernel("cuda")
 def _quantize_cuda(
-    x: Tensor, payload: Tensor, format: str, block: int, shard: int, *rest: Any
+    x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout, rows = layout_of("quantize_rotated", format, block, shard), rows_in(payload)
+    layout = layout_for("quantize_rotated", format, block, table)
     name = f"quantize_rotated<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
-    source = (x, x.numel(), shard, block**-0.5)
-    arguments = (*source, *rest, *parts(aligned(payload), layout))
-    cuda.launch("rotated.cu", name, x.device, shard // max(block, 256) + 1, arguments, rows)
+    source = (x, on_device(table, x.device), row, block**-0.5)
+    arguments = (*source, *rest, aligned(payload), *places(layout))
+    warps = layout.n // max(block, 256) + 1
+    cuda.launch("rotated.cu", name, x.device, warps, arguments, grid_rows(table, row))
 
 
 @dequantize_rotated_op.kernel("cpu")
 def _dequantize_cpu(
-    payloads: Tensor, out: Tensor, format: str, block: int, shard: int, *rest: Any
+    payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_of("dequantize_rotated", format, block, shard)
+    layout = layout_for("dequantize_rotated", format, block, table)
     numbers = (layout.format.number, cpu.DTYPES[out.dtype], block)
-    source = (*source_of(payloads, layout, out.numel()), rows_in(payloads[0]))
-    cpu.call("dequantize_rotated", *numbers, *source, *_settings(layout, *rest), out)
+    source = (payloads, *places(layout), payloads.stride(0), len(payloads), table, row)
+    cpu.call("dequantize_rotated", *numbers, *source, *_settings(block, *rest), out)
 
 
 @dequantize_rotated_op.kernel("cuda")
 def _dequantize_cuda(
-    payloads: Tensor, out: Tensor, format: str, block: int, shard: int, *rest: Any
+    payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_of("dequantize_rotated", format, block, shard)
+    layout = layout_for("dequantize_rotated", format, block, table)
     name = f"dequantize_rotated<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}, {block}>"
-    source = source_of(aligned(payloads), layout, out.numel())
-    arguments, rows = (*source, *_settings(layout, *rest), out), rows_in(payloads[0])
-    cuda.launch("rotated.cu", name, out.device, shard // max(block, 256) + 1, arguments, rows)
+    source = (aligned(payloads), *places(layout), payloads.stride(0), len(payloads))
+    arguments = (*source, on_device(table, out.device), row, *_settings(block, *rest), out)
+    warps = layout.n // max(block, 256) + 1
+    cuda.launch("rotated.cu", name, out.device, warps, arguments, grid_rows(table, row))
 
 
-def _settings(layout: Payload, factor: float, accumulate: bool, *signs: Any) -> tuple[Any, ...]:
+def _settings(block: int, factor: float, accumulate: bool, *signs: Any) -> tuple[Any, ...]:
     """Returns the arguments that both kernels share."""
-    return (factor, accumulate, layout.block**-0.5, *signs)
+    return (factor, accumulate, block**-0.5, *signs)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ._blockwise_checks import rows_in
-from ._blockwise_definition import rows_of
 from .blockwise import as_messages
+from .levels import even_rows
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
 from .runtime.op import check, op
@@ -58,7 +57,7 @@ def count_votes(payloads: Tensor, out: Tensor, scale: float, *, shard: int | Non
 @op("pack_votes(Tensor x, Tensor(a!) payload, int shard) -> ()")
 def pack_votes_op(x: Tensor, payload: Tensor, shard: int) -> None:
     rows = payload.view(-1, payload.shape[-1]).zero_()
-    for row, begin, end in rows_of(x.numel(), shard, len(rows)):
+    for row, begin, end in even_rows(x.numel(), shard, len(rows)):
         part = x.view(-1)[begin:end]
         bits = pad((part >= 0).to(torch.uint8), (0, -part.numel() % 8)).view(-1, 8)
         # copy_ narrows the sum of a byte's bits, which is at most 255, from int64 to uint8.
@@ -69,7 +68,7 @@ def pack_votes_op(x: Tensor, payload: Tensor, shard: int) -> None:
 @op("count_votes(Tensor payloads, Tensor(a!) out, float scale, int shard) -> ()")
 def count_votes_op(payloads: Tensor, out: Tensor, scale: float, shard: int) -> None:
     messages = as_messages(payloads)
-    for row, begin, end in rows_of(out.numel(), shard, messages.shape[1]):
+    for row, begin, end in even_rows(out.numel(), shard, messages.shape[1]):
         votes = messages[:, row, : -(-(end - begin) // 8), None] >> _places(out.device) & 1
         half = 2 * votes.sum(0).view(-1)[: end - begin] >= len(messages)
         bad = (messages[:, row, -1] != 0).any()
@@ -111,6 +110,11 @@ def _check(caller: str, name: str, payload: Tensor, least: int, n: int, shard: i
             f"{caller}({name}): {vote_bytes(shard)} bytes for {shard} entries, "
             f"got {payload.shape[-1]}"
         )
+
+
+def rows_in(payload: Tensor) -> int:
+    """Returns the number of payloads of a message: one, if it is no matrix."""
+    return payload.shape[-2] if payload.dim() > 1 else 1
 
 
 # Kernels --------------------------------------------------------------------------------------

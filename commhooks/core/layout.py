@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -58,6 +59,20 @@ class Layout:
         """Returns views into ``flat``, one per parameter, in the shape of the parameter."""
         parts = flat.split(self.sizes)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def cut(self, parts: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+        """Returns for each part of the flat tensor how many entries of each parameter are in it.
+
+        Args:
+            parts: begin and end of each part.
+        """
+        found = []
+        for begin, end in parts:
+            first = bisect_right(self.offsets, begin) - 1
+            last = bisect_left(self.offsets, end)
+            ends = [begin, *self.offsets[first + 1 : last], end] if begin < end else [begin]
+            found.append(tuple(after - before for before, after in pairwise(ends)))
+        return found
 
     def pick(self, positions: Sequence[int]) -> Layout:
         """Returns the layout of the parameters at ``positions``, in the order given."""

@@ -14,16 +14,18 @@ The two phases are also there by themselves, with shards that the caller chooses
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.layout import Layout
 from commhooks.core.payloads import Payloads
-from commhooks.core.piece import Piece, Randomness, Shard
+from commhooks.core.piece import Piece, Randomness, Shard, Shards
 from commhooks.core.shards import Span
 from commhooks.core.traits import ErrorKind, Exact, Traits
 from ddp_core import AllGather, AllToAll, Collective
@@ -34,6 +36,7 @@ __all__ = [
     "Piece",
     "Randomness",
     "Shard",
+    "Shards",
     "spans",
     "to_shards",
 ]
@@ -77,7 +80,7 @@ class PackedCodec(Payloads):
         if bucket.shards is not None:
             return (yield from self.reduce_scatter(bucket, bucket.shards))
         n, world_size = bucket.raw.numel(), bucket.world_size
-        shards = self.shards(n, world_size if self.pattern == "two_phase" else 1)
+        shards = self.shards(bucket.layout, world_size if self.pattern == "two_phase" else 1)
         dense_bytes = bucket.raw.nbytes
         # Short and empty shards count as full ones: all rows of a message have the same length.
         small = len(shards) * shards[0].nbytes < dense_bytes
@@ -87,26 +90,43 @@ class PackedCodec(Payloads):
         if self.pattern == "two_phase":
             yield from self._two_phase(inside, shards)
         else:
-            finite = yield from self._gather_whole(inside)
+            finite = yield from self._gather_whole(inside, shards)
         return bucket.result_of(inside)._replace(finite=finite)
 
-    def shards(self, n: int, count: int) -> Sequence[Shard]:
-        """Cuts ``n`` entries into ``count`` shards, equal multiples of the granularity.
+    def shards(self, layout: Layout, count: int) -> Shards:
+        """Cuts a bucket into ``count`` shards of nearly equal size.
 
-        The last shards may be short or empty.
+        The last shards may be short or empty. A codec of blocks cuts parameters between blocks.
         """
         try:
-            return _shards(self, n, count, self.granularity)
+            return _shards(self, layout, count)
         except TypeError:  # a setting that has no hash, such as a list
-            return _shards.__wrapped__(self, n, count, self.granularity)
+            return _shards.__wrapped__(self, layout, count)
 
-    def _gather_whole(self, bucket: Bucket) -> Generator[Collective, Tensor, Tensor | None]:
-        x = bucket.raw
-        payload = x.new_empty(self.payload_bytes(x.numel()), dtype=torch.uint8)
+    def cut(self, layout: Layout, count: int, unit: int) -> Sequence[Span]:
+        """Returns begin and end of ``count`` shards, at multiples of ``unit``.
+
+        A codec of blocks counts them from the begin of each parameter.
+        """
+        if self.segments([[1]]) is None:
+            return spans(layout.numel, count, unit)
+        return _between_blocks(layout, count, unit)
+
+    def shards_at(self, layout: Layout, parts: Sequence[Span]) -> Shards:
+        """Returns the shards of a bucket with these begins and ends."""
+        try:
+            return _shards_at(self, layout, tuple(parts))
+        except TypeError:  # a setting that has no hash, such as a list
+            return to_shards(self, parts, layout)
+
+    def _gather_whole(
+        self, bucket: Bucket, shards: Shards
+    ) -> Generator[Collective, Tensor, Tensor | None]:
         random = Randomness(bucket, "worker")
-        self.pack(Piece.of(bucket), payload, random)
-        gathered = yield AllGather(payload)
-        return self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)
+        gathered = yield AllGather(self.pack_shard(Piece.of(bucket), shards, 0, random))
+        return self.unpack_shard(
+            gathered, shards, 0, bucket.output, random, 1.0 / bucket.world_size
+        )
 
     def reduce_scatter(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
         """Runs the first phase alone: each rank gets the mean of its shard, rounded once.
@@ -115,13 +135,13 @@ class PackedCodec(Payloads):
             bucket: its ``shards`` are ``parts``, and its output has this rank's entries.
             parts: begin and end of the shard of each rank, anywhere.
         """
-        shards = to_shards(self, parts)
+        shards = self.shards_at(bucket.layout, parts)
         if len(shards) * shards[0].nbytes >= bucket.raw.nbytes:
             return (yield from bucket.all_reduce())
         inside, random = bucket.in_float32(), Randomness(bucket, "worker")
         # Kernels that take all shards at once cut at multiples of the granularity. A caller may cut
         # anywhere else: there, each shard is packed by itself.
-        cut_as_kernels = shards[0].end % self.granularity == 0
+        cut_as_kernels = shards.segments is not None or shards[0].end % self.granularity == 0
         pack = self.pack_shards if cut_as_kernels else partial(PackedCodec.pack_shards, self)
         unpack = self.unpack_shard if cut_as_kernels else partial(PackedCodec.unpack_shard, self)
         received = yield AllToAll(pack(Piece.of(inside), shards, random))
@@ -137,22 +157,21 @@ class PackedCodec(Payloads):
             bucket: its gradient is this rank's shard, and its output takes all shards.
             parts: begin and end of the shard of each rank in the output.
         """
-        shards = to_shards(self, parts)
-        begin, end, nbytes = shards[bucket.rank]
+        shards = self.shards_at(bucket.layout, parts)
         if shards[0].nbytes >= shards[0].end * bucket.raw.element_size():
             return (yield from bucket.all_gather(parts))
         inside, random = bucket.in_float32(), Randomness(bucket, "server")
-        payload = inside.raw.new_zeros(shards[0].nbytes, dtype=torch.uint8)
-        if begin < end:
-            self.pack(Piece.of(inside), payload[:nbytes], random.row(bucket.rank))
+        payload = self.pack_shard(Piece.of(inside), shards, bucket.rank, random)
         # A shard that is shorter than the first is packed as one of its own length, which kernels
         # that take all shards at once do not expect.
-        alike = shards[0].end % self.granularity == 0 and len({end - at for at, end in parts}) == 1
+        alike = shards.segments is not None or (
+            shards[0].end % self.granularity == 0 and len({end - at for at, end in parts}) == 1
+        )
         unpack = self.unpack_shards if alike else partial(PackedCodec.unpack_shards, self)
         yield from _gather(payload, inside.output, shards, random, unpack)
         return bucket.result_of(inside)
 
-    def _two_phase(self, bucket: Bucket, shards: Sequence[Shard]) -> Rounds:
+    def _two_phase(self, bucket: Bucket, shards: Shards) -> Rounds:
         worker, server = Randomness(bucket, "worker"), Randomness(bucket, "server")
         # Phase 1: rank r receives shard r of every rank.
         received = yield AllToAll(self.pack_shards(Piece.of(bucket), shards, worker))
@@ -167,9 +186,9 @@ class PackedCodec(Payloads):
 def _gather(
     payload: Tensor,
     output: Tensor,
-    shards: Sequence[Shard],
+    shards: Shards,
     random: Randomness,
-    unpack: Callable[[Tensor, Tensor, Sequence[Shard], Randomness], None],
+    unpack: Callable[[Tensor, Tensor, Shards, Randomness], None],
 ) -> Rounds:
     """Gathers the payloads of all shards and decodes them: the second phase."""
     gathered = yield AllGather(payload)
@@ -177,17 +196,44 @@ def _gather(
 
 
 @lru_cache(maxsize=4096)  # a few per bucket, in every step
-def _shards(codec: PackedCodec, n: int, count: int, unit: int) -> Sequence[Shard]:
-    return to_shards(codec, spans(n, count, unit))
+def _shards(codec: PackedCodec, layout: Layout, count: int) -> Shards:
+    return to_shards(codec, codec.cut(layout, count, codec.granularity), layout)
 
 
-def to_shards(codec: PackedCodec, parts: Sequence[tuple[int, int]]) -> Sequence[Shard]:
-    """Returns the shards with these begins and ends."""
-    # Of thousands of shards, all but one or two have the same length.
-    nbytes = {
-        length: codec.payload_bytes(length) for length in {end - begin for begin, end in parts}
-    }
-    return tuple(Shard(begin, end, nbytes[end - begin]) for begin, end in parts)
+@lru_cache(maxsize=4096)
+def _shards_at(codec: PackedCodec, layout: Layout, parts: tuple[Span, ...]) -> Shards:
+    return to_shards(codec, parts, layout)
+
+
+def to_shards(codec: PackedCodec, parts: Sequence[Span], layout: Layout | None = None) -> Shards:
+    """Returns the shards with these begins and ends.
+
+    Args:
+        layout: of the tensor that is cut. None, or one of something else: parameters are not known.
+    """
+    known = layout is not None and layout.numel == parts[-1][1]
+    cut = layout.cut(parts) if known and layout is not None else [(end - at,) for at, end in parts]
+    segments = codec.segments(cut)
+    if segments is None:
+        # Of thousands of shards, all but one or two have the same length.
+        nbytes = {n: codec.payload_bytes(n) for n in {end - begin for begin, end in parts}}
+        return Shards(Shard(begin, end, nbytes[end - begin]) for begin, end in parts)
+    size = codec.row_bytes(segments)
+    shards = Shards(Shard(begin, end, size) for begin, end in parts)
+    shards.segments = segments
+    return shards
+
+
+def _between_blocks(layout: Layout, count: int, unit: int) -> list[Span]:
+    """Returns begin and end of ``count`` spans of nearly equal size, cut between blocks."""
+    cuts, n = [0], layout.numel
+    for index in range(1, count):
+        ideal = n * index // count
+        place = bisect_right(layout.offsets, ideal) - 1
+        begin, end = layout.offsets[place : place + 2] if ideal < n else (n, n)
+        cut = begin + (ideal - begin + unit // 2) // unit * unit
+        cuts.append(max(cuts[-1], min(cut, end)))
+    return list(pairwise([*cuts, n]))
 
 
 def spans(n: int, count: int, unit: int) -> list[tuple[int, int]]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from commhooks.core.piece import Piece, Randomness, Shard
+from commhooks.core.piece import Piece, Randomness, Shards
 from commhooks.core.scheme import Scheme
+from commhooks.kernels import Segments
 
 __all__ = ["Payloads"]
 
@@ -27,6 +28,21 @@ class Payloads(Scheme):
 
     def payload_bytes(self, n: int) -> int:
         """Returns the number of bytes of the payload of ``n`` entries."""
+        raise NotImplementedError
+
+    def segments(self, rows: Sequence[Sequence[int]]) -> Segments | None:
+        """Returns where blocks begin in the shards of a bucket; None: entries share no blocks.
+
+        A codec of blocks takes care that no block has entries of two parameters, and overrides all
+        methods that take shards.
+
+        Args:
+            rows: for each shard the number of entries of each parameter in it.
+        """
+        return None
+
+    def row_bytes(self, segments: Segments) -> int:
+        """Returns the number of bytes of a shard's payload; all shards have the same."""
         raise NotImplementedError
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
@@ -63,11 +79,11 @@ class Payloads(Scheme):
         self.unpack(payloads, total, random.first, factor)
         self.pack(Piece(total, None, unsent), payload, random)
 
-    # The four methods below work shard by shard. A codec whose kernels take all shards at once
+    # The methods below work shard by shard. A codec whose kernels take all shards at once
     # overrides them: on a GPU a launch per shard costs more host time than the line is busy
     # (docs/design/kernels.md).
 
-    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
         """Packs each shard of a piece into a row of bytes; all rows have the same length."""
         # Zeros: the end of a short shard's row travels, too, and is to be the same in every run.
         rows = piece.x.new_zeros(len(shards), shards[0].nbytes, dtype=torch.uint8)
@@ -76,24 +92,39 @@ class Payloads(Scheme):
                 self.pack(piece.part(begin, end), rows[index, :nbytes], random.row(index))
         return rows
 
+    def pack_shard(self, piece: Piece, shards: Shards, index: int, random: Randomness) -> Tensor:
+        """Packs one shard, whose entries are ``piece``, into a row as of :meth:`pack_shards`."""
+        begin, end, nbytes = shards[index]
+        row = piece.x.new_empty(shards[0].nbytes, dtype=torch.uint8)
+        if nbytes < row.numel() or begin == end:
+            row.zero_()  # the end of a short shard's row travels, too
+        if begin < end:
+            self.pack(piece, row[:nbytes], random.row(index))
+        return row
+
     def unpack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         out: Tensor,
         random: Randomness,
         factor: float,
-    ) -> None:
-        """Writes the sum of the payloads of one shard, times ``factor``, to ``out``."""
+    ) -> Tensor | None:
+        """Writes the sum of the payloads of one shard, times ``factor``, to ``out``.
+
+        Returns:
+            As :meth:`unpack`.
+        """
         begin, end, nbytes = shards[index]
-        if begin < end:
-            self.unpack(received[:, :nbytes].contiguous(), out, random.row(index), factor)
+        if begin == end:
+            return None
+        return self.unpack(received[:, :nbytes].contiguous(), out, random.row(index), factor)
 
     def repack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         random: Randomness,
         unsent: Tensor | None,
@@ -121,9 +152,7 @@ class Payloads(Scheme):
                 unsent[begin:end].add_(error, alpha=float(weight))
         return packed
 
-    def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
-    ) -> None:
+    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
         """Decodes the rows of the second phase into ``out``, shard after shard."""
         for index, (begin, end, nbytes) in enumerate(shards):
             if begin < end:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket
-from commhooks.kernels import RandomBits
+from commhooks.kernels import RandomBits, Segments
 
-__all__ = ["Piece", "Randomness", "Shard"]
+__all__ = ["Piece", "Randomness", "Shard", "Shards"]
 
 
 class Randomness:
@@ -96,6 +96,16 @@ class Piece(NamedTuple):
         """Returns the entries from ``begin`` to ``end``; views."""
         parts = [None if tensor is None else tensor[begin:end] for tensor in self]
         return Piece(*parts)  # type: ignore[arg-type]
+
+
+class Shards(tuple["Shard", ...]):
+    """Lists the shards of a bucket, one per rank.
+
+    Attributes:
+        segments: where blocks begin in each shard, for a codec of blocks; None for other codecs.
+    """
+
+    segments: Segments | None = None
 
 
 class Shard(NamedTuple):

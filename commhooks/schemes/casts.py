@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from commhooks.core.dense import Dense
-from commhooks.core.packed import PackedCodec, Piece, Randomness, Shard
+from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.kernels import scaled_cast
@@ -53,7 +52,7 @@ class TwoPhaseCast(PackedCodec):
         narrow[n:].zero_()  # padding travels, too: the same bytes in every run
         self._cast(piece, narrow[:n], random)
 
-    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
         # Rows are not padded, so that together they are the whole bucket.
         rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
         self.pack(piece, rows.view(-1), random)
@@ -77,9 +76,7 @@ class TwoPhaseCast(PackedCodec):
         factor *= random.bucket.world_size
         out.copy_(total if factor == 1.0 else total.mul_(factor))
 
-    def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
-    ) -> None:
+    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
         self.unpack(rows.view(1, -1), out, random, 1.0)
 
 

@@ -9,12 +9,17 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shard
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import ErrorKind, Unbiased
-from commhooks.kernels import dequantize_levels, hadamard, level_bytes, quantize_levels
+from commhooks.kernels import (
+    Segments,
+    dequantize_levels,
+    hadamard,
+    level_bytes,
+    quantize_levels,
+)
 
 __all__ = ["Eden"]
 
@@ -51,7 +56,7 @@ class Eden(PackedCodec):
     """
 
     bits: int = 1
-    block: int = 1024
+    block: int = 256
     pattern: Pattern = "two_phase"
 
     def __post_init__(self) -> None:
@@ -67,44 +72,51 @@ class Eden(PackedCodec):
 
     @property
     def granularity(self) -> int:
-        return self.block
+        return max(256, self.block)
+
+    def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
+        return Segments(rows, self.granularity, 0)
+
+    def row_bytes(self, segments: Segments) -> int:
+        return level_bytes(segments.slots, self.bits, self.block)
 
     def payload_bytes(self, n: int) -> int:
-        return level_bytes(n, self.bits, self.block)
-
-    # One payload, or a row of a message per shard: the kernels take both.
+        return self.row_bytes(_one_segment(self, n))
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        self._encode(piece, payload, self._padded(piece.x.numel()), random)
+        self._encode(piece, payload, _one_segment(self, piece.x.numel()), -1, random)
 
-    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
         rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        self._encode(piece, rows, self._padded(shards[0].end), random)
+        self._encode(piece, rows, shards.segments, -1, random)
         return rows
 
-    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        self._decode(payloads, out, self._padded(out.numel()), random, factor)
+    def pack_shard(self, piece: Piece, shards: Shards, index: int, random: Randomness) -> Tensor:
+        row = piece.x.new_empty(shards[0].nbytes, dtype=torch.uint8)
+        self._encode(piece, row, shards.segments, index, random.row(index))
+        return row
 
-    def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
-    ) -> None:
-        self._decode(rows[None], out, self._padded(shards[0].end), random, 1.0)
+    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
+        self._decode(payloads, out, _one_segment(self, out.numel()), -1, random, factor)
+
+    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
+        self._decode(rows[None], out, shards.segments, -1, random, 1.0)
 
     def unpack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         out: Tensor,
         random: Randomness,
         factor: float,
     ) -> None:
-        self._decode(received, out, self._padded(shards[0].end), random.row(index), factor)
+        self._decode(received, out, shards.segments, index, random.row(index), factor)
 
     def repack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         random: Randomness,
         unsent: Tensor | None,
@@ -114,42 +126,55 @@ class Eden(PackedCodec):
         total = torch.empty(end - begin, dtype=torch.float32, device=received.device)
         self.unpack_shard(received, shards, index, total, random.first, 1.0 / len(received))
         error = None if unsent is None else torch.empty_like(unsent[begin:end])
-        packed = received.new_empty(shards[0].nbytes)
-        piece = Piece(total, None, error)
-        self._encode(piece, packed, self._padded(shards[0].end), random.row(index))
+        packed = self.pack_shard(Piece(total, None, error), shards, index, random)
         if unsent is not None and error is not None:
             unsent[begin:end].add_(error, alpha=float(weight))
         return packed
 
-    def _padded(self, n: int) -> int:
-        return -(-n // self.block) * self.block
-
-    def _encode(self, piece: Piece, payload: Tensor, shard: int, random: Randomness) -> None:
-        n, unsent = piece.x.numel(), piece.unsent
-        c, padding = piece.corrected, -n % self.block
-        if padding:
-            c = pad(c, (0, padding))
-        rotated = torch.empty_like(c)
+    def _encode(
+        self, piece: Piece, payload: Tensor, segments: Segments | None, row: int, random: Randomness
+    ) -> None:
+        assert segments is not None
+        slots = segments.slots * (len(segments.rows) if row < 0 else 1)
+        rotated = piece.x.new_empty(slots, dtype=torch.float32)
         payload.zero_()  # what no block fills travels, too: the same bytes in every run
-        hadamard(c, rotated, self.block, random.per_phase, shard=shard)
-        # The error takes the place of the rotated entries, and is rotated back in place.
-        error = None if unsent is None else rotated
+        key = random.per_phase
+        hadamard(piece.corrected, rotated, self.block, key, segments=segments, row=row)
+        # The error takes the place of the rotated entries, and is rotated back.
+        error = None if piece.unsent is None else rotated
         levels = _levels(self.bits)
-        quantize_levels(rotated, levels, payload, self.block, shard=shard, unsent=error)
-        if unsent is not None:
-            hadamard(rotated, rotated, self.block, random.per_phase, shard=shard, inverse=True)
-            unsent.copy_(rotated[:n])
+        quantize_levels(rotated, levels, payload, self.block, shard=segments.slots, unsent=error)
+        if piece.unsent is not None:
+            hadamard(
+                *(rotated, piece.unsent, self.block, key), segments=segments, row=row, inverse=True
+            )
 
     def _decode(
-        self, payloads: Tensor, out: Tensor, shard: int, random: Randomness, factor: float
+        self,
+        payloads: Tensor,
+        out: Tensor,
+        segments: Segments | None,
+        row: int,
+        random: Randomness,
+        factor: float,
     ) -> None:
-        n = out.numel()
-        total = torch.empty(self._padded(n), dtype=torch.float32, device=out.device)
+        assert segments is not None
+        slots = segments.slots * (len(segments.rows) if row < 0 else 1)
+        total = torch.empty(slots, dtype=torch.float32, device=out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
-        levels = _levels(self.bits)
-        dequantize_levels(payloads, levels, total, self.block, shard=shard)
-        hadamard(total, total, self.block, random.per_phase, shard=shard, inverse=True)
-        out.copy_(total[:n] if factor == 1.0 else total[:n].mul_(factor))
+        levels, key = _levels(self.bits), random.per_phase
+        dequantize_levels(payloads, levels, total, self.block, shard=segments.slots)
+        back = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        hadamard(total, back, self.block, key, segments=segments, row=row, inverse=True)
+        if factor != 1.0:
+            back.mul_(factor)
+        if back is not out:
+            out.copy_(back)
+
+
+@lru_cache(maxsize=1024)
+def _one_segment(codec: Eden, n: int) -> Segments:
+    return codec.segments([[n]])
 
 
 @lru_cache(maxsize=32)

@@ -6,12 +6,14 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
-from commhooks.core.packed import PackedCodec, Piece, Randomness, spans, to_shards
+from commhooks.core.layout import Layout
+from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Traits, composed
@@ -82,7 +84,7 @@ class Hierarchical(Scheme):
         return (f"ranks of a node: {self.node_size(world_size)}",)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        world_size, n = bucket.world_size, bucket.raw.numel()
+        world_size = bucket.world_size
         local = self.node_size(world_size)
         nodes = world_size // local
         if local == 1 or nodes == 1:
@@ -92,11 +94,8 @@ class Hierarchical(Scheme):
         mates = range(node * local, (node + 1) * local)
         partners = range(local_rank, world_size, local)
 
-        # Parts are cut at multiples of both units, as both codecs pack them.
-        unit = math.lcm(self.inside.granularity, self.between.granularity)
-        parts = to_shards(self.inside, spans(n, local, unit))
-        cuts = [self.between.shards(part.end - part.begin, nodes) for part in parts]
-        width = cuts[0][0].nbytes
+        parts, cuts = _cut(self, bucket.layout, local, nodes)
+        width = max(cut[0].nbytes for cut in cuts)
         if world_size * width >= bucket.raw.nbytes:
             return (yield from bucket.all_reduce())
         inner = bucket.in_float32()
@@ -132,6 +131,19 @@ class Hierarchical(Scheme):
             rows = payloads[:, : cut[0].nbytes].contiguous()
             self.between.unpack_shards(rows, inner.output[part.begin : part.end], cut, random)
         return bucket.result_of(inner)
+
+
+@lru_cache(maxsize=4096)  # a few per bucket, in every step
+def _cut(
+    scheme: Hierarchical, layout: Layout, local: int, nodes: int
+) -> tuple[Shards, list[Shards]]:
+    """Returns the parts of a bucket that the ranks of a node sum, and the shards of each part."""
+    # Parts are cut at multiples of both units, as both codecs pack them.
+    unit = math.lcm(scheme.inside.granularity, scheme.between.granularity)
+    at = scheme.inside.cut(layout, local, unit)
+    parts = scheme.inside.shards_at(layout, at)
+    layouts = [Layout([""] * len(sizes), [(n,) for n in sizes]) for sizes in layout.cut(at)]
+    return parts, [scheme.between.shards(part, nodes) for part in layouts]
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:

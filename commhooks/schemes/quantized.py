@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shard
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Unbiased
 from commhooks.kernels import (
     FORMATS,
+    Segments,
     dequantize,
     dequantize_rotated,
     hadamard,
@@ -22,6 +24,7 @@ from commhooks.kernels import (
     quantize,
     quantize_rotated,
     requantize,
+    segments_for,
 )
 from commhooks.kernels._blockwise_formats import layout_of
 
@@ -91,105 +94,131 @@ class Blockwise(PackedCodec):
 
     @property
     def granularity(self) -> int:
-        return self.block
+        return max(256, self.block)
 
-    def _padded(self, n: int) -> int:
-        """Returns ``n`` rounded up to full blocks where those are rotated."""
-        return -(-n // self.block) * self.block if self.rotate else n
+    def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
+        return segments_for(self.format, self.block, rows, whole=self.rotate)
+
+    def row_bytes(self, segments: Segments) -> int:
+        return payload_bytes(segments, self.format, self.block)
 
     def payload_bytes(self, n: int) -> int:
-        return payload_bytes(self._padded(n), self.format, self.block)
-
-    # One payload, or a row of a message per shard: the kernels take both.
+        return self.row_bytes(_one_segment(self, n))
 
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        self._encode(piece, payload, self._padded(piece.x.numel()), random)
+        self._encode(piece, payload, _one_segment(self, piece.x.numel()), -1, random)
 
-    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
         rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        self._encode(piece, rows, self._length(shards), random)
+        self._encode(piece, rows, shards.segments, -1, random)
         return rows
 
+    def pack_shard(self, piece: Piece, shards: Shards, index: int, random: Randomness) -> Tensor:
+        row = piece.x.new_empty(shards[0].nbytes, dtype=torch.uint8)
+        self._encode(piece, row, shards.segments, index, random.row(index))
+        return row
+
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        self._decode(payloads, out, self._padded(out.numel()), random, factor)
+        self._decode(payloads, out, _one_segment(self, out.numel()), -1, random, factor)
 
     def unpack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         out: Tensor,
         random: Randomness,
         factor: float,
     ) -> None:
-        self._decode(received, out, self._length(shards), random.row(index), factor)
+        self._decode(received, out, shards.segments, index, random.row(index), factor)
 
-    def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
-    ) -> None:
-        self._decode(rows[None], out, self._length(shards), random, 1.0)
+    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
+        self._decode(rows[None], out, shards.segments, -1, random, 1.0)
 
     def repack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         random: Randomness,
         unsent: Tensor | None,
         weight: int,
     ) -> Tensor:
         begin, end, _ = shards[index]
+        segments, row, random = shards.segments, index, random.row(index)
         packed = received.new_empty(shards[0].nbytes)
-        n, random = self._padded(end - begin), random.row(index)
         noise = random.noise if self.stochastic else None
-        error = None if unsent is None else unsent[begin:end]
-        into = error if error is None or not self.rotate else error.new_empty(n)
+        error = into = None if unsent is None else unsent[begin:end]
+        assert segments is not None
+        if self.rotate:
+            # Rotated payloads are summed and packed as they are: the same rotation holds for all,
+            # and a second rounding needs no other. Only the error is rotated back.
+            slots = _one_segment(self, segments.slots)
+            into = None if error is None else error.new_empty(segments.slots)
         requantize(
-            *(received, packed, n, self.format, self.block),
-            shard=self._length(shards),
+            *(received, packed, slots if self.rotate else segments, self.format, self.block),
+            row=0 if self.rotate else row,
             factor=1.0 / len(received),
             unsent=into,
             weight=float(weight),
-            accumulate=into is error,
+            accumulate=not self.rotate,
             random=noise,
         )
-        # Rotated payloads are summed and packed as they are: the same rotation holds for all, and a
-        # second rounding needs no other. Only the error is rotated back.
-        if error is not None and into is not None and into is not error:
-            hadamard(into, into, self.block, random.shared, inverse=True)
-            error.add_(into[: end - begin])
+        if self.rotate and error is not None and into is not None:
+            back = torch.empty_like(error)
+            hadamard(
+                *(into, back, self.block, random.shared), segments=segments, row=row, inverse=True
+            )
+            error.add_(back)
         return packed
 
-    def _length(self, shards: Sequence[Shard]) -> int:
-        """Returns the number of entries of a full row."""
-        return self._padded(shards[0].end)
-
-    def _encode(self, piece: Piece, payload: Tensor, shard: int, random: Randomness) -> None:
+    def _encode(
+        self, piece: Piece, payload: Tensor, segments: Segments | None, row: int, random: Randomness
+    ) -> None:
         x, residual, unsent = piece
         noise = random.noise if self.stochastic else None
         form = (self.format, self.block)
         if self.rotate:
             quantize_rotated(
                 *(x, payload, *form, random.shared),
-                shard=shard,
+                segments=segments,
+                row=row,
                 residual=residual,
                 unsent=unsent,
                 random=noise,
             )
         else:
             quantize(
-                *(x, payload, *form), shard=shard, residual=residual, unsent=unsent, random=noise
+                *(x, payload, *form),
+                segments=segments,
+                row=row,
+                residual=residual,
+                unsent=unsent,
+                random=noise,
             )
 
     def _decode(
-        self, payloads: Tensor, out: Tensor, shard: int, random: Randomness, factor: float
+        self,
+        payloads: Tensor,
+        out: Tensor,
+        segments: Segments | None,
+        row: int,
+        random: Randomness,
+        factor: float,
     ) -> None:
         form = (self.format, self.block)
         if self.rotate:
             turn = random.shared
-            dequantize_rotated(payloads, out, *form, turn, shard=shard, factor=factor)
+            dequantize_rotated(
+                payloads, out, *form, turn, segments=segments, row=row, factor=factor
+            )
         else:
-            dequantize(payloads, out, *form, shard=shard, factor=factor)
+            dequantize(payloads, out, *form, segments=segments, row=row, factor=factor)
+
+
+@lru_cache(maxsize=1024)
+def _one_segment(codec: Blockwise, n: int) -> Segments:
+    return codec.segments([[n]])
 
 
 _ROTATED = ("int8", "int4", "int2", "sign")

@@ -13,7 +13,7 @@ from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Codec
 from commhooks.core.traits import Traits, Unbiased
 from commhooks.kernels import dequantize, payload_bytes, quantize, quantize_norms
-from commhooks.kernels._blockwise_formats import layout_of
+from commhooks.kernels._blockwise_formats import layout_of, one_segment
 
 __all__ = ["QSGD", "TernGrad"]
 
@@ -51,12 +51,12 @@ class QSGD(Codec):
     def encode(self, gradient: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         # Different bits on each rank: errors then average out over ranks.
         random = bucket.random("qsgd", shared=False)
-        payload = _empty(gradient, "int8", self.block)
+        payload = _empty(gradient, "int8", self.block, whole=True)
         quantize_norms(_in_float32(gradient), payload, self.block, self.levels, random)
         return {"payload": payload}
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
-        return _decoded(payload["payload"], like, "int8", self.block)
+        return _decoded(payload["payload"], like, "int8", self.block, whole=True)
 
 
 @register_scheme("terngrad")
@@ -100,14 +100,17 @@ def _in_float32(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 
-def _empty(gradient: Tensor, format: str, block: int) -> Tensor:
-    nbytes = payload_bytes(gradient.numel(), format, block)
+def _empty(gradient: Tensor, format: str, block: int, *, whole: bool = False) -> Tensor:
+    nbytes = payload_bytes(one_segment(format, block, gradient.numel(), whole), format, block)
     return gradient.new_empty(nbytes, dtype=torch.uint8)
 
 
-def _decoded(payload: Tensor, like: Tensor, format: str, block: int) -> Tensor:
+def _decoded(
+    payload: Tensor, like: Tensor, format: str, block: int, *, whole: bool = False
+) -> Tensor:
     # Rounded to the dtype of ``like`` where it is narrower, as the gradient is.
     wide = like.dtype == torch.float64
     out = torch.empty_like(like, dtype=torch.float32 if wide else like.dtype)
-    dequantize(payload[None], out, format, block)
+    segments = one_segment(format, block, out.numel(), whole)
+    dequantize(payload[None], out, format, block, segments=segments)
     return out.to(like.dtype)

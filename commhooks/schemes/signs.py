@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shard
+from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import Biased, ErrorKind, Traits
 from commhooks.kernels import count_votes, pack_votes, vote_bytes
@@ -61,7 +60,7 @@ class SignSGD(PackedCodec):
     def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
         pack_votes(piece.x, payload)
 
-    def pack_shards(self, piece: Piece, shards: Sequence[Shard], random: Randomness) -> Tensor:
+    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
         rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
         pack_votes(piece.x, rows, shard=shards[0].end)
         return rows
@@ -69,15 +68,13 @@ class SignSGD(PackedCodec):
     def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
         count_votes(payloads, out, self.scale)
 
-    def unpack_shards(
-        self, rows: Tensor, out: Tensor, shards: Sequence[Shard], random: Randomness
-    ) -> None:
+    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
         count_votes(rows[None], out, self.scale, shard=shards[0].end)
 
     def repack_shard(
         self,
         received: Tensor,
-        shards: Sequence[Shard],
+        shards: Shards,
         index: int,
         random: Randomness,
         unsent: Tensor | None,

@@ -10,12 +10,10 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.core.slot import Slot
-from commhooks.kernels import dequantize, dequantize_parts, payload_bytes, quantize_parts
+from commhooks.kernels import dequantize_parts, part_bytes, quantize_parts
 from commhooks.wrappers.feedback import Feedback
 
 __all__ = ["AveragedFeedback"]
-
-_BLOCK = 256  # entries per scale of the averaged error
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class _Averaged(Slot):
     """Declares the averaged error of a parameter, kept as a payload of 8-bit integers."""
 
     def shape(self, parameter: torch.Size) -> tuple[int, ...]:
-        return (payload_bytes(parameter.numel(), "int8", _BLOCK),)
+        return (part_bytes(parameter.numel()),)
 
     def check(self, value: Tensor, parameter: torch.Size) -> str | None:
         (nbytes,) = self.shape(parameter)
@@ -31,8 +29,7 @@ class _Averaged(Slot):
             return f"is {value.dtype} of shape {tuple(value.shape)}, not {nbytes} bytes"
         # Bytes of a damaged file may be scales that are infinite or NaN, which would never decay.
         entries = torch.zeros(parameter.numel(), dtype=torch.float32, device=value.device)
-        if entries.numel():
-            dequantize(value.contiguous()[None], entries, "int8", _BLOCK)
+        dequantize_parts(value.contiguous(), entries, (parameter.numel(),))
         return None if bool(torch.isfinite(entries).all()) else "is not finite"
 
 

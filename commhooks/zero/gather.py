@@ -7,7 +7,6 @@ from torch import Tensor
 
 from commhooks._torch import foreach_add
 from commhooks.core.dense import Dense
-from commhooks.core.packed import to_shards
 from commhooks.core.scheme import Scheme
 from commhooks.hook.engine import Engine
 from commhooks.schemes._differences import codec_of_differences
@@ -38,7 +37,7 @@ class Gather:
         """Whether differences of this bucket are packed: a small payload would save nothing."""
         if self.codec is None:
             return False
-        nbytes = to_shards(self.codec, shard.spans)[0].nbytes
+        nbytes = self.codec.shards_at(shard.layout, shard.spans)[0].nbytes
         return nbytes < shard.spans[0][1] * shard.dtype.itemsize
 
     def exchange(self, shard: BucketShard, engine: Engine) -> Exchange:

@@ -136,6 +136,11 @@ template <class F> INLINE i64 end_of_codes(i64 n, i64 codes_at) {
     return codes_at + (n + kUnit<F> - 1) / kUnit<F> * kUnitBytes<F>;
 }
 
+// Where the parts of a payload are, in bytes: codes, entries of 16 bits, and the next payload.
+struct Places {
+    i64 codes, tails, bytes;
+};
+
 // The payloads of all ranks, `stride` bytes apart.
 struct Payloads {
     const u8* scales;

@@ -3,10 +3,18 @@
 #include "blockwise.h"
 #include "cpu.h"
 #include "hadamard_cpu.h"
+#include "segments.h"
 
 namespace {
 
 constexpr int kLongest = 2048;  // the longest block
+
+float as_float(float x) { return x; }
+float as_float(Half x) { return from_half((u32)x.bits); }
+float as_float(BFloat16 x) { return from_bfloat16((u32)x.bits); }
+void put(float* out, float x) { *out = x; }
+void put(Half* out, float x) { out->bits = (u16)to_half(x); }
+void put(BFloat16* out, float x) { out->bits = (u16)to_bfloat16(x); }
 
 int rounded_up(int count, int unit) { return (count + unit - 1) / unit * unit; }
 
@@ -15,7 +23,8 @@ template <class T> struct Source {
     const T* x;
     const float* residual;
 
-    bool in_place() const { return sizeof(T) == 4 && !residual; }
+    // A copy is aligned, and read twice.
+    bool in_place() const { return sizeof(T) == 4 && !residual && (unsigned long)x % sizeof(Floats) == 0; }
 };
 
 // The bits of the largest magnitude of a block and, for signs, its mean magnitude.
@@ -102,10 +111,11 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
     }
 }
 
-// Writes the payload of `n` entries of `from`, block by block, rotated first if there is a `rotation`.
+// Writes the payload of `n` entries of `from`, block by block, rotated first if there is a `rotation`, as
+// in the slots from `slot` on.
 template <class F, class T>
 void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
-                float* unsent, Rotation* rotation = nullptr) {
+                float* unsent, Rotation* rotation = nullptr, i64 slot = 0) {
     float copy[kLongest], tail[kLongest];
     u32 noise[kLongest / 2];
     for (i64 at = 0; at < n; at += block) {
@@ -128,7 +138,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         };
         if (!random) fetch_next(0, block);
         if (rotation) {
-            rotation->turn(at, block, copy);
+            rotation->turn(slot + at, block, copy);
             extent = measure<F::is_sign, false, false>(copy, residual, coded, end, block, copy);
         }
         const float* c = in_place ? (const float*)x : copy;
@@ -155,7 +165,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             unsent ? encode<F, false, true>(c, end, scale, noise, row, code, rest)
                  : encode<F, false, false>(c, end, scale, noise, row, code, rest);
         }
-        if (unsent && rotation) rotation->turn_back(at, block, rest);
+        if (unsent && rotation) rotation->turn_back(slot + at, block, rest);
         if (unsent && !whole)
             for (int i = 0; i < count; ++i) unsent[at + i] = tail[i];
     }
@@ -187,7 +197,7 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit
     }
 }
 
-template <class F, class T, bool ACCUMULATE, bool STREAM = false>
+template <class F, class T, bool ACCUMULATE>
 void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
     for (i64 at = 0; at < n; at += block, out += block) {
         const int count = (int)(n - at < block ? n - at : block);
@@ -197,8 +207,7 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
                 row[v] = sum[v] * factor;
                 if (ACCUMULATE) row[v] += load(to + v * kWidth);
             }
-            if constexpr (STREAM) stream(to, row);
-            else store(to, row);
+            store(to, row);
         };
         sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
@@ -209,7 +218,39 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
                          for (int l = 0; l < count - i; ++l) out[i + l] = some[l];
                      });
     }
-    if constexpr (STREAM) end_of_stream();
+}
+
+// The same with stores past the cache. Parameters begin anywhere, and such stores are aligned: blocks are
+// decoded to a buffer whose rows lie as those of memory, and the end of a row that is not whole waits there.
+template <class F> void decode_streaming(const Payloads& from, i64 n, int block, float factor, float* out) {
+    alignas(128) float buffer[kLongest + 2 * kRow];
+    const int ahead = (int)((unsigned long)out / 4 % kRow);  // entries of the first row that are not ours
+    float* row = out - ahead;
+    int first = ahead, filled = ahead;
+    for (i64 at = 0; at < n; at += block) {
+        const int count = (int)(n - at < block ? n - at : block);
+        float* to = buffer + filled;
+        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
+                     [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
+                         for (int v = 0; v < kVectors; ++v) store_as(to + i + v * kWidth, sum[v] * factor);
+                     });
+        filled += count;
+        int done = 0;
+        for (; done + kRow <= filled; done += kRow, row += kRow) {
+            if (first) {
+                for (; first < kRow; ++first) row[first] = buffer[first];
+                first = 0;
+                continue;
+            }
+            Floats entries[kVectors];
+            for (int v = 0; v < kVectors; ++v) entries[v] = load(buffer + done + v * kWidth);
+            stream(row, entries);
+        }
+        filled -= done;
+        for (int i = 0; i < filled && done; ++i) buffer[i] = buffer[done + i];
+    }
+    for (; first < filled; ++first) row[first] = buffer[first];
+    end_of_stream();
 }
 
 // Calls f with the format of a number; _blockwise_formats.py has the same numbers.
@@ -227,9 +268,85 @@ template <class Call> void with_format(int format, Call call) {
     }
 }
 
-template <class F> void clear_padding(i64 n, int block, u8* payload, i64 codes_at, i64 bytes) {
-    for (i64 i = end_of_scales<F>(n, block); i < codes_at; ++i) payload[i] = 0;
-    for (i64 i = end_of_codes<F>(n, codes_at); i < bytes; ++i) payload[i] = 0;
+// Returns the payloads from a slot on, which begins a block.
+template <class F> Payloads from_slot(const Payloads& from, i64 slot, int block) {
+    return {from.scales + slot / block * kScaleBytes<F>, from.codes + slot / kUnit<F> * kUnitBytes<F>,
+            from.stride, from.count};
+}
+
+void clear(u8* bytes, i64 from, i64 to) {
+    for (i64 i = from; i < to; ++i) bytes[i] = 0;
+}
+
+// Writes zeros where no entry of a row is: in slots that no run has, and between the parts.
+template <class F>
+void clear_padding(Segments segments, i64 row, int block, bool rotated, u8* payload, const Places& at) {
+    i64 scales = 0, codes = at.codes;
+    for (const Run *run = runs_of(segments, row), *end = runs_of(segments, row + 1); run < end; ++run) {
+        clear(payload, scales, run->slot / block * kScaleBytes<F>);
+        clear(payload, codes, at.codes + run->slot / kUnit<F> * kUnitBytes<F>);
+        // A rotation spreads entries over the whole block.
+        const i64 coded = rotated ? (run->count + block - 1) / block * block : run->count;
+        scales = (run->slot + coded + block - 1) / block * kScaleBytes<F>;
+        codes = at.codes + (run->slot + coded + kUnit<F> - 1) / kUnit<F> * kUnitBytes<F>;
+    }
+    i64 tails = at.tails;
+    for (const Run *run = tail_runs_of(segments, row), *end = tail_runs_of(segments, row + 1); run < end; ++run)
+        tails += 2 * run->count;
+    clear(payload, scales, at.codes);
+    clear(payload, codes, at.tails);
+    clear(payload, tails, at.bytes);
+}
+
+// Calls f(entry, place) for the entries of 16 bits of a row.
+template <class Call> void each_tail(Segments segments, i64 row, Call call) {
+    i64 place = 0;
+    for (const Run *run = tail_runs_of(segments, row), *end = tail_runs_of(segments, row + 1); run < end; ++run)
+        for (i64 i = 0; i < run->count; ++i) call(run->begin + i, place++);
+}
+
+// Writes a row's entries of 16 bits; put(entry, error) takes what they leave out.
+template <class Take, class Put>
+void encode_tails(Segments segments, i64 row, const Random* random, BFloat16* out, Take take, Put put) {
+    const i64 count = tails_of_row(segments, row);
+    if (!count) return;
+    const i64 first = random ? random->first + slots_of_row(segments) : 0;
+    u32 noise[kGroup / 2] = {};
+    float group[kGroup];
+    i64 entries[kGroup];
+    each_tail(segments, row, [&](i64 entry, i64 place) {
+        const int here = (int)(place % kGroup);
+        group[here] = take(entry, place);
+        entries[here] = entry;
+        if (here + 1 < kGroup && place + 1 < count) return;
+        if (random) fill_words(*random, (first + place) / kGroup, noise);
+        for (int i = here + 1; i % kRow; ++i) group[i] = 0.0f;
+        BFloat16 narrow[kGroup];
+        for (int i = 0; i <= here; i += kRow) {
+            Floats row_of[kVectors];
+            Words bits[kVectors];
+            for (int v = 0; v < kVectors; ++v) {
+                row_of[v] = load(group + i + v * kWidth);
+                if (random) bits[v] = random_bits(noise, i / kRow, v);
+            }
+            if (random) store(narrow + i, row_of, bits);
+            else store(narrow + i, row_of);
+        }
+        for (int i = 0; i <= here; ++i) {
+            out[place - here + i] = narrow[i];
+            put(entries[i], group[i] - as_float(narrow[i]));
+        }
+    });
+}
+
+// Returns the sum of the entries at place `i` of 16 bits of all payloads, in their order.
+float sum_of_tails(const u8* tails, i64 stride, i64 payloads, i64 i) {
+    float sum = 0.0f;
+    for (i64 r = 0; r < payloads; ++r) {
+        const float entry = from_bfloat16((u32)load_as<u16>(tails + r * stride + 2 * i));
+        sum = r ? sum + entry : entry;
+    }
+    return sum;
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #pragma once
 #include "blockwise.h"
 #include "hadamard_cuda.h"
+#include "segments.h"
 
 template <class F> INLINE float scale_at(const u8* scales, i64 block) {
     if constexpr (F::is_mx) return mx_scale(scales[block]);
@@ -56,10 +57,60 @@ INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float
     for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
 }
 
-// A message is a payload per rank: payload r holds the entries from r * shard on, of n in all. All have
-// the layout of a full one, so that rows have one length; the last may be short or empty. Row r is
-// worked on by the blocks of the grid with blockIdx.y = r, so that no warp divides by `shard`.
-INLINE i64 row() { return blockIdx.y; }
+// A slot's entry in its row, and how many entries lie from there on without a gap: 0 or less in padding.
+struct Place {
+    i64 entry, left;
+};
+
+// Returns the run with a slot: the last that begins there or before.
+INLINE Place place_of(Segments first, Segments end, i64 slot) {
+    if (first == end) return {0, 0};
+    while (end - first > 1) {
+        Segments middle = first + (end - first) / 2;
+        if (middle->slot <= slot) first = middle;
+        else end = middle;
+    }
+    return {first->begin + slot - first->slot, first->slot + first->count - slot};
+}
+INLINE Place coded_place(Segments table, i64 row, i64 slot) {
+    return place_of(runs_of(table, row), runs_of(table, row + 1), slot);
+}
+template <int SPAN> INLINE int entries_at(const Place& place) {
+    return place.left >= SPAN ? SPAN : place.left > 0 ? (int)place.left : 0;
+}
+
+// The rows of the grid are those of the message, or the one that is chosen.
+INLINE Row row_here(Segments table, i64 chosen) { return row_of(table, chosen, blockIdx.y); }
+
+// Calls f(entry, place, half-words) for this warp's share of the entries of 16 bits of a row, by the last
+// warps of the grid first, since the first ones may have one block more.
+template <class Call>
+INLINE void each_tail(Segments table, i64 row, const i64* step, i64 seed, i64 stream, i64 first, Call call) {
+    const Segments runs = tail_runs_of(table, row), end = tail_runs_of(table, row + 1);
+    if (runs == end) return;
+    const i64 tails = (end - 1)->slot + (end - 1)->count;
+    for (i64 at = (warps() - 1 - warp()) * 256; at < tails; at += warps() * 256) {
+        u32 random[4] = {};
+        if (step)
+            philox(seed, ((u64)(first + slots_of_row(table) + at) >> 8) * kLanes + lane(), (u32)*step, stream,
+                   random[0], random[1], random[2], random[3]);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+            const i64 place = at + k * kLanes + lane();
+            if (place < tails)
+                call(place_of(runs, end, place).entry, place, random[k / 2] >> (k % 2 * 16) & 0xffffu);
+        }
+    }
+}
+
+INLINE float sum_of_tails(const u8* tails, i64 stride, int payloads, i64 place) {
+    float sum = 0.0f;
+    for (int r = 0; r < payloads; ++r) {
+        const float entry = to_float(((const BFloat16*)(tails + r * stride))[place]);
+        sum = r ? sum + entry : entry;
+    }
+    return sum;
+}
 
 // What is not sent: the error, or `weight` times the error, which may be added to what is there.
 struct Unsent {
@@ -67,13 +118,6 @@ struct Unsent {
     float weight;
     bool accumulate;
 };
-
-// A rotation spreads entries over the whole block, so that a short block is sent as a full one.
-template <int BLOCK> INLINE i64 whole_blocks(i64 n) { return (n + BLOCK - 1) / BLOCK * BLOCK; }
-// Returns the entries of a span of whole blocks, a number that the compiler knows where it is one block.
-template <int BLOCK> INLINE int entries_in_blocks(i64 at, i64 n) {
-    return BLOCK >= 256 ? BLOCK : entries_in<kSpan<BLOCK>>(at, n);
-}
 
 // The bits of the largest magnitude of a block, and for signs the sum of a share of the magnitudes.
 struct Extent {
@@ -99,37 +143,47 @@ template <int TEAM> INLINE Extent combined(Extent mine, int turn) {
     return all;
 }
 
-// Encodes `n` entries as one payload, rotated first if ROTATED: read(at, count, c) gives this lane's
-// entries, and zeros beyond `count`.
-template <class F, int BLOCK, bool ROTATED = false, bool WEIGHTED = false, class Read>
-INLINE void encode(i64 n, const float* residual, const Unsent& unsent, const i64* step, i64 seed,
-                   i64 stream, i64 first, u8* payload, i64 codes_at, i64 bytes, Read read,
+// Encodes a row as one payload, rotated first if ROTATED: read(slot, entry, count, c) gives this lane's
+// entries of a span, and zeros beyond `count`; tail(entry, place) gives one of 16 bits.
+template <class F, int BLOCK, bool ROTATED = false, bool WEIGHTED = false, class Read, class Tail>
+INLINE void encode(Segments table, i64 row, const float* residual, const Unsent& unsent, const i64* step,
+                   i64 seed, i64 stream, i64 first, u8* payload, const Places& places, Read read, Tail tail,
                    const Rotation& rotation = {}) {
-    const i64 coded = ROTATED ? whole_blocks<BLOCK>(n) : n;
+    const i64 slots = slots_of_row(table);
     if (warp() == 0) {
-        for (i64 i = end_of_scales<F>(n, BLOCK) + lane(); i < codes_at; i += kLanes) payload[i] = 0;
-        for (i64 i = end_of_codes<F>(coded, codes_at) + lane(); i < bytes; i += kLanes) payload[i] = 0;
+        for (i64 i = slots / BLOCK * kScaleBytes<F> + lane(); i < places.codes; i += kLanes) payload[i] = 0;
+        for (i64 i = places.tails + lane(); i < places.bytes; i += kLanes)
+            if (i >= places.tails + 2 * tails_of_row(table, row)) payload[i] = 0;
     }
+    auto put = [&](i64 entry, float error) {
+        float* out = unsent.out + entry;
+        if constexpr (WEIGHTED) {
+            error *= unsent.weight;
+            *out = unsent.accumulate ? *out + error : error;
+        } else {
+            *out = error;
+        }
+    };
     constexpr int SPAN = kSpan<BLOCK, ROTATED>, TEAM = BLOCK > SPAN ? BLOCK / SPAN : 1;
     constexpr int kRows = SPAN / kLanes, kPerBlock = BLOCK / TEAM / kLanes;
     // Warps of a team meet at a barrier, so that all warps of a grid's block take the same turns.
     const i64 ahead = TEAM > 1 ? (i64)(threadIdx.x / kLanes) * SPAN : 0;
     int turn_of_team = 0;
-    for (i64 begin = warp() * SPAN - ahead; begin < n; begin += warps() * SPAN, turn_of_team ^= 1) {
+    for (i64 begin = warp() * SPAN - ahead; begin < slots; begin += warps() * SPAN, turn_of_team ^= 1) {
         const i64 at = begin + ahead;
-        const int there = TEAM > 1 && at >= n ? 0 : entries_in<SPAN>(at, n);
-        const int count = ROTATED ? entries_in_blocks<BLOCK>(at, coded) : there;
+        const bool exists = TEAM == 1 || at < slots;
+        const Place place = exists ? coded_place(table, row, at) : Place{0, 0};
+        const int there = entries_at<SPAN>(place);
         Entries<BLOCK, ROTATED> c;
-        read(at, there, c);
-        if (residual) add_span(residual, at, there, c);
+        read(at, place.entry, there, c);
+        if (residual) add_span(residual, place.entry, there, c);
         if constexpr (ROTATED) turn<BLOCK>(rotation, at, c);
-        u8* codes = payload + codes_at + (at >> 3) * F::bits;
+        u8* codes = payload + places.codes + (at >> 3) * F::bits;
         u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
         Scale scale = {};
         u32 random[4] = {}, byte = 0;
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
-            const bool exists = k * kLanes < count;  // at least one entry of the row of 32
             if (k % kPerBlock == 0) {
                 Extent extent = {0, 0.0f};
                 float sum = 0.0f;  // of at most kMeanOf entries
@@ -147,10 +201,13 @@ INLINE void encode(i64 n, const float* residual, const Unsent& unsent, const i64
                 extent.largest = largest_of_warp(extent.largest);
                 const i64 in_block = at % BLOCK;  // not 0 in a team's later warps alone
                 if constexpr (TEAM > 1) extent = combined<TEAM>(extent, turn_of_team);
-                const i64 rest = TEAM > 1 ? n - (at - in_block) : count - k * kLanes;
-                if (F::is_sign) extent.sum *= (float)BLOCK / (float)(rest < BLOCK ? rest : BLOCK);
+                if constexpr (F::is_sign && !ROTATED) {
+                    // Of the entries of the block, which a team's later warps have behind its begin.
+                    const i64 rest = place.left + in_block - k * kLanes;
+                    extent.sum *= (float)BLOCK / (float)(rest >= BLOCK ? BLOCK : rest > 0 ? rest : 1);
+                }
                 scale = scale_of<F>(extent.largest, extent.sum);
-                if (lane() == 0 && exists && (TEAM == 1 || !in_block)) {
+                if (lane() == 0 && exists && !in_block) {
                     if constexpr (F::is_mx) scales[k / kPerBlock] = (u8)mx_byte(scale.value);
                     else ((float*)scales)[k / kPerBlock] = scale.value;
                 }
@@ -169,23 +226,22 @@ INLINE void encode(i64 n, const float* residual, const Unsent& unsent, const i64
                 const u32 code = step ? F::encode(y, bits, value) : F::encode(y, value);
                 const int plane = k % kPlanes<F>;
                 byte = (plane ? byte : 0) | code << (F::bits * plane);
-                if (plane == kPlanes<F> - 1 && (k - plane) * kLanes < count)
-                    codes[k / kPlanes<F> * kLanes + lane()] = (u8)byte;
+                if (plane == kPlanes<F> - 1 && exists) codes[k / kPlanes<F> * kLanes + lane()] = (u8)byte;
             }
             c[k] -= value * scale.value;
         }
         if (!unsent.out) continue;
         if constexpr (ROTATED) turn_back<BLOCK>(rotation, at, c);
-        float* rest = unsent.out + at + lane();
 #pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-            if (!has(k, there)) continue;
-            if constexpr (WEIGHTED) {
-                const float error = c[k] * unsent.weight;
-                rest[k * kLanes] = unsent.accumulate ? rest[k * kLanes] + error : error;
-            } else {
-                rest[k * kLanes] = c[k];
-            }
-        }
+        for (int k = 0; k < kRows; ++k)
+            if (has(k, there)) put(place.entry + lane() + k * kLanes, c[k]);
     }
+    if constexpr (!ROTATED)
+        each_tail(table, row, step, seed, stream, first, [&](i64 entry, i64 at, u32 bits) {
+            const float x = tail(entry, at);
+            BFloat16* out = (BFloat16*)(payload + places.tails) + at;
+            if (step) store(out, x, bits);
+            else store(out, x);
+            if (unsent.out) put(entry, x - to_float(*out));
+        });
 }

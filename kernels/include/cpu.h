@@ -82,8 +82,9 @@ INLINE void end_of_stream() {
     _mm_sfence();
 #endif
 }
+constexpr i64 kStreamed = 1 << 20;  // entries from which it pays
 INLINE bool worth_streaming(const float* out, i64 n) {
-    return n >= 1 << 20 && (unsigned long)out % sizeof(Floats) == 0;
+    return n >= kStreamed && (unsigned long)out % sizeof(Floats) == 0;
 }
 
 INLINE void store(Half* out, const Floats (&row)[kVectors]) {

@@ -9,7 +9,7 @@ import torch
 
 from commhooks.kernels import Matrices, tail_table
 from commhooks.kernels._parts import Parts
-from commhooks.kernels.blockwise import payload_bytes, quantize
+from commhooks.kernels.blockwise import payload_bytes, quantize, segments_for
 
 __all__ = ["CALLS", "quantized"]
 
@@ -21,6 +21,8 @@ def quantized(x: torch.Tensor) -> torch.Tensor:
 
 
 STEP = torch.tensor(3)
+ONE = segments_for("int8", 256, [[600]]).table
+WHOLE = segments_for("int8", 256, [[512]], whole=True).table
 TAIL = tail_table([(3, 30), (100, 113)])
 MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
 PARTS = Parts([600, 20])
@@ -52,7 +54,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "unit_rows": lambda: (*(low_rank_factors()[1] for _ in range(3)), MATRICES.table),
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
-        *("int8", 256, 600, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+        *("int8", 256, ONE, -1, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
     ),
     "quantize_parts": lambda: (torch.randn(620), torch.zeros(672).byte(), PARTS.table),
     "dequantize_parts": lambda: (torch.zeros(672).byte(), torch.zeros(620), PARTS.table),
@@ -60,18 +62,17 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "pack_votes": lambda: (torch.randn(60), torch.zeros(4, 16).byte(), 16),
     "count_votes": lambda: (torch.zeros(3, 4, 16).byte(), torch.zeros(60), 1.0, 16),
     "quantize_norms": lambda: (
-        *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
-        *(256, 127, STEP, 1, 0, 0),
+        *(torch.randn(600), torch.zeros(784, dtype=torch.uint8), 256, 127, STEP, 1, 0, 0),
     ),
     "dequantize": lambda: (
-        *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, 600, 0.5, True),
+        *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, ONE, -1, 0.5, True),
     ),
     "quantize_rotated": lambda: (
         *(torch.randn(512), torch.zeros(payload_bytes(512, "int8", 256), dtype=torch.uint8)),
-        *("int8", 256, 512, STEP, 1, 0, 0, torch.randn(512), torch.zeros(512), STEP, 1, 1, 0),
+        *("int8", 256, WHOLE, -1, STEP, 1, 0, 0, torch.randn(512), torch.zeros(512), STEP, 1, 1, 0),
     ),
     "dequantize_rotated": lambda: (
-        *(quantized(torch.randn(512))[None], torch.zeros(512), "int8", 256, 512, 0.5, True),
+        *(quantized(torch.randn(512))[None], torch.zeros(512), "int8", 256, WHOLE, -1, 0.5, True),
         *(STEP, 1, 0, 0),
     ),
     "top_k": lambda: (
@@ -118,7 +119,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
         torch.tensor(True),
     ),
-    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0, 128),
+    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0, None, -1),
     "gather_random": lambda: (
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),
@@ -128,7 +129,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "dct": lambda: (torch.randn(128), torch.zeros(128), False),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
-        *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), 600, "int8", 256, 600),
+        *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), "int8", 256, ONE, 0),
         *(0.5, torch.zeros(600), 2.0, True, None, 0, 0, 0),
     ),
 }

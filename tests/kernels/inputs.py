@@ -54,3 +54,18 @@ def same(a: Tensor, b: Tensor) -> bool:
         bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
         a, b = a.view(bits), b.view(bits)
     return torch.equal(a, b)
+
+
+def cut(n: int) -> list[int]:
+    """Lengths of segments: long and short ones, one that ends in 16 bits, empty ones."""
+    sizes, rest = [], n
+    for part in (n // 3, 7, 0, 256, n // 7, 130):
+        sizes.append(min(part, rest))
+        rest -= sizes[-1]
+    return [*sizes, rest]
+
+
+def cut_rows(n: int) -> list[list[int]]:
+    """The same in six rows, which differ in length, and of which one is empty."""
+    lengths = [n // 4, n // 3, 0, n // 8, 1 if n > 7 else 0]
+    return [cut(length) for length in (*lengths, n - sum(lengths))]

@@ -11,10 +11,27 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels import blockwise, philox
-from commhooks.kernels._blockwise_formats import Payload
-from commhooks.kernels.blockwise import FORMATS, dequantize, payload_bytes, quantize
+from commhooks.kernels._blockwise_formats import Payload, one_segment
+from commhooks.kernels.blockwise import (
+    FORMATS,
+    dequantize,
+    payload_bytes,
+    quantize,
+    segments_for,
+)
 from commhooks.kernels.requantize import requantize, requantize_op
-from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
+from tests.kernels.inputs import (
+    CPP,
+    DTYPES,
+    LARGE,
+    SIZES,
+    cut,
+    cut_rows,
+    plain,
+    same,
+    tricky,
+    unaligned,
+)
 from tests.kernels.machines import machines, on
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -48,8 +65,10 @@ def outputs(
     kept = plain(n, seed=1) if residual else None
     left = torch.full((n,), 5.0) if residual else None
     random = (torch.tensor(3), 2**40 + 17, 2, 512) if noise else philox.NO_STREAM
-    payload = torch.full((payload_bytes(n, format, block),), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, payload, format, block, n, kept, left, *random)
+    segments = segments_for(format, block, [cut(n)])
+    table = segments.table
+    payload = torch.full((payload_bytes(segments, format, block),), 77, dtype=torch.uint8)
+    run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *random)
     found = {"payload": payload}
     if left is not None:
         found["left"] = left
@@ -59,17 +78,17 @@ def outputs(
     payloads[1] = payload
     for dtype in DTYPES:
         out = torch.full((n,), 7.0).to(dtype)
-        run(blockwise.dequantize_op, payloads, out, format, block, n, 1 / 3, False)
+        run(blockwise.dequantize_op, payloads, out, format, block, table, -1, 1 / 3, False)
         found[f"sum, {dtype}"] = out
     out = torch.full((n,), 7.0).to(x.dtype)
-    run(blockwise.dequantize_op, payloads[:1], out, format, block, n, -1.0, True)
+    run(blockwise.dequantize_op, payloads[:1], out, format, block, table, -1, -1.0, True)
     found["accumulated"] = out
     if block == 256:
         again = torch.full_like(payload, 77)
         rest = None if left is None else left.clone()
         run(
             requantize_op,
-            *(payloads[:2], again, n, format, block, n, 0.5, rest, 3.0, noise, *random),
+            *(payloads[:2], again, format, block, table, 0, 0.5, rest, 3.0, noise, *random),
         )
         found["again"] = again
         if rest is not None:
@@ -81,20 +100,31 @@ def outputs(
 def in_rows(
     run: Any, x: Tensor, format: str, block: int, kept: Tensor | None, random: Any
 ) -> dict[str, Tensor]:
-    """The same as a message of six rows, the last of which are short and empty."""
+    """The same as a message of six rows, which differ in length, and of which one is empty."""
     n = x.numel()
-    shard = -(-n // (4 * block)) * block
+    segments = segments_for(format, block, cut_rows(n))
     left = torch.full((n,), 5.0)
-    rows = torch.full((6, payload_bytes(shard, format, block)), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, rows, format, block, shard, kept, left, *random)
+    rows = torch.full((6, payload_bytes(segments, format, block)), 77, dtype=torch.uint8)
+    run(blockwise.quantize_op, x, rows, format, block, segments.table, -1, kept, left, *random)
     out = torch.full((n,), 7.0).to(x.dtype)
     messages = torch.stack([rows, rows])
-    run(blockwise.dequantize_op, messages, out, format, block, shard, 0.5, False)
-    # A short payload, in the layout of a full one.
-    short, again = max(0, n - 3 * shard), torch.full_like(rows[0], 77)
-    arguments = (rows[3:4], again, short, format, block, shard, 0.5, None, 1.0, False)
+    run(blockwise.dequantize_op, messages, out, format, block, segments.table, -1, 0.5, False)
+    # One row by itself, in the layout of all.
+    again, begin, end = torch.full_like(rows[0], 77), *segments.row(3)
+    arguments = (rows[3:4], again, format, block, segments.table, 3, 0.5, None, 1.0, False)
     run(requantize_op, *arguments, *random)
-    return {"rows": rows, "rows, left": left, "rows, sum": out, "rows, again": again}
+    alone, payload = torch.full((end - begin,), 7.0), torch.full_like(rows[0], 77)
+    run(blockwise.dequantize_op, rows[3:4], alone, format, block, segments.table, 3, 0.5, False)
+    part = (x[begin:end], payload, format, block, segments.table, 3)
+    run(blockwise.quantize_op, *part, None, None, *random)
+    return {
+        "rows": rows,
+        "rows, left": left,
+        "rows, sum": out,
+        "row, again": again,
+        "row, sum": alone,
+        "row": payload,
+    }
 
 
 def define(op: Any, *args: Any) -> None:
@@ -245,27 +275,37 @@ def test_random_bits_belong_to_places():
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_of_a_message_is_the_payload_of_its_entries(format):
+def test_a_row_of_a_message_is_packed_alike_by_itself(format):
     x, step, block = plain(3000), torch.tensor(1), 256
+    segments = segments_for(format, block, [[700, 324], [976, 48], [952], []])
     random = philox.RandomBits(5, step, first=512)
-    rows = torch.empty(4, payload_bytes(1024, format, block), dtype=torch.uint8)
+    rows = torch.empty(4, payload_bytes(segments, format, block), dtype=torch.uint8)
     left, out = torch.empty(3000), torch.empty(3000)
-    quantize(x, rows, format, block, shard=1024, unsent=left, random=random)
-    dequantize(rows[None], out, format, block, shard=1024)
+    quantize(x, rows, format, block, segments=segments, unsent=left, random=random)
+    dequantize(rows[None], out, format, block, segments=segments)
     assert not rows[3].any()
-    for row, begin in enumerate((0, 1024)):
-        part, payload = slice(begin, begin + 1024), torch.empty_like(rows[0])
-        error, alone = torch.empty(1024), torch.empty(1024)
-        quantize(x[part], payload, format, block, unsent=error, random=random.row(row))
-        dequantize(payload[None], alone, format, block)
+    for row in range(3):
+        part, payload = slice(*segments.row(row)), torch.empty_like(rows[0])
+        error, alone = torch.empty_like(x[part]), torch.empty_like(x[part])
+        one = {"segments": segments, "row": row}
+        quantize(x[part], payload, format, block, **one, unsent=error, random=random.row(row))
+        dequantize(payload[None], alone, format, block, **one)
         assert torch.equal(payload, rows[row])
         assert torch.equal(error, left[part])
         assert torch.equal(alone, out[part])
 
 
-def test_a_message_without_shard_is_one_payload():
-    with pytest.raises(ValueError, match="288 bytes for 256 entries, got 576"):
-        quantize(X, torch.empty(288 * 2).byte(), "int8", 32, shard=256)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_segment_is_coded_as_if_it_were_alone(format):
+    sizes = (700, 20, 3, 256, 131, 1000)
+    x = torch.cat([plain(n, seed=n) * 10.0 ** (i - 3) for i, n in enumerate(sizes)])
+    segments = segments_for(format, 256, [sizes])
+    payload = torch.empty(payload_bytes(segments, format, 256), dtype=torch.uint8)
+    quantize(x, payload, format, 256, segments=segments)
+    out = torch.empty_like(x)
+    dequantize(payload[None], out, format, 256, segments=segments)
+    alone = [decoded(part, format, 256) for part in x.split(sizes)]
+    assert torch.equal(out, torch.cat(alone))
 
 
 def test_philox_gives_the_known_answer():
@@ -282,7 +322,20 @@ def test_sizes_on_the_wire():
     assert payload_bytes(n, "mx_e4m3", 32) * 8 / n == 8.25
     assert payload_bytes(0, "int8", 256) == 0
     for format, n in itertools.product(FORMATS, (1, 33, 257, 5001)):
-        assert Payload(FORMATS[format], 256, n).bytes % 16 == 0
+        assert payload_bytes(n, format, 256) % 16 == 0
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_segment_costs_a_block_of_padding_at_most(format, block):
+    if block < FORMATS[format].unit:
+        return
+    granule = max(block, 256)
+    one = Payload(FORMATS[format], block, granule).bytes
+    for n in (1, 17, 130, 255, 257, 1100, 2049):
+        nbytes = payload_bytes(n, format, block)
+        exact = Payload(FORMATS[format], block, n // granule * granule).bytes
+        assert nbytes <= exact + min(one, 2 * (n % granule)) + 32, n  # parts begin at 16 bytes
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -296,7 +349,8 @@ def test_requantize_is_dequantize_then_quantize(format):
     expected, got = torch.empty_like(payloads[0]), torch.empty_like(payloads[0])
     stream = philox.RandomBits(1, torch.tensor(4))
     quantize(total, expected, format, 256, random=stream)
-    requantize(payloads, got, n, format, 256, factor=1 / 3, random=stream)
+    segments = segments_for(format, 256, [[n]])
+    requantize(payloads, got, segments, format, 256, factor=1 / 3, random=stream)
     assert torch.equal(expected, got)
 
 
@@ -312,26 +366,37 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (lambda: quantize(X, OUT, "int3", 32), ValueError, "one of int8, int4"),
         (lambda: quantize(X, OUT, "int2", 32), ValueError, "int2 takes one of 128, 256"),
         (lambda: quantize(X, OUT, "int8", 48), ValueError, "takes one of 32, 64"),
-        (lambda: quantize(X, OUT[:-1], "int8", 32), ValueError, "144 bytes .* got 143"),
+        (lambda: quantize(X, OUT[:-1], "int8", 32), ValueError, r"\(1, 208\), 208 bytes .* got"),
         (
-            lambda: quantize(X, OUT[None].repeat(0, 1), "int8", 32),
+            lambda: quantize(X, OUT[None].repeat(2, 1), "int8", 32),
             ValueError,
-            r"rows\): 1 to 65535, got 0",
+            r"payload\): shape \(1, 208\), 208 bytes a row, got \(2, 208\)",
         ),
         (
-            lambda: quantize(X, torch.empty(2, 48).byte(), "int8", 32, shard=32),
+            lambda: quantize(X, OUT, "int8", 32, segments=segments_for("int8", 32, [[99]])),
             ValueError,
-            "2 rows of 32 entries, which are too few for 100",
+            r"\(segments\): of 99 entries, got 100",
         ),
         (
-            lambda: quantize(X, torch.empty(3, 80).byte(), "int8", 32, shard=48),
+            lambda: quantize(X, OUT, "int8", 512, segments=segments_for("int8", 32, [[100]])),
             ValueError,
-            r"\(shard\): a multiple of the block, 32, got 48",
+            r"\(segments\): made for blocks that divide 256, got 512",
+        ),
+        (
+            lambda: quantize(X, OUT, "int8", 32, row=1),
+            ValueError,
+            r"\(row\): -1 to 0, got 1",
+        ),
+        (lambda: quantize(X, OUT, "int8", 32, segments=[100]), TypeError, "Segments or None"),
+        (
+            lambda: blockwise.quantize_op(X, OUT, "int8", 32, X.long(), -1, *[None] * 3, 0, 0, 0),
+            ValueError,
+            r"a table as Segments makes it",
         ),
         (lambda: quantize(X[::2], OUT, "int8", 32), ValueError, "contiguous"),
         (lambda: quantize(X, OUT, "int8", 32, residual=X[1:]), ValueError, r"residual\): 100 ent"),
         (lambda: quantize(X, OUT.int(), "int8", 32), TypeError, r"quantize\(payload\)"),
-        (lambda: dequantize(OUT, X, "int8", 32), ValueError, r"shape \(1 or more, bytes\)"),
+        (lambda: dequantize(OUT, X, "int8", 32), ValueError, r"shape \(1 or more, 1, 208\)"),
         (lambda: philox.RandomBits(1, torch.tensor(1), first=3), ValueError, "multiple of 256"),
         (
             lambda: philox.RandomBits(1, torch.tensor(1).int()),
@@ -365,15 +430,23 @@ def fuzz(run: Any, rng: random.Random) -> None:
     step = torch.tensor(rng.randrange(2**40)) if rng.random() < 0.5 else None
     key = (step, rng.randrange(2**63), rng.randrange(2**31), 256 * rng.randrange(9))
     payload = torch.empty(payload_bytes(n, format, block), dtype=torch.uint8)
-    run(blockwise.quantize_op, x, payload, format, block, n, kept, left, *key)
-    shard = block * rng.randrange(1, 9)
-    rows = torch.empty(-(-n // shard) + rng.randrange(1, 3), payload_bytes(shard, format, block))
-    run(blockwise.quantize_op, x, rows.byte(), format, block, shard, kept, left, *key)
-    run(blockwise.dequantize_op, rows.byte()[None], x, format, block, shard, 0.5, True)
+    table = one_segment(format, block, n).table
+    run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *key)
+    ends = sorted(rng.randrange(n + 1) for _ in range(rng.randrange(4)))
+    parts = [end - begin for begin, end in itertools.pairwise([0, *ends, n])]
+    segments = segments_for(format, block, rng.choice([[parts], [[part] for part in parts]]))
+    rows = torch.empty(len(segments.rows), payload_bytes(segments, format, block)).byte()
+    form = (format, block, segments.table)
+    run(blockwise.quantize_op, x, rows, *form, -1, kept, left, *key)
+    run(blockwise.dequantize_op, rows[None], x, *form, -1, 0.5, True)
+    row = rng.randrange(len(segments.rows))
+    begin, end = segments.row(row)
+    run(blockwise.dequantize_op, rows[row : row + 1], x[begin:end], *form, row, 0.5, True)
     if n:
         payloads = payload.repeat(rng.randrange(1, 5), 1)
         payloads[-1] = torch.randint_like(payload, 256)  # any bytes
-        run(blockwise.dequantize_op, payloads, x, format, block, n, 0.5, rng.random() < 0.5)
+        flag = rng.random() < 0.5
+        run(blockwise.dequantize_op, payloads, x, format, block, table, -1, 0.5, flag)
         if block == 256:
-            form, error = (n, format, block, n, 0.5), (left, 3.0, rng.random() < 0.5)
-            run(requantize_op, payloads, payload, *form, *error, *key)
+            error = (0.5, left, 3.0, flag)
+            run(requantize_op, payloads, payload, format, block, table, 0, *error, *key)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
 import pytest
 import torch
 
-from commhooks.kernels import hadamard, philox
+from commhooks.kernels import Segments, hadamard, philox, segments_for
 from commhooks.kernels.hadamard import BLOCKS, hadamard_op
-from tests.kernels.inputs import plain, same, tricky
+from tests.kernels.inputs import cut, cut_rows, plain, same, tricky
 from tests.kernels.machines import machines, on
 
 KERNELS = {"hadamard.cu": [f"hadamard<{block}>" for block in BLOCKS]}
@@ -21,13 +22,29 @@ def test_kernels_equal_the_definition():
     for machine in machines():
         with on(machine, KERNELS) as run:
             for block in BLOCKS:
-                for blocks, rows in ((0, 1), (1, 1), (3, 2), (9000 // block, 3)):
+                for blocks in (0, 1, 3, 9000 // block):
                     for inverse in (False, True):
-                        x, key = tricky(blocks * block), (*KEY, -(-blocks // rows) * block)
+                        x, key = tricky(blocks * block), (*KEY, None, -1)
                         expected, got = torch.empty(2, blocks * block)
                         hadamard_op.definition(x, expected, block, inverse, *key)
                         run(hadamard_op, x, got, block, inverse, *key)
                         assert same(expected, got), (machine, block, blocks, inverse)
+                for n, parts in itertools.product((1, 2000, 9001), (lambda n: [cut(n)], cut_rows)):
+                    agree(run, block, segments_for("int8", block, parts(n), whole=True), machine)
+
+
+def agree(run: Any, block: int, segments: Segments, machine: str) -> None:
+    for row in (-1, len(segments.rows) // 2):
+        begin, end = segments.row(row)
+        x, slots = tricky(end - begin), segments.slots * (len(segments.rows) if row < 0 else 1)
+        results = []
+        for do in (lambda op, *args: op.definition(*args), run):
+            turned, back = torch.full((slots,), 7.0), torch.full_like(x, 7.0)
+            do(hadamard_op, x, turned, block, False, *KEY, segments.table, row)
+            do(hadamard_op, turned, back, block, True, *KEY, segments.table, row)
+            results.append((turned, back))
+        for expected, got in zip(*results, strict=True):
+            assert same(expected, got), (machine, block, segments.rows, row)
 
 
 def matrix(block: int) -> torch.Tensor:
@@ -61,7 +78,8 @@ def test_the_inverse_undoes_it(block):
 def test_a_row_is_that_of_its_own_stream():
     x, out, alone = plain(3 * 4096), torch.empty(3 * 4096), torch.empty(4096)
     stream = philox.RandomBits(1, torch.tensor(2))
-    hadamard(x, out, 512, stream, shard=4096)
+    segments = segments_for("int8", 512, [[4096]] * 3, whole=True)
+    hadamard(x, out, 512, stream, segments=segments)
     for row in range(3):
         hadamard(x[row * 4096 : (row + 1) * 4096], alone, 512, stream.row(row))
         assert torch.equal(out[row * 4096 : (row + 1) * 4096], alone)
@@ -80,7 +98,7 @@ def test_signs_are_even_and_belong_to_places():
         ({"block": 48}, r"\(block\): one of 32"),
         ({"x": torch.ones(100)}, r"\(x\): a multiple of 64"),
         ({"out": torch.ones(64)}, r"\(out\): 128 entries"),
-        ({"shard": 96}, r"\(shard\): a multiple of the block, 64, got 96"),
+        ({"segments": segments_for("int8", 64, [[128]])}, r"\(segments\): of segments_for"),
         ({"random": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
     ],
 )
@@ -99,5 +117,10 @@ def fuzz(run: Any, rng: random.Random) -> None:
     block = rng.choice(BLOCKS)
     x = torch.randn(block * rng.randrange(6))
     key = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
-    rest = (*key, rng.choice([x.numel(), block * rng.randrange(1, 4)]))
-    run(hadamard_op, x, torch.empty_like(x), block, rng.random() < 0.5, *rest)
+    run(hadamard_op, x, torch.empty_like(x), block, rng.random() < 0.5, *key, None, -1)
+    n = rng.randrange(5000)
+    segments = segments_for("int8", block, rng.choice([[cut(n)], cut_rows(n)]), whole=True)
+    slots = torch.randn(segments.slots * len(segments.rows))
+    inverse, entries = rng.random() < 0.5, torch.randn(n)
+    pair = (slots, entries) if inverse else (entries, slots)
+    run(hadamard_op, *pair, block, inverse, *key, segments.table, -1)

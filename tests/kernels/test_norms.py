@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import RandomBits, dequantize, payload_bytes, quantize_norms
+from commhooks.kernels import RandomBits, dequantize, payload_bytes, quantize_norms, segments_for
 from commhooks.kernels.norms import quantize_norms_op
 from tests.kernels.inputs import CPP, DTYPES, SIZES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
@@ -19,8 +19,12 @@ KERNELS = {"norms.cu": [f"quantize_norms<{t}, {b}>" for t in CPP.values() for b 
 KEYS = ((torch.tensor(5), 2**50 + 3, 1, 512), (torch.tensor(0), -7, 0, 0))
 
 
+def size_of(n: int, block: int) -> int:
+    return payload_bytes(segments_for("int8", block, [[n]], whole=True), "int8", block)
+
+
 def outputs(run: Any, x: torch.Tensor, block: int, levels: int, key: Any) -> torch.Tensor:
-    payload = torch.full((payload_bytes(x.numel(), "int8", block),), 77, dtype=torch.uint8)
+    payload = torch.full((size_of(x.numel(), block),), 77, dtype=torch.uint8)
     run(quantize_norms_op, x, payload, block, levels, *key)
     return payload
 
@@ -38,9 +42,10 @@ def test_kernels_equal_the_definition():
 
 
 def decoded(x: torch.Tensor, block: int, levels: int, step: int = 1) -> torch.Tensor:
-    payload, out = torch.empty(payload_bytes(x.numel(), "int8", block)).byte(), torch.empty_like(x)
+    payload, out = torch.empty(size_of(x.numel(), block)).byte(), torch.empty_like(x)
     quantize_norms(x, payload, block, levels, RandomBits(3, torch.tensor(step)))
-    dequantize(payload[None], out, "int8", block)
+    segments = segments_for("int8", block, [[x.numel()]], whole=True)
+    dequantize(payload[None], out, "int8", block, segments=segments)
     return out
 
 
@@ -65,13 +70,13 @@ def test_what_is_not_finite_spoils_its_own_block():
 
 
 def test_wrong_arguments_are_named():
-    x, payload = torch.ones(9), torch.empty(payload_bytes(9, "int8", 32)).byte()
+    x, payload = torch.ones(9), torch.empty(size_of(9, 32)).byte()
     bits = RandomBits(1, torch.tensor(1))
     with pytest.raises(ValueError, match=r"quantize_norms\(block\): int8 takes one of"):
         quantize_norms(x, payload, 33, 127, bits)
     with pytest.raises(ValueError, match=r"quantize_norms\(levels\): 1 to 127, got 0"):
         quantize_norms(x, payload, 32, 0, bits)
-    with pytest.raises(ValueError, match=r"quantize_norms\(payload\): 48 entries, got 47"):
+    with pytest.raises(ValueError, match=r"quantize_norms\(payload\): 288 entries, got 47"):
         quantize_norms(x, payload[:47], 32, 127, bits)
 
 

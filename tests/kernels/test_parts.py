@@ -11,9 +11,11 @@ import torch
 from commhooks.kernels import (
     dequantize,
     dequantize_parts,
+    part_bytes,
     payload_bytes,
     quantize,
     quantize_parts,
+    segments_for,
     squared_norms,
 )
 from commhooks.kernels._parts import Parts
@@ -69,18 +71,19 @@ def test_many_chunks_are_added_in_the_same_order():
 def test_each_part_is_quantized_as_by_itself():
     sizes = (300, 0, 1, 5000)
     x = plain(sum(sizes))
-    nbytes = [payload_bytes(n, "int8", 256) for n in sizes]
+    nbytes = [part_bytes(n) for n in sizes]
     payloads, out = torch.empty(sum(nbytes)).byte(), torch.empty_like(x)
     quantize_parts(x, payloads, sizes)
     dequantize_parts(payloads, out, sizes)
-    found = zip(x.split(sizes), payloads.split(nbytes), out.split(sizes), strict=True)
-    for part, payload, decoded in found:
-        expected, entries = torch.empty_like(payload), torch.empty_like(part)
-        if part.numel():
-            quantize(part, expected, "int8", 256)
-            dequantize(expected[None], entries, "int8", 256)
-        assert torch.equal(payload, expected)
+    for part, decoded in zip(x.split(sizes), out.split(sizes), strict=True):
+        n = part.numel()
+        segments = segments_for("int8", 256, [[n]], whole=True)
+        expected = torch.empty(payload_bytes(segments, "int8", 256)).byte()
+        entries = torch.empty_like(part)
+        quantize(part, expected, "int8", 256, segments=segments)
+        dequantize(expected[None], entries, "int8", 256, segments=segments)
         assert torch.equal(decoded, entries)
+    assert nbytes == [336, 0, 48, 5104]  # saved states have these
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

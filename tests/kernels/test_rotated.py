@@ -17,8 +17,9 @@ from commhooks.kernels import (
     quantize,
     quantize_rotated,
     rotated,
+    segments_for,
 )
-from tests.kernels.inputs import CPP, plain, same, tricky
+from tests.kernels.inputs import CPP, cut, cut_rows, plain, same, tricky
 from tests.kernels.machines import machines, on
 
 FORMATS = {"int8": "Int8", "int4": "Int4", "int2": "Int2", "sign": "Sign"}
@@ -45,12 +46,12 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
     kept, left = (plain(n, seed=1), torch.full((n,), 5.0)) if full else (None, None)
     noise = NOISE if full else philox.NO_STREAM
     results = []
-    whole = -(-n // block) * block
-    # In one payload; and, as for six ranks, in rows of which the last are short and empty.
-    for shard, rows in ((whole, 1), (-(-whole // (4 * block)) * block, 6)):
-        size = payload_bytes(shard, format, block)
-        payload = torch.full((rows, size) if rows > 1 else (size,), 77, dtype=torch.uint8)
-        settings = (format, block, shard)
+    for parts in ([cut(n)], cut_rows(n)):
+        segments = segments_for(format, block, parts, whole=True)
+        payload = torch.full(
+            (len(parts), payload_bytes(segments, format, block)), 77, dtype=torch.uint8
+        )
+        settings = (format, block, segments.table, -1)
         run(rotated.quantize_rotated_op, x, payload, *settings, *TURN, kept, left, *noise)
         results += [payload] if left is None else [payload, left.clone()]
         if n:
@@ -58,7 +59,12 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
             payloads = torch.stack([payload] * 3)
             run(rotated.dequantize_rotated_op, payloads, out, *settings, 0.4, full, *TURN)
             results.append(out)
-    return results
+    row, (begin, end) = 3, segments.row(3)  # by itself
+    one, alone = torch.full_like(payload[0], 77), torch.full((end - begin,), 7.0).to(x.dtype)
+    settings = (format, block, segments.table, row)
+    run(rotated.quantize_rotated_op, x[begin:end], one, *settings, *TURN, None, None, *noise)
+    run(rotated.dequantize_rotated_op, one[None], alone, *settings, 0.4, False, *TURN)
+    return [*results, one, alone]
 
 
 def define(op: Any, *args: Any) -> None:
@@ -115,7 +121,10 @@ def test_an_outlier_does_not_cost_its_block():
     [
         ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
         ({"block": 2048}, r"\(block\): 1024 at most"),
-        ({"shard": 100}, r"\(shard\): a multiple of the block, 256, got 100"),
+        (
+            {"segments": segments_for("int8", 256, [[512]])},
+            r"\(segments\): of segments_for\(..., whole=True\)",
+        ),
         ({"rotation": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
         ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
     ],
@@ -135,13 +144,13 @@ def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
 def fuzz(run: Any, rng: random.Random) -> None:
     (dtype, block), format = rng.choice(TRIED), rng.choice(list(FORMATS))
     n = rng.choice([block * rng.randrange(5), rng.randrange(3000)])
-    shard = block * rng.randrange(1, 5)
     x = (torch.randn(n) * 10.0 ** rng.randrange(-44, 38)).to(dtype)
     kept, left = (torch.randn(n) if rng.random() < 0.5 else None for _ in range(2))
     turn = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
     noise = NOISE if rng.random() < 0.5 else philox.NO_STREAM
-    rows, form = -(-n // shard) + rng.randrange(1, 3), (format, block, shard)
-    payload = torch.empty(rows, payload_bytes(shard, format, block), dtype=torch.uint8)
+    segments = segments_for(format, block, rng.choice([[cut(n)], cut_rows(n)]), whole=True)
+    form, rows = (format, block, segments.table, -1), len(segments.rows)
+    payload = torch.empty(rows, payload_bytes(segments, format, block), dtype=torch.uint8)
     run(rotated.quantize_rotated_op, x, payload, *form, *turn, kept, left, *noise)
     payloads = torch.randint_like(payload.repeat(3, 1, 1), 256)
     run(rotated.dequantize_rotated_op, payloads, x, *form, 0.5, rng.random() < 0.5, *turn)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -93,22 +94,37 @@ def gathered(lossy: Lossy, cs: Sequence[Tensor], step: int = 0) -> tuple[Tensor,
 
 
 def in_two_phases(
-    lossy: Lossy, cs: Sequence[Tensor], unit: int, step: int = 0
+    lossy: Lossy,
+    cs: Sequence[Tensor],
+    block: int,
+    step: int = 0,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Rank r averages shard r and rounds again; what that loses is its own, times the ranks."""
-    ranks, n = len(cs), len(cs[0])
-    each = math.ceil(n / (ranks * unit)) * unit
+    """Rank r averages shard r and rounds again; what that loses is its own, times the ranks.
+
+    Shards are cut between blocks, which begin at the parameters of these sizes.
+    """
+    ranks, n, unit = len(cs), len(cs[0]), max(256, block)
+    ends = list(accumulate(sizes or [n], initial=0))
+    cuts = [0]
+    for index in range(1, ranks):
+        ideal = n * index // ranks
+        begin = max(end for end in ends if end <= ideal)
+        after = min(end for end in ends if end > begin)
+        cuts.append(min(after, begin + (ideal - begin + unit // 2) // unit * unit))
+    cuts.append(n)
     out, unsent = torch.zeros_like(cs[0]), [c.clone() for c in cs]
     for shard in range(ranks):
-        part = slice(min(n, shard * each), min(n, (shard + 1) * each))
-        if part.start == part.stop:
-            continue
-        sent = [lossy(c[part], shard, step) for c in cs]
-        average = mean(sent)
-        out[part] = lossy(average, shard, step)
-        for rest, one in zip(unsent, sent, strict=True):
-            rest[part] -= one
-        unsent[shard][part] += ranks * (average - out[part])
+        inside = {end for end in ends if cuts[shard] < end < cuts[shard + 1]}
+        edges = sorted({cuts[shard], cuts[shard + 1]} | inside)
+        for begin, end in pairwise(edges):
+            part = slice(begin, end)
+            sent = [lossy(c[part], shard, step) for c in cs]
+            average = mean(sent)
+            out[part] = lossy(average, shard, step)
+            for rest, one in zip(unsent, sent, strict=True):
+                rest[part] -= one
+            unsent[shard][part] += ranks * (average - out[part])
     return out, unsent
 
 

@@ -172,7 +172,9 @@ def test_averaged_feedback(decay: float, reset_every: int) -> None:
     for step in range(8):
         grads = gradients(3, step, N)
         c = [g + own for g, own in zip(grads, e, strict=True)]
-        expected, unsent = in_two_phases(lambda c, *_: levels(c, 7, 64), c, 64)
+        expected, unsent = in_two_phases(
+            lambda c, *_: levels(c, 7, 64), c, 64, sizes=(700, N - 700)
+        )
         for rank in range(3):
             new = decay * e[rank] + (1 - decay) * unsent[rank]
             if reset_every and step % reset_every == reset_every - 1:
