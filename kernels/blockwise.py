@@ -117,7 +117,9 @@ def table_for(
     """Returns the table, which ops take: a schema of torch.library has no type for `Segments`."""
     check_form(caller, format, block)
     if segments is None:
-        return _table(format, int(block), as_tensor(caller, "x", x).numel(), whole)
+        n = as_tensor(caller, "x", x).numel()
+        table: Tensor = _table(format, int(block), n, whole)
+        return table
     if not isinstance(segments, Segments):
         raise TypeError(f"{caller}(segments): Segments or None, got {type(segments).__name__}")
     return segments.table

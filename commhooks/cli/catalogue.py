@@ -29,7 +29,7 @@ from commhooks.wrappers.make import WRAPPER_OPTIONS
 __all__ = ["one_thread", "schemes"]
 
 _LATE = 10**6  # a step after the warm-up of every scheme with default settings
-_WIDE = 84  # columns that the table with all its fields needs
+_WIDE = 96  # columns that the table with all its fields needs
 _RANKS, _SIDE = 4, 512  # bits are counted on a square matrix of this side
 
 
@@ -64,14 +64,17 @@ def one_thread() -> Iterator[None]:
 
 def _listed(wide: bool) -> Table:
     table = Table(title="schemes")
-    shown = ["name", "class", "rounds", "biased", "memory", "bits"]
+    shown = ["name", "class", "rounds", "biased", "memory", "own scale", "bits"]
     shown = shown if wide else [column for column in shown if column not in ("class", "rounds")]
     for column in shown:
         table.add_column(column, no_wrap=True)
     for name in scheme_names():
         row = {"name": name, **_facts_of(name)}
         table.add_row(*(escape(row.get(column, "")) for column in shown))
-    table.caption = "bits: per entry, after all warm-ups. More: commhooks schemes NAME"
+    table.caption = (
+        "own scale: a small parameter is as exact as a large one\n"
+        "bits: per entry, after all warm-ups. More: commhooks schemes NAME"
+    )
     return table
 
 
@@ -86,6 +89,7 @@ def _facts_of(name: str) -> dict[str, str]:
         # Without feedback: around a biased scheme, feedback makes the whole exact over steps.
         "biased": "yes" if bare.traits.biased else "",
         "memory": "yes" if slots_of(scheme) else "",
+        "own scale": "yes" if scheme.traits.per_parameter else "",
         "bits": _bits(scheme),
     }
 

@@ -27,7 +27,7 @@ class Dense(Scheme):
         >>> hook = register(ddp_model, "none")
     """
 
-    traits = Traits(shards=True)
+    traits = Traits(shards=True, per_parameter=True, keeps_zeros=True)
     gathers = True
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:

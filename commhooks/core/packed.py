@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
-from typing import Literal
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -57,6 +57,9 @@ class PackedCodec(Payloads):
     """
 
     pattern: Pattern = "two_phase"
+    # See :class:`commhooks.Traits`.
+    per_parameter: ClassVar[bool] = False
+    keeps_zeros: ClassVar[bool] = False
 
     @property
     def error(self) -> ErrorKind:
@@ -66,7 +69,13 @@ class PackedCodec(Payloads):
     @property
     def traits(self) -> Traits:
         rounds = 2 if self.pattern == "two_phase" else 1
-        return Traits(rounds=rounds, error=self.error, shards=True)
+        return Traits(
+            rounds=rounds,
+            error=self.error,
+            shards=True,
+            per_parameter=self.per_parameter,
+            keeps_zeros=self.keeps_zeros,
+        )
 
     def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
         """Whether sending payloads beats an all-reduce; asked only where payloads are smaller."""

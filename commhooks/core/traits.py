@@ -76,6 +76,12 @@ class Traits(NamedTuple):
             may put a whole model into one bucket. Schemes whose places are 32 bits declare it.
         shards: returns this rank's shard of the mean alone where ``bucket.shards`` asks for no more
             (a reduce-scatter). Hosts that shard gradients, such as FSDP2, take these schemes only.
+        per_parameter: the relative error of a parameter does not depend on the sizes of other
+            gradients in the bucket. False: entries of several parameters share a scale, or compete
+            for places or bits, so a parameter with small gradients may get hardly anything else
+            than noise.
+        keeps_zeros: each entry that is zero on all ranks arrives as zero. False: rounding errors
+            may reach it, which Adam, whose second moment is zero there, makes a full step of.
 
     Example:
         >>> Traits(rounds=2, error=Biased()).biased
@@ -90,6 +96,8 @@ class Traits(NamedTuple):
     starts_dense: str = ""
     most_entries: int = sys.maxsize
     shards: bool = False
+    per_parameter: bool = False
+    keeps_zeros: bool = False
 
     @property
     def biased(self) -> bool:
@@ -121,6 +129,8 @@ def worst(traits: Iterable[Traits]) -> Traits:
         coalesce=any(choice.coalesce for choice in choices),
         most_entries=min(choice.most_entries for choice in choices),
         shards=all(choice.shards for choice in choices),
+        per_parameter=all(choice.per_parameter for choice in choices),
+        keeps_zeros=all(choice.keeps_zeros for choice in choices),
     )
 
 

@@ -45,15 +45,19 @@ class Law(NamedTuple):
         check: raises ``LawBroken``.
         of_averages: exempts schemes that return an update for the optimizer.
         of_agreement: exempts schemes whose ranks may get different averages.
+        claim: exempts schemes whose traits do not have this one, by its name; "": none.
     """
 
     check: Callable[[MakeScheme], None]
     of_averages: bool
     of_agreement: bool
+    claim: str
 
     def is_for(self, scheme: Scheme) -> bool:
         """Whether ``scheme`` has to obey this law."""
         if self.of_averages and scheme.traits.returns == "update":
+            return False
+        if self.claim and not getattr(scheme.traits, self.claim):
             return False
         return scheme.traits.agrees or not self.of_agreement
 
@@ -62,12 +66,17 @@ class Laws(dict[str, Law]):
     """Maps the text of each law to its check, in the order in which laws are checked."""
 
     def add(
-        self, text: str, *, of_averages: bool = False, of_agreement: bool = False
+        self,
+        text: str,
+        *,
+        of_averages: bool = False,
+        of_agreement: bool = False,
+        claim: str = "",
     ) -> Callable[[Callable[[MakeScheme], None]], Callable[[MakeScheme], None]]:
         """Returns a decorator that registers the check of a law."""
 
         def decorate(check: Callable[[MakeScheme], None]) -> Callable[[MakeScheme], None]:
-            self[text] = Law(check, of_averages, of_agreement)
+            self[text] = Law(check, of_averages, of_agreement, claim)
             return check
 
         return decorate

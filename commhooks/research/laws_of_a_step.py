@@ -10,11 +10,13 @@ from torch import Tensor
 from commhooks.core.layout import Layout
 from commhooks.research.laws import (
     NUMEL,
+    SHAPES,
     Laws,
     MakeScheme,
     exact_mean,
     gradients,
     need,
+    normal,
     ranks_of,
 )
 from commhooks.research.simulation import Simulation
@@ -75,6 +77,56 @@ def _zero(make: MakeScheme) -> None:
         for _ in range(2):
             mean = ranks.step([torch.zeros(NUMEL, dtype=dtype)] * 3)[0]
             need(not mean.any(), f"zeros of {dtype} arrive as {mean.abs().max().item()}")
+
+
+@OF_A_STEP.add("a parameter of zeros arrives as zeros", of_averages=True, claim="per_parameter")
+def _zero_parameter(make: MakeScheme) -> None:
+    for index, name in enumerate(SHAPES):
+        ranks = ranks_of(make(), 3)
+        for step in range(3):
+            grads = gradients(3, step)
+            for grad in grads:
+                _part(grad, index).zero_()
+            most = float(_part(ranks.step(grads)[0], index).abs().max())
+            need(most == 0.0, f"zeros of {name!r} arrive as {most:.3g} in step {step}")
+
+
+@OF_A_STEP.add("an entry that is zero stays zero", of_averages=True, claim="keeps_zeros")
+def _zero_entries(make: MakeScheme) -> None:
+    ranks, zeros = ranks_of(make(), 3), normal(NUMEL, 77) > 0.3
+    for step in range(3):
+        grads = [grad.masked_fill(zeros, 0.0) for grad in gradients(3, step)]
+        most = float(ranks.step(grads)[0][zeros].abs().max())
+        need(most == 0.0, f"zeros between other entries arrive as {most:.3g} in step {step}")
+
+
+@OF_A_STEP.add("a small parameter is as exact as a large one", claim="per_parameter")
+def _neighbours(make: MakeScheme) -> None:
+    for index, (name, shape) in enumerate(SHAPES.items()):
+        if math.prod(shape) < 20:
+            continue  # the error of few entries is a matter of luck
+        errors = {}
+        for factor in (1.0, 1e-1, 1e-2, 1e-3):
+            ranks, total = ranks_of(without_feedback(make()), 3), 0.0
+            for step in range(4):
+                grads = gradients(3, step)
+                for grad in grads:
+                    _part(grad, index).mul_(factor)
+                exact = _part(exact_mean(grads), index)
+                mean = _part(ranks.step(grads)[0].double(), index)
+                total += float((mean - exact).norm() / exact.norm()) / 4
+            errors[factor] = total
+        text = ", ".join(f"{factor:g}: {error:.3g}" for factor, error in errors.items())
+        need(
+            max(errors.values()) <= 1.5 * errors[1.0] + 1e-6,
+            f"relative errors of {name!r}, whose gradient is times {text}",
+        )
+
+
+def _part(flat: Tensor, index: int) -> Tensor:
+    """Returns the entries of one of the parameters of ``SHAPES``; a view."""
+    parts: tuple[Tensor, ...] = flat.split([math.prod(shape) for shape in SHAPES.values()])
+    return parts[index]
 
 
 @OF_A_STEP.add("signs and sizes make no difference", of_averages=True)

@@ -64,7 +64,7 @@ class ACPSGD(Scheme):
     rank: int = 4
     min_compression_rate: float = 2.0
 
-    traits = Traits(error=Biased())
+    traits = Traits(error=Biased(), per_parameter=True)
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)

@@ -40,7 +40,7 @@ class _Agreed(Scheme):
 
     ratio: float = 0.01
 
-    traits = Traits(error=Biased(), most_entries=INT32_PLACES)
+    traits = Traits(error=Biased(), most_entries=INT32_PLACES, keeps_zeros=True)
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
@@ -209,7 +209,7 @@ class AlignedTopK(_Agreed):
     row: int = 128
     directions: int = 4
 
-    traits = Traits(rounds=2, error=Biased(), most_entries=INT32_PLACES)
+    traits = Traits(rounds=2, error=Biased(), most_entries=INT32_PLACES, keeps_zeros=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -33,6 +33,7 @@ class TwoPhaseCast(PackedCodec):
 
     dtype: torch.dtype = torch.bfloat16
     stochastic: bool = False
+    per_parameter = keeps_zeros = True
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):

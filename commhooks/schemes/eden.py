@@ -58,6 +58,7 @@ class Eden(PackedCodec):
     bits: int = 1
     block: int = 256
     pattern: Pattern = "two_phase"
+    per_parameter = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 4:

@@ -73,7 +73,14 @@ class Hierarchical(Scheme):
     def traits(self) -> Traits:
         inside, between = self.inside.error, self.between.error
         most = min(codec.traits.most_entries for codec in (self.inside, self.between))
-        return Traits(rounds=4, error=composed(inside, between, between), most_entries=most)
+        codecs = (self.inside.traits, self.between.traits)
+        return Traits(
+            rounds=4,
+            error=composed(inside, between, between),
+            most_entries=most,
+            per_parameter=all(codec.per_parameter for codec in codecs),
+            keeps_zeros=all(codec.keeps_zeros for codec in codecs),
+        )
 
     def node_size(self, world_size: int) -> int:
         """Returns the number of consecutive ranks that are taken as a node."""

@@ -93,7 +93,7 @@ class PowerSGD(Scheme):
     min_compression_rate: float = 2.0
     warm_start: bool = True
 
-    traits = Traits(rounds=2, error=Biased())
+    traits = Traits(rounds=2, error=Biased(), per_parameter=True)
 
     def __post_init__(self) -> None:
         check_rank(self, self.rank)

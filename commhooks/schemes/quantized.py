@@ -61,6 +61,11 @@ class Blockwise(PackedCodec):
     stochastic: bool = False
     rotate: bool = False
     pattern: Pattern = "two_phase"
+    per_parameter = True
+
+    @property
+    def keeps_zeros(self) -> bool:  # type: ignore[override]
+        return not self.rotate and self.format != "sign"
 
     def __post_init__(self) -> None:
         layout_of("Blockwise", self.format, self.block, 0)  # checks format and block

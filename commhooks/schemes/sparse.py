@@ -43,6 +43,7 @@ class TopK(PackedCodec):
     ratio: float = 0.01
     sampled: bool = False
     pattern: Pattern = "all_gather"
+    keeps_zeros = True
 
     @property
     def error(self) -> ErrorKind:

@@ -16,6 +16,7 @@ from commhooks.core import Layout
 from commhooks.core.scheme import slots_of
 from commhooks.hook.coalesce import Coalescer
 from commhooks.hook.engine import Engine
+from commhooks.schemes import Blockwise
 from commhooks.wrappers import cast as _cast
 from ddp_core import simulate
 from tests.contract.cases import (
