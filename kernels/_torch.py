@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["current_device", "current_stream", "schema_of", "version_of"]
+__all__ = ["constant_result", "current_device", "current_stream", "schema_of", "version_of"]
 
 # Torch's public functions build an object or look at its initialisation first, which costs more
 # than a launch; the two below are what its compiler calls. A torch without CUDA has neither.
@@ -26,3 +26,12 @@ current_stream: Callable[[int], int] = getattr(
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
 # How often a tensor was written to in place; raises RuntimeError for an inference tensor.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def constant_result(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Marks a function whose results a compiler may take for constants.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function

@@ -25,6 +25,7 @@ from ._blockwise_formats import (
     payload_bytes,
     segments_for,
 )
+from ._torch import constant_result
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op
@@ -118,14 +119,13 @@ def table_for(
     check_form(caller, format, block)
     if segments is None:
         n = as_tensor(caller, "x", x).numel()
-        table: Tensor = _table(format, int(block), n, whole)
-        return table
+        return _table(format, int(block), n, whole)
     if not isinstance(segments, Segments):
         raise TypeError(f"{caller}(segments): Segments or None, got {type(segments).__name__}")
     return segments.table
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def _table(format: str, block: int, n: int, whole: bool) -> Tensor:
     return one_segment(format, block, n, whole).table
 

@@ -29,6 +29,7 @@ from commhooks.wrappers.make import WRAPPER_OPTIONS
 __all__ = ["one_thread", "schemes"]
 
 _LATE = 10**6  # a step after the warm-up of every scheme with default settings
+_WIDE_ONLY = ("class", "rounds", "own scale")
 _WIDE = 96  # columns that the table with all its fields needs
 _RANKS, _SIDE = 4, 512  # bits are counted on a square matrix of this side
 
@@ -65,7 +66,7 @@ def one_thread() -> Iterator[None]:
 def _listed(wide: bool) -> Table:
     table = Table(title="schemes")
     shown = ["name", "class", "rounds", "biased", "memory", "own scale", "bits"]
-    shown = shown if wide else [column for column in shown if column not in ("class", "rounds")]
+    shown = shown if wide else [column for column in shown if column not in _WIDE_ONLY]
     for column in shown:
         table.add_column(column, no_wrap=True)
     for name in scheme_names():

@@ -290,10 +290,9 @@ def called(device: str, group: Any = None) -> None:
 
 def through_a_group(device: str, group: Any = None) -> None:
     """A model without a hook over a group that runs a scheme gets what a hook gives."""
-    settings = {"stochastic": False, "error_feedback": False, "block": 64}
-    through = commhooks.process_group("int8", group, least=1, **settings)
+    through = commhooks.process_group("bf16", group, least=1, fp32_sum=True)
     model, other = network("torch", device, through), network("torch", device, group)
-    plain = commhooks.register(other, "int8", process_group=group, **settings)
+    plain = commhooks.register(other, "bf16", process_group=group, fp32_sum=True)
     for step in range(4):
         found = []
         for one in (model, other):

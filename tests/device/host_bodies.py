@@ -295,14 +295,14 @@ def memoryless_groups(device: str, group: Any = None) -> None:
     """A model over a group of a scheme, made or asked for by name, gets what a hook gives."""
     rank, ranks = ranks_of(group)
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    options = {"stochastic": False, "error_feedback": False, "block": 64}
-    commhooks.register_backend("int8", least=1, **options)
+    options = {"fp32_sum": True}
+    commhooks.register_backend("bf16", least=1, **options)
     groups: list[Any] = [
-        commhooks.process_group("int8", group, least=1, **options),
+        commhooks.process_group("bf16", group, least=1, **options),
         dist.new_group(members, backend="commhooks"),  # of the kinds of the default group
     ]
     plain = network("torch", device, group)
-    hook = commhooks.register(plain, "int8", process_group=group, **options)
+    hook = commhooks.register(plain, "bf16", process_group=group, **options)
     others = [network("torch", device, one) for one in groups]
     for step in range(STEPS):
         for model in (plain, *others):

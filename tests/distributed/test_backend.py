@@ -77,7 +77,7 @@ def _new_group(rank: int, world_size: int) -> dict[str, Any]:
     if world_size == 2:
         model = wrapped()
         commhooks.register(model, "int8", stochastic=False, error_feedback=False)
-        found["bits of a hook"] = all(map(torch.equal, ours, train(model, rank)))
+        found["near a hook"] = near(ours, train(model, rank))
 
     x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
     of_its_own = {

@@ -424,17 +424,17 @@ def _failed(rank: int, world_size: int) -> None:
     gathered: Any = gather_parameters(model, "int8", differences=True)
     _steps(model, rank)
     codec = type(gathered.scheme)
-    before = codec.unpack
+    before = codec.unpack_shards
 
     def raises(*_: Any, **__: Any) -> Tensor:
         raise ArithmeticError("planned")
 
-    codec.unpack = raises
+    codec.unpack_shards = raises
     try:
         with pytest.raises(RuntimeError, match="ArithmeticError: planned"):
             _held(model)
     finally:
-        codec.unpack = before
+        codec.unpack_shards = before
     assert gathered._groups[0]._all_gather_comm.held is None
 
 

@@ -60,18 +60,18 @@ def _spoiled(rank: int, world_size: int) -> None:
 
 def _spoil(rank: int, kind: str, bad: int) -> None:
     # One layer, whose last row belongs to the last shard: the other shard is finite.
-    model, hooks = _hooks_on(kind, mesh_of(2, 2), model_of((33, 6)))
+    model, hooks = _hooks_on(kind, mesh_of(2, 2), model_of((257, 6)))
 
     def train(step: int, scale: float) -> None:
         generator = torch.Generator().manual_seed(10 * step + rank)
         weight = torch.ones(6)
         weight[-1] = scale
-        (model(torch.rand(8, 33, generator=generator)) * weight).sum().backward()
+        (model(torch.rand(8, 257, generator=generator)) * weight).sum().backward()
 
     train(0, 1.0)
     gradients(model)
     before = [residuals(hook) for hook in hooks]
-    assert all(value.any() for one in before for value in one.values())
+    assert all(any(value.any() for value in one.values()) for one in before)
     train(1, float("inf") if rank == bad else 1.0)
     found = gradients(model)
     assert not bool(found["0.weight"][-1].isfinite().any())
@@ -92,7 +92,7 @@ def test_a_step_that_overflows_in_one_shard_changes_no_residual_on_any_rank() ->
 def _overflows_between(rank: int, world_size: int) -> None:
     """The means within nodes fit 16 bits, their payload between nodes does not."""
     mesh = mesh_of(2, 2)
-    model = sharded(model_of((33, 6)), mesh["shard"])
+    model = sharded(model_of((257, 6)), mesh["shard"])
     inside = commhooks.register(model, "int4", **INT4)
     commhooks.register(model, "fp16", between=mesh["replicate"])
     warnings.filterwarnings("ignore", "a float16 payload is not finite")
@@ -100,7 +100,7 @@ def _overflows_between(rank: int, world_size: int) -> None:
         before = residuals(inside)
         weight = torch.ones(6)
         weight[-1] = scale
-        (model(torch.rand(8, 33) + 1) * weight).sum().backward()
+        (model(torch.rand(8, 257) + 1) * weight).sum().backward()
         gradients(model)
         same = [torch.equal(value, before[name]) for name, value in residuals(inside).items()]
         assert all(same) == (step == 1)
@@ -112,7 +112,7 @@ def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -
 
 def _scaled(rank: int, world_size: int) -> tuple[list[float], list[int]]:
     mesh = mesh_of(2, 2)
-    model = sharded(model_of((33, 6)), mesh["shard"])
+    model = sharded(model_of((257, 6)), mesh["shard"])
     hook = commhooks.register(model, "int4", between=mesh["replicate"], **INT4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
@@ -122,7 +122,7 @@ def _scaled(rank: int, world_size: int) -> tuple[list[float], list[int]]:
         # The last rows are of the second shard, and as large as float32 allows.
         weight = torch.ones(6)
         weight[-1] = 2.0**28
-        loss = (model(torch.ones(8, 33) + step) * weight).sum()
+        loss = (model(torch.ones(8, 257) + step) * weight).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -139,7 +139,7 @@ def test_what_a_loss_scaler_skips_the_hook_skips_on_every_rank() -> None:
 
 def _other_options(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
-    model = sharded(model_of((33, 6)), mesh["shard"])
+    model = sharded(model_of((257, 6)), mesh["shard"])
     block = 64 if mesh["shard"].get_local_rank() == 0 else 128
     with pytest.raises(MismatchError, match="scheme and options differ between"):
         commhooks.register(model, "int4", between=mesh["replicate"], block=block)
@@ -154,7 +154,7 @@ def test_shards_with_other_options_are_told() -> None:
 
 
 def _averaged_by_fsdp2(rank: int, world_size: int) -> None:
-    model = sharded(model_of((33, 6)), mesh_of(2, 1))
+    model = sharded(model_of((257, 6)), mesh_of(2, 1))
     with pytest.raises(RegistrationError, match=r"averages over the replicas itself"):
         commhooks.register(model, "int8")
 

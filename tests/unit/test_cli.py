@@ -310,7 +310,7 @@ def test_a_new_scheme_obeys_all_laws_as_it_stands(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) < 50
     done = invoke("check", str(path))
     assert done.exit_code == 0, done.output
-    assert done.output.count("holds") == len(LAWS)
+    assert done.output.count("holds") == sum(not law.claim for law in LAWS.values())
     assert "my_scheme" in scheme_names()
 
 
