@@ -206,9 +206,9 @@ MUTANTS: list[Mutant] = [
         "commhooks/core/packed.py",
         (
             "the gathered mean of five ranks is of six",
-            "return self.unpack(gathered, bucket.output, random, 1.0 / bucket.world_size)",
-            "ranks = bucket.world_size + (bucket.world_size == 5)\n"
-            "        return self.unpack(gathered, bucket.output, random, 1.0 / ranks)",
+            "gathered, shards, 0, bucket.output, random, 1.0 / bucket.world_size",
+            "gathered, shards, 0, bucket.output, random, "
+            "1.0 / (bucket.world_size + (bucket.world_size == 5))",
             f"{FEEDBACK}::test_topk_with_feedback",
         ),
         (
@@ -224,15 +224,21 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_halves.py::test_the_two_halves_are_the_whole_exchange_bit_for_bit",
         ),
         (
+            "blocks have entries of several parameters",
+            "cut = layout.cut(parts) if known and layout is not None else",
+            "cut = [(end - at,) for at, end in parts] if known else",
+            f"{LAWS}[int8]",
+        ),
+        (
             "a short shard is decoded as a full one",
-            "alike = shards[0].end % self.granularity == 0 and",
-            "alike = True or",
+            "alike = shards.segments is not None or (",
+            "alike = True or (",
             f"{UNIT}/test_halves.py::test_all_ranks_get_the_same_parts_of_all_with_one_rounding",
         ),
         (
             "parts that kernels do not cut are packed by them",
-            "cut_as_kernels = shards[0].end % self.granularity == 0",
-            "cut_as_kernels = True",
+            "cut_as_kernels = shards.segments is not None or",
+            "cut_as_kernels = True or",
             f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
         ),
     ),

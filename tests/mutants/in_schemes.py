@@ -19,8 +19,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/random_levels.py",
         (
             "random levels arrive a 256th too large",
-            "dequantize(payload[None], out, format, block)",
-            "dequantize(payload[None], out, format, block, factor=1.00390625)",
+            "dequantize(payload[None], out, format, block, segments=segments)",
+            "dequantize(payload[None], out, format, block, segments=segments, factor=1.00390625)",
             f"{LAWS}[qsgd]",
         ),
         (
@@ -91,8 +91,9 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "EDEN says nothing is left",
-            "unsent.copy_(rotated[:n])",
-            "unsent.zero_()",
+            "        if piece.unsent is not None:\n            hadamard(",
+            "        if piece.unsent is not None:\n            piece.unsent.zero_()\n"
+            "        if piece.unsent is None:\n            hadamard(",
             f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
         ),
     ),
@@ -229,8 +230,8 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/quantized.py",
         (
             "the second rounding of rotated blocks is left rotated",
-            "            hadamard(into, into, self.block, random.shared, inverse=True)\n",
-            "",
+            "            error.add_(back)",
+            "            error.add_(into[: len(back)])",
             f"{FEEDBACK}::test_int4_with_feedback",
         ),
         (
@@ -241,8 +242,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a shard's mean is packed with the noise of the first shard",
-            "n, random = self._padded(end - begin), random.row(index)",
-            "n, random = self._padded(end - begin), random.row(0)",
+            "segments, row, random = shards.segments, index, random.row(index)",
+            "segments, row, random = shards.segments, index, random.row(0)",
             f"{LAWS}[int4]",
         ),
         (

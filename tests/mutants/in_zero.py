@@ -238,9 +238,9 @@ MUTANTS: list[Mutant] = [
     *planted(
         "commhooks/core/packed.py",
         (
-            "all shards are packed with the bits of the first",
-            "self.pack(Piece.of(inside), payload[:nbytes], random.row(bucket.rank))",
-            "self.pack(Piece.of(inside), payload[:nbytes], random.row(0))",
+            "shards are packed with the bits of the first phase",
+            "self.pack_shard(Piece.of(inside), shards, bucket.rank, random)",
+            "self.pack_shard(Piece.of(inside), shards, bucket.rank, random.first)",
             f"{LOST}[eden]",
         ),
     ),
