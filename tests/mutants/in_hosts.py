@@ -142,7 +142,7 @@ MUTANTS: list[Mutant] = [
             "a group draws by a seed of its own",
             "self.hook = _UnnamedCalls(scheme, inside, seed=seed)",
             "self.hook = _UnnamedCalls(scheme, inside)",
-            f"{GROUP}::test_two_ranks_without_a_hook_get_the_bits_of_a_hook",
+            f"{GROUP}::test_two_ranks_without_a_hook_get_what_a_hook_gives",
         ),
         (
             "what a group does not compress is not told of",
