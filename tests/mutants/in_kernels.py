@@ -50,12 +50,6 @@ MUTANTS: list[Mutant] = [
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
         (
-            "every warp of a team writes a scale",
-            "exists && !in_block",
-            "exists",
-            f"{KERNELS}/test_blockwise.py::{EQUAL}",
-        ),
-        (
             "what is not sent is not weighted",
             "            error *= unsent.weight;\n",
             "",
