@@ -12,7 +12,7 @@ from torch import Tensor
 from ._blockwise_formats import FORMATS, Payload
 from ._matrices import _version_of
 
-__all__ = ["BLOCK", "CHUNK", "Parts", "on_device", "part_bytes", "parts_of"]
+__all__ = ["BLOCK", "CHUNK", "Parts", "part_bytes", "parts_of"]
 
 BLOCK = 256  # entries per scale of a part's payload
 CHUNK = 2048  # entries of a part whose squares a warp adds
@@ -84,13 +84,3 @@ def _read(table: Tensor, version: int) -> Parts | None:
     except ValueError:
         return None
     return parts if torch.equal(parts.table, table) else None
-
-
-def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Returns the table on ``device``, copied once per table and device."""
-    return _copied(table, _version_of(table), device)
-
-
-@lru_cache(maxsize=4096)
-def _copied(table: Tensor, version: int, device: torch.device) -> Tensor:
-    return table.to(device)

@@ -8,11 +8,12 @@ from torch.nn.functional import pad
 
 from . import _blockwise_definition as definition
 from ._blockwise_formats import FORMATS, Payload
-from ._parts import BLOCK, CHUNK, Parts, on_device, parts_of, parts_of_sizes
+from ._parts import BLOCK, CHUNK, Parts, parts_of, parts_of_sizes
 from .blockwise import aligned
 from .levels import summed
 from .runtime import cpu, cuda
 from .runtime.op import check, op
+from .segments import on_device
 
 __all__ = ["dequantize_parts", "quantize_parts", "squared_norms"]
 

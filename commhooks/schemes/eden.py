@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shards
+from commhooks.core.blocks import BlockCodec
+from commhooks.core.packed import Pattern, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import ErrorKind, Unbiased
 from commhooks.kernels import (
@@ -34,7 +35,7 @@ _MOST = (2.0, 0.45, 0.11, 0.029)
 
 @register_scheme("eden", "drive")
 @dataclass(frozen=True)
-class Eden(PackedCodec):
+class Eden(BlockCodec):
     """Sends each rotated block as the nearest of 2^bits levels, and a scale that makes it unbiased.
 
     After a random rotation the entries of a block are nearly normal, so the levels are those of
@@ -58,7 +59,6 @@ class Eden(PackedCodec):
     bits: int = 1
     block: int = 256
     pattern: Pattern = "two_phase"
-    per_parameter = True
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 4:
@@ -71,48 +71,11 @@ class Eden(PackedCodec):
     def error(self) -> ErrorKind:
         return Unbiased(_MOST[self.bits - 1])
 
-    @property
-    def granularity(self) -> int:
-        return max(256, self.block)
-
     def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
         return Segments(rows, self.granularity, 0)
 
     def row_bytes(self, segments: Segments) -> int:
         return level_bytes(segments.slots, self.bits, self.block)
-
-    def payload_bytes(self, n: int) -> int:
-        return self.row_bytes(_one_segment(self, n))
-
-    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        self._encode(piece, payload, _one_segment(self, piece.x.numel()), -1, random)
-
-    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
-        rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        self._encode(piece, rows, shards.segments, -1, random)
-        return rows
-
-    def pack_shard(self, piece: Piece, shards: Shards, index: int, random: Randomness) -> Tensor:
-        row = piece.x.new_empty(shards[0].nbytes, dtype=torch.uint8)
-        self._encode(piece, row, shards.segments, index, random.row(index))
-        return row
-
-    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        self._decode(payloads, out, _one_segment(self, out.numel()), -1, random, factor)
-
-    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
-        self._decode(rows[None], out, shards.segments, -1, random, 1.0)
-
-    def unpack_shard(
-        self,
-        received: Tensor,
-        shards: Shards,
-        index: int,
-        out: Tensor,
-        random: Randomness,
-        factor: float,
-    ) -> None:
-        self._decode(received, out, shards.segments, index, random.row(index), factor)
 
     def repack_shard(
         self,
@@ -132,10 +95,9 @@ class Eden(PackedCodec):
             unsent[begin:end].add_(error, alpha=float(weight))
         return packed
 
-    def _encode(
-        self, piece: Piece, payload: Tensor, segments: Segments | None, row: int, random: Randomness
+    def encode(
+        self, piece: Piece, payload: Tensor, segments: Segments, row: int, random: Randomness
     ) -> None:
-        assert segments is not None
         slots = segments.slots * (len(segments.rows) if row < 0 else 1)
         rotated = piece.x.new_empty(slots, dtype=torch.float32)
         payload.zero_()  # what no block fills travels, too: the same bytes in every run
@@ -150,16 +112,15 @@ class Eden(PackedCodec):
                 *(rotated, piece.unsent, self.block, key), segments=segments, row=row, inverse=True
             )
 
-    def _decode(
+    def decode(
         self,
         payloads: Tensor,
         out: Tensor,
-        segments: Segments | None,
+        segments: Segments,
         row: int,
         random: Randomness,
         factor: float,
     ) -> None:
-        assert segments is not None
         slots = segments.slots * (len(segments.rows) if row < 0 else 1)
         total = torch.empty(slots, dtype=torch.float32, device=out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
@@ -171,11 +132,6 @@ class Eden(PackedCodec):
             back.mul_(factor)
         if back is not out:
             out.copy_(back)
-
-
-@lru_cache(maxsize=1024)
-def _one_segment(codec: Eden, n: int) -> Segments:
-    return codec.segments([[n]])
 
 
 @lru_cache(maxsize=32)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shards
+from commhooks.core.blocks import BlockCodec, one_segment
+from commhooks.core.packed import Pattern, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Unbiased
@@ -32,7 +32,7 @@ __all__ = ["Blockwise", "fp8", "int4", "int8", "mxfp8", "onebit"]
 
 
 @dataclass(frozen=True)
-class Blockwise(PackedCodec):
+class Blockwise(BlockCodec):
     """Sends each block of a bucket as codes of a few bits and one scale.
 
     A block with an entry that is not finite arrives as NaN on every rank; other blocks do not.
@@ -61,7 +61,6 @@ class Blockwise(PackedCodec):
     stochastic: bool = False
     rotate: bool = False
     pattern: Pattern = "two_phase"
-    per_parameter = True
 
     @property
     def keeps_zeros(self) -> bool:  # type: ignore[override]
@@ -97,48 +96,11 @@ class Blockwise(PackedCodec):
         # max^2 <= |x|^2; or |x_i| times the spacing per entry, and |x|_1 <= sqrt(block) |x|.
         return min(self.block / (4 * form.top**2), math.sqrt(self.block) / form.top)
 
-    @property
-    def granularity(self) -> int:
-        return max(256, self.block)
-
     def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
         return segments_for(self.format, self.block, rows, whole=self.rotate)
 
     def row_bytes(self, segments: Segments) -> int:
         return payload_bytes(segments, self.format, self.block)
-
-    def payload_bytes(self, n: int) -> int:
-        return self.row_bytes(_one_segment(self, n))
-
-    def pack(self, piece: Piece, payload: Tensor, random: Randomness) -> None:
-        self._encode(piece, payload, _one_segment(self, piece.x.numel()), -1, random)
-
-    def pack_shards(self, piece: Piece, shards: Shards, random: Randomness) -> Tensor:
-        rows = piece.x.new_empty(len(shards), shards[0].nbytes, dtype=torch.uint8)
-        self._encode(piece, rows, shards.segments, -1, random)
-        return rows
-
-    def pack_shard(self, piece: Piece, shards: Shards, index: int, random: Randomness) -> Tensor:
-        row = piece.x.new_empty(shards[0].nbytes, dtype=torch.uint8)
-        self._encode(piece, row, shards.segments, index, random.row(index))
-        return row
-
-    def unpack(self, payloads: Tensor, out: Tensor, random: Randomness, factor: float) -> None:
-        self._decode(payloads, out, _one_segment(self, out.numel()), -1, random, factor)
-
-    def unpack_shard(
-        self,
-        received: Tensor,
-        shards: Shards,
-        index: int,
-        out: Tensor,
-        random: Randomness,
-        factor: float,
-    ) -> None:
-        self._decode(received, out, shards.segments, index, random.row(index), factor)
-
-    def unpack_shards(self, rows: Tensor, out: Tensor, shards: Shards, random: Randomness) -> None:
-        self._decode(rows[None], out, shards.segments, -1, random, 1.0)
 
     def repack_shard(
         self,
@@ -158,7 +120,7 @@ class Blockwise(PackedCodec):
         if self.rotate:
             # Rotated payloads are summed and packed as they are: the same rotation holds for all,
             # and a second rounding needs no other. Only the error is rotated back.
-            slots = _one_segment(self, segments.slots)
+            slots = one_segment(self, segments.slots)
             into = None if error is None else error.new_empty(segments.slots)
         requantize(
             *(received, packed, slots if self.rotate else segments, self.format, self.block),
@@ -177,8 +139,8 @@ class Blockwise(PackedCodec):
             error.add_(back)
         return packed
 
-    def _encode(
-        self, piece: Piece, payload: Tensor, segments: Segments | None, row: int, random: Randomness
+    def encode(
+        self, piece: Piece, payload: Tensor, segments: Segments, row: int, random: Randomness
     ) -> None:
         x, residual, unsent = piece
         noise = random.noise if self.stochastic else None
@@ -202,11 +164,11 @@ class Blockwise(PackedCodec):
                 random=noise,
             )
 
-    def _decode(
+    def decode(
         self,
         payloads: Tensor,
         out: Tensor,
-        segments: Segments | None,
+        segments: Segments,
         row: int,
         random: Randomness,
         factor: float,
@@ -219,11 +181,6 @@ class Blockwise(PackedCodec):
             )
         else:
             dequantize(payloads, out, *form, segments=segments, row=row, factor=factor)
-
-
-@lru_cache(maxsize=1024)
-def _one_segment(codec: Blockwise, n: int) -> Segments:
-    return codec.segments([[n]])
 
 
 _ROTATED = ("int8", "int4", "int2", "sign")
