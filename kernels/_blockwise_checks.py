@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ._blockwise_formats import Payload, layout_of
+from ._blockwise_formats import FORMATS, Payload, layout_of
 from .runtime.arguments import check_whole
 from .runtime.op import check
 from .segments import segments_of
 
-__all__ = ["check_feedback", "check_message", "check_messages"]
+__all__ = ["check_draws", "check_feedback", "check_message", "check_messages"]
 
 
 def check_message(
@@ -73,6 +73,21 @@ def _refuse_size(
         f"{caller}({name}): shape ({before}{rows}, {layout.bytes}), "
         f"{layout.bytes} bytes a row, got {shape}; see payload_bytes"
     )
+
+
+def check_draws(
+    caller: str, format: str, step: Tensor | None, *, encoder: bool = False, name: str = "random"
+) -> None:
+    """Raises unless a decoder has draws for a dithered format, and for no other.
+
+    Args:
+        encoder: other formats may have draws, too.
+    """
+    dithered = FORMATS[format].dithered
+    if dithered and step is None:
+        raise ValueError(f"{caller}({name}): {format} needs the bits of a dither, got None")
+    if not dithered and step is not None and not encoder:
+        raise ValueError(f"{caller}({name}): None, since {format} is not dithered")
 
 
 def check_feedback(

@@ -7,6 +7,7 @@ the reason is that a kernel has to give the same bits.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,14 +22,25 @@ __all__ = ["decode_row", "encode", "encode_row", "sum_payloads"]
 
 
 def encode_row(
-    c: Tensor, payload: Tensor, layout: Payload, segments: Segments, row: int, noise: Tensor | None
+    c: Tensor,
+    payload: Tensor,
+    layout: Payload,
+    segments: Segments,
+    row: int,
+    noise: Tensor | None,
+    draws: Tensor | None = None,
 ) -> Tensor:
-    """Writes the payload of a row, with entries ``c``; returns what the payload leaves out."""
+    """Writes the payload of a row, with entries ``c``; returns what the payload leaves out.
+
+    Args:
+        noise: half-words for all slots and entries of 16 bits.
+        draws: half-words of a dither for all slots.
+    """
     slots, entries = segments.coded(row, c.device)
     inside = c.new_zeros(layout.n)
     inside[slots] = c[entries]
     counts = segments.counts(row, layout.block, c.device).clamp(min=1.0)
-    coded_noise = None if noise is None else noise[: layout.n]
+    coded_noise = draws if draws is not None or noise is None else noise[: layout.n]
     left_out = torch.empty_like(c)
     left_out[entries] = encode(inside, payload, layout, coded_noise, counts)[slots]
     entries = segments.in_16_bits(row, c.device)
@@ -91,7 +103,7 @@ def encode(
     if noise is not None:
         noise = pad(noise, (0, -n % layout.block)).view(rows.shape)
     codes = _codes(y, form, noise)
-    values = _values(codes, form)
+    values = _values(codes, form, noise)
 
     payload.zero_()  # the padding is sent, and equal gradients give equal bytes
     if form.scale_bytes == 1:
@@ -137,6 +149,8 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
     if form.bits == 1:
         return (y < 0).to(torch.int32)
     if not form.mantissa:
+        if form.dithered and noise is not None:
+            return _dithered(y, philox.centred(noise))
         # Noise could carry an entry past the largest code. Rounding to nearest needs no clamp, as
         # max * (L / max) is L up to rounding.
         if noise is not None:
@@ -147,6 +161,17 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
         codes = y.clamp(-form.top, form.top).to(form.float8).view(torch.uint8)
         return codes.to(torch.int32)
     return _float_codes(y, form, noise)
+
+
+def _dithered(y: Tensor, d: Tensor) -> Tensor:
+    """Returns codes of integers k, which stand for 0 and for +-(k - d), with d uniform.
+
+    Below 1 the first value, 1 - d, is taken where (1 - d)^2 - 1/4 < 2 |y|, whose mean is |y|; other
+    entries take the nearest value. ``docs/design/quantized.md`` has the derivation.
+    """
+    a = y.abs()
+    taken = torch.where(a > (d * 0.5 - 1.0) * d + 0.375, a.clamp(min=1.0), 0.0)
+    return (taken + d).round().copysign(y).to(torch.int32) & 0xFF
 
 
 def _float_codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
@@ -183,8 +208,8 @@ def _top_code(form: Format) -> int:
     return int(top.view(torch.uint8).item())
 
 
-def _values(codes: Tensor, form: Format) -> Tensor:
-    """Returns the values of codes before the scale."""
+def _values(codes: Tensor, form: Format, draws: Tensor | None = None) -> Tensor:
+    """Returns the values of codes before the scale; ``draws`` are half-words of a dither."""
     if form.bits == 1:
         return 1.0 - 2.0 * codes
     if form.float8 is not None:
@@ -196,7 +221,10 @@ def _values(codes: Tensor, form: Format) -> Tensor:
         )
         return table[codes.long()]
     wide = 32 - form.bits  # shifting up and down again extends the sign
-    return (codes << wide >> wide).to(torch.float32)
+    values = (codes << wide >> wide).to(torch.float32)
+    if not form.dithered or draws is None:
+        return values
+    return torch.where(values == 0, 0.0, values - philox.centred(draws) * values.sign())
 
 
 def _pack(codes: Tensor, form: Format) -> Tensor:
@@ -221,12 +249,22 @@ def _unpack(packed: Tensor, form: Format) -> Tensor:
     return parts.view(-1, 32, per_byte).transpose(1, 2).reshape(-1)
 
 
-def decode_row(payloads: Tensor, layout: Payload, segments: Segments, row: int) -> Tensor:
-    """Returns the float32 sum of the decoded payloads of a row, added in their order."""
+def decode_row(
+    payloads: Tensor,
+    layout: Payload,
+    segments: Segments,
+    row: int,
+    draws: Sequence[Tensor] | None = None,
+) -> Tensor:
+    """Returns the float32 sum of the decoded payloads of a row, added in their order.
+
+    Args:
+        draws: half-words of a dither for all slots, for each payload.
+    """
     begin, end = segments.row(row)
     total = torch.empty(end - begin, dtype=torch.float32, device=payloads.device)
     slots, entries = segments.coded(row, payloads.device)
-    total[entries] = sum_payloads(payloads, layout, layout.n)[slots]
+    total[entries] = sum_payloads(payloads, layout, layout.n, draws)[slots]
     entries = segments.in_16_bits(row, payloads.device)
     # A slice of bytes need not be aligned for 16 bits.
     tails = payloads[:, layout.tails_at : layout.tails_at + 2 * len(entries)].clone()
@@ -236,9 +274,12 @@ def decode_row(payloads: Tensor, layout: Payload, segments: Segments, row: int) 
     return total
 
 
-def sum_payloads(payloads: Tensor, layout: Payload, n: int) -> Tensor:
+def sum_payloads(
+    payloads: Tensor, layout: Payload, n: int, draws: Sequence[Tensor] | None = None
+) -> Tensor:
     """Returns the float32 sum of the decoded payloads of ``n`` entries, added in their order."""
-    return _added([_decode(payload, layout, n) for payload in payloads])
+    each = draws or [None] * len(payloads)
+    return _added([_decode(payload, layout, n, d) for payload, d in zip(payloads, each, strict=True)])
 
 
 def _added(parts: list[Tensor]) -> Tensor:
@@ -248,7 +289,7 @@ def _added(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _decode(payload: Tensor, layout: Payload, n: int) -> Tensor:
+def _decode(payload: Tensor, layout: Payload, n: int, draws: Tensor | None = None) -> Tensor:
     form, blocks = layout.format, -(-n // layout.block)
     stored = payload[: blocks * form.scale_bytes]
     if form.scale_bytes == 1:
@@ -259,6 +300,6 @@ def _decode(payload: Tensor, layout: Payload, n: int) -> Tensor:
         scale = stored.clone().view(torch.float32)
     code_bytes = -(-n // form.unit) * form.unit * form.bits // 8
     packed = payload[layout.codes_at : layout.codes_at + code_bytes]
-    values = _values(_unpack(packed, form), form)[:n]
+    values = _values(_unpack(packed, form)[:n], form, draws)
     rows = pad(values, (0, -n % layout.block)).view(-1, layout.block)
     return (rows * scale[:, None]).view(-1)[:n]

@@ -41,6 +41,7 @@ class Format:
         tiny: blocks whose largest magnitude is below this decode to zero.
         float8: dtype of the codes of 8-bit floats.
         mantissa: bits of the mantissa of floats; 0 for integers and signs.
+        dithered: values are shifted by draws that the decoder needs.
     """
 
     number: int
@@ -50,13 +51,16 @@ class Format:
     tiny: float = 2.0**-120  # 127 / max must not overflow
     float8: torch.dtype | None = None
     mantissa: int = 0
+    dithered: bool = False
 
     @property
     def top(self) -> float:
         """Returns the largest value that a code stands for."""
         if self.float8 is not None:
             return torch.finfo(self.float8).max
-        return _LARGEST_E2M1 if self.mantissa else 2.0 ** (self.bits - 1) - 1
+        if self.mantissa:
+            return _LARGEST_E2M1
+        return 2.0 ** (self.bits - 1) - (1.5 if self.dithered else 1.0)
 
     @property
     def bias(self) -> int:
@@ -88,6 +92,7 @@ FORMATS = {
     "mx_e5m2": Format(6, "E5M2MX", 8, 1, float8=_E5M2, mantissa=2),
     "sign": Format(7, "Sign", 1),
     "e2m1": Format(8, "E2M1Scaled", 4, mantissa=1),
+    "dithered_int8": Format(9, "DitheredInt8", 8, dithered=True),
 }
 
 

@@ -3,8 +3,9 @@
 
 EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* segments, i64 chosen,
                  const float* residual, float* unsent, const i64* step, i64 seed, i64 stream, i64 first,
-                 u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
+                 i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
     Random random = random_of(step, seed, stream, first);
+    Dither dither = dither_of(random, rank, ranks);
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
@@ -23,7 +24,7 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
                                   run->count, (int)block, step ? &here : nullptr,
                                   payload + run->slot / block * kScaleBytes<F>,
                                   payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
-                                  left ? left + run->begin : nullptr);
+                                  left ? left + run->begin : nullptr, run->slot, nullptr, &dither);
                 }
                 encode_tails(
                     segments, row.index, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
@@ -35,6 +36,7 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
                         if (left) left[entry] = error;
                     });
                 random.first += kRowKeys;
+                dither.random.first += kRowKeys;
             }
         });
     });
@@ -42,13 +44,14 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
 
 EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes,
                    i64 stride, i64 count, const Run* segments, i64 chosen, i64 block, float factor,
-                   i64 accumulate, void* out) {
+                   i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, void* out) {
+    Dither dither = dither_of(random_of(step, seed, stream, first), 0, count);
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
             using T = decltype(number);
             const i64 rows = rows_chosen(segments, chosen);
-            for (i64 place = 0; place < rows; ++place, payloads += bytes) {
+            for (i64 place = 0; place < rows; ++place, payloads += bytes, dither.random.first += kRowKeys) {
                 const Row row = row_of(segments, chosen, place);
                 const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
                 T* to = (T*)out + row.entry;
@@ -56,13 +59,13 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
                 for (; run < end; ++run) {
                     const Payloads here = from_slot<F>(from, run->slot, (int)block);
                     T* entries = to + run->begin;
-                    if (accumulate) decode_all<F, T, true>(here, run->count, (int)block, factor, entries);
+                    if (accumulate) decode_all<F, T, true>(here, run->count, (int)block, factor, entries, &dither);
                     else if constexpr (sizeof(T) == 4) {
                         // A bucket that is larger than the cache; short runs are not worth a buffer.
                         if (slots_of_row(segments) * rows >= kStreamed && run->count >= kLongest)
-                            decode_streaming<F>(here, run->count, (int)block, factor, entries);
-                        else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
-                    } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries);
+                            decode_streaming<F>(here, run->count, (int)block, factor, entries, &dither);
+                        else decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
+                    } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
                 }
                 each_tail(segments, row.index, [&](i64 entry, i64 i) {
                     const float value = sum_of_tails(payloads + tails_at, stride, count, i) * factor;
@@ -78,14 +81,15 @@ namespace {
 // Sums at most 2048 entries at a time, so that the sum stays in the nearest cache.
 template <class F>
 void requantize_run(const Payloads& from, i64 n, int block, float factor, float* unsent, float weight,
-                    bool accumulate, const Random* random, u8* scales, u8* codes) {
+                    bool accumulate, const Random* random, u8* scales, u8* codes, Dither* received,
+                    Dither* dither) {
     float sums[kLongest], errors[kLongest];
     for (i64 at = 0; at < n; at += kLongest) {
         const i64 b = at / block;
         const int count = (int)(n - at < kLongest ? n - at : kLongest);
         for (int i = 0; i < count; i += block)
             sum_block<F>(from, b + i / block, block,
-                         rounded_up(count - i < block ? count - i : block, kUnit<F>),
+                         rounded_up(count - i < block ? count - i : block, kUnit<F>), received,
                          [&](int j, const Floats(&sum)[kVectors]) {
                              for (int v = 0; v < kVectors; ++v)
                                  store_as(sums + i + j + v * kWidth, sum[v] * factor);
@@ -94,7 +98,7 @@ void requantize_run(const Payloads& from, i64 n, int block, float factor, float*
         here.first += at;
         encode_all<F>(Source<float>{sums, nullptr}, count, block, random ? &here : nullptr,
                       scales + b * kScaleBytes<F>, codes + at / kUnit<F> * kUnitBytes<F>,
-                      unsent ? errors : nullptr);
+                      unsent ? errors : nullptr, from.slot + at, nullptr, dither);
         for (int i = 0; unsent && i < count; ++i) {
             const float error = errors[i] * weight;
             unsent[at + i] = accumulate ? unsent[at + i] + error : error;
@@ -106,10 +110,14 @@ void requantize_run(const Payloads& from, i64 n, int block, float factor, float*
 
 EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i64 payload_count,
                    float factor, const Run* segments, i64 row, float* unsent, float weight, i64 accumulate,
+                   const i64* received_step, i64 received_seed, i64 received_stream, i64 received_first,
                    const i64* step, i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at,
                    i64 tails_at, i64 bytes) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
     const Random random = random_of(step, seed, stream, first);
+    Dither received = dither_of(
+        random_of(received_step, received_seed, received_stream, received_first), 0, payload_count);
+    Dither dither = dither_of(random, 0, 1);
     const int block = (int)blocks_of;
     with_format((int)format, [&](auto f) {
         using F = decltype(f);
@@ -120,7 +128,7 @@ EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i6
             requantize_run<F>(from_slot<F>(from, run->slot, block), run->count, block, factor,
                               unsent ? unsent + run->begin : nullptr, weight, accumulate,
                               step ? &here : nullptr, payload + run->slot / block * kScaleBytes<F>,
-                              payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>);
+                              payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>, &received, &dither);
         }
     });
     encode_tails(

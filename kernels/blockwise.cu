@@ -3,8 +3,8 @@
 
 template <class F, class T, int BLOCK>
 __global__ void quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent,
-                         const i64* step, i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at,
-                         i64 tails_at, i64 bytes) {
+                         const i64* step, i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload,
+                         i64 codes_at, i64 tails_at, i64 bytes) {
     const Row row = row_here(table, chosen);
     x += row.entry;
     if (residual) residual += row.entry;
@@ -16,19 +16,23 @@ __global__ void quantize(const T* x, Segments table, i64 chosen, const float* re
         [=](i64 entry, i64) {
             const float one = to_float(x[entry]);
             return residual ? one + residual[entry] : one;
-        });
+        },
+        rank, ranks);
 }
 
 template <class F, int BLOCK>
 __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, float factor, Segments table,
-                           i64 row, float* unsent, float weight, i64 accumulate, const i64* step, i64 seed,
-                           i64 stream, i64 first, u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
+                           i64 row, float* unsent, float weight, i64 accumulate, const i64* received_step,
+                           i64 received_seed, i64 received_stream, i64 received_first, const i64* step,
+                           i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at, i64 tails_at,
+                           i64 bytes) {
+    const Dither received = {received_step, received_seed, received_stream, received_first, 0, payload_count};
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
     encode<F, BLOCK, false, true>(
         table, row, nullptr, {unsent, weight, accumulate != 0}, step, seed, stream, first, payload,
         {codes_at, tails_at, bytes},
         [=](i64 at, i64, int count, Entries<BLOCK>& c) {
-            sum_payloads<F, kLogRows<BLOCK>>(from, at, count, 0, c);
+            sum_payloads<F, kLogRows<BLOCK>>(from, at, count, 0, received, c);
 #pragma unroll
             for (int k = 0; k < kSpan<BLOCK> / kLanes; ++k) c[k] = has(k, count) ? c[k] * factor : 0.0f;
         },
@@ -38,7 +42,8 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
 template <class F, class T>
 __global__ void dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride,
                            i64 payload_count, Segments table, i64 chosen, i64 block, float factor,
-                           i64 accumulate, T* out) {
+                           i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, T* out) {
+    const Dither dither = {step, seed, stream, first + blockIdx.y * kRowKeys, 0, payload_count};
     const Row row = row_here(table, chosen);
     payloads += blockIdx.y * bytes;
     out += row.entry;
@@ -49,7 +54,7 @@ __global__ void dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 b
         const Place place = coded_place(table, row.index, at);
         const int count = entries_at<kSpan<256>>(place);
         Entries<256> sum;  // a copy per span, so that its loads are under way together
-        sum_payloads<F, -1>(from, at, count, log, sum);
+        sum_payloads<F, -1>(from, at, count, log, dither, sum);
         store_span(out, place.entry, count, factor, accumulate, sum);
     }
     each_tail(table, row.index, nullptr, 0, 0, 0, [=](i64 entry, i64 place, u32) {

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_feedback, check_message, check_messages
+from ._blockwise_checks import check_draws, check_feedback, check_message, check_messages
 from ._blockwise_formats import (
     ALIGNMENT,
     FORMATS,
@@ -27,7 +27,7 @@ from ._blockwise_formats import (
 )
 from ._torch import constant_result
 from .runtime import cpu, cuda
-from .runtime.arguments import as_tensor
+from .runtime.arguments import as_tensor, check_whole
 from .runtime.op import check, op
 from .segments import Segments, on_device, rows_of, segments_of
 
@@ -47,6 +47,7 @@ def quantize(
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
+    place: tuple[int, int] = (0, 1),
 ) -> None:
     """Writes the payload of ``x``, or of ``x + residual``, and what the payload leaves out.
 
@@ -63,7 +64,9 @@ def quantize(
         unsent: float32, as many entries as ``x``; receives what was not sent. May be ``residual``.
         random: bits for stochastic rounding, which is unbiased except for "sign" and for formats
             whose scale is a power of two ("mx_..."). None rounds to nearest. Row r of a message
-            takes ``random.row(r)``.
+            takes ``random.row(r)``. "dithered_int8" needs them, the same on all ranks.
+        place: rank and number of ranks whose payloads are decoded together; "dithered_int8" shifts
+            the draws of rank i of n by i / n.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -75,7 +78,7 @@ def quantize(
     """
     table = table_for("quantize", segments, format, block, x)
     key = philox.key_of("quantize", random)
-    quantize_op(x, payload, format, block, table, row, residual, unsent, *key)
+    quantize_op(x, payload, format, block, table, row, residual, unsent, *key, *place)
 
 
 def dequantize(
@@ -88,6 +91,7 @@ def dequantize(
     row: int = -1,
     factor: float = 1.0,
     accumulate: bool = False,
+    random: philox.RandomBits | None = None,
 ) -> None:
     """Writes the sum of the decoded payloads, times ``factor``, to ``out``.
 
@@ -98,12 +102,15 @@ def dequantize(
         segments, row: as for :func:`quantize`.
         accumulate: adds to ``out`` instead. With ``factor=-1`` and one payload, ``out`` becomes
             what the payload leaves out of it.
+        random: the bits that encoded "dithered_int8"; None for other formats. Payload i of n is of
+            ``place`` (i, n).
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
     table = table_for("dequantize", segments, format, block, out)
-    dequantize_op(payloads, out, format, block, table, row, factor, accumulate)
+    key = philox.key_of("dequantize", random)
+    dequantize_op(payloads, out, format, block, table, row, factor, accumulate, *key)
 
 
 def table_for(
@@ -135,7 +142,8 @@ def _table(format: str, block: int, n: int, whole: bool) -> Tensor:
 
 @op(
     "quantize(Tensor x, Tensor(a!) payload, str format, int block, Tensor table, int row,"
-    " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
+    " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first, int rank,"
+    " int ranks) -> ()",
     same=[("residual", "unsent")],
 )
 def quantize_op(
@@ -151,6 +159,8 @@ def quantize_op(
     seed: int,
     stream: int,
     first: int,
+    rank: int,
+    ranks: int,
 ) -> None:
     segments = segments_of("quantize", table)
     layout = layout_of("quantize", format, block, segments.slots, segments.tails)
@@ -160,11 +170,16 @@ def quantize_op(
     payload.zero_()  # the padding is sent, and equal gradients give equal bytes
     into = payload.view(-1, layout.bytes) if layout.bytes else payload.view(1, 0)
     for place, (index, begin, end) in enumerate(rows_of(segments, row)):
-        noise, key = None, (seed, stream, first + place * philox.ROW)
+        noise = draws = None
         if step is not None:
-            count = layout.n + layout.tails
-            noise = philox.half_words(count, int(step), *key, device=x.device)
-        left_out = definition.encode_row(c[begin:end], into[place], layout, segments, index, noise)
+            key = (int(step), seed, stream, first + place * philox.ROW)
+            noise = philox.half_words(layout.n + layout.tails, *key, device=x.device)
+            if layout.format.dithered:
+                shared = philox.dither(layout.n, *key, device=x.device)
+                draws = philox.shifted(shared, rank, ranks)
+        left_out = definition.encode_row(
+            *(c[begin:end], into[place], layout, segments, index, noise, draws)
+        )
         if unsent is not None:
             unsent.view(-1)[begin:end] = left_out
 
@@ -174,7 +189,7 @@ def quantize_op(
 
 @op(
     "dequantize(Tensor payloads, Tensor(a!) out, str format, int block, Tensor table, int row,"
-    " float factor, bool accumulate) -> ()"
+    " float factor, bool accumulate, Tensor? step, int seed, int stream, int first) -> ()"
 )
 def dequantize_op(
     payloads: Tensor,
@@ -185,14 +200,29 @@ def dequantize_op(
     row: int,
     factor: float,
     accumulate: bool,
+    step: Tensor | None,
+    seed: int,
+    stream: int,
+    first: int,
 ) -> None:
     segments = segments_of("dequantize", table)
     layout = layout_of("dequantize", format, block, segments.slots, segments.tails)
     rows = as_messages(payloads)
     for place, (index, begin, end) in enumerate(rows_of(segments, row)):
-        total = definition.decode_row(rows[:, place], layout, segments, index) * factor
+        draws = draws_of(layout, rows[:, place], step, seed, stream, first + place * philox.ROW)
+        total = definition.decode_row(rows[:, place], layout, segments, index, draws) * factor
         here = out.view(-1)[begin:end]
         here.copy_(here.to(torch.float32) + total if accumulate else total)
+
+
+def draws_of(
+    layout: Payload, payloads: Tensor, step: Tensor | None, seed: int, stream: int, first: int
+) -> list[Tensor] | None:
+    """Returns the dither of each payload as half-words, or None for a format without."""
+    if step is None or not layout.format.dithered:
+        return None
+    shared = philox.dither(layout.n, int(step), seed, stream, first, device=payloads.device)
+    return [philox.shifted(shared, rank, len(payloads)) for rank in range(len(payloads))]
 
 
 def as_messages(payloads: Tensor) -> Tensor:
@@ -214,13 +244,20 @@ def _check_quantize(
     residual: Tensor | None,
     unsent: Tensor | None,
     step: Tensor | None,
-    *key: int,
+    seed: int,
+    stream: int,
+    first: int,
+    rank: int,
+    ranks: int,
 ) -> None:
     n = x.numel()
     check("quantize", "x", x, like=x, dtypes=_DTYPES)
     check_message("quantize", payload, format, block, table, row, n, x)
     check_feedback("quantize", x, n, residual, unsent)
-    philox.check_key(x, step, *key)
+    philox.check_key(x, step, seed, stream, first)
+    check_draws("quantize", format, step, encoder=True)
+    check_whole("quantize", "ranks", ranks, 1, 2**31)
+    check_whole("quantize", "rank", rank, 0, ranks)
 
 
 @dequantize_op.check
@@ -233,9 +270,13 @@ def _check_dequantize(
     row: int,
     factor: float,
     accumulate: bool,
+    step: Tensor | None,
+    *key: int,
 ) -> None:
     check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
     check_messages("dequantize", payloads, format, block, table, row, out.numel())
+    philox.check_key(payloads, step, *key)
+    check_draws("dequantize", format, step)
 
 
 # Kernels --------------------------------------------------------------------------------------

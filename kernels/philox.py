@@ -21,8 +21,10 @@ __all__ = [
     "as_seed",
     "centred",
     "check_key",
+    "dither",
     "half_words",
     "key_of",
+    "shifted",
     "signs",
     "words",
 ]
@@ -35,6 +37,7 @@ SIGNS = 4096  # entries that share 32 calls of 128 bits, at one bit per entry
 Device = torch.device | str
 _GROUP, _LANES = 256, 32  # entries that share 32 calls at 16 bits per entry; the number of calls
 _MASK = 0xFFFFFFFF
+_DITHER = 2**62  # behind the calls of half-words
 _ROUNDS = 7  # the fewest that pass BigCrush, by the paper; 10 is the usual margin
 _SEEDS, _NUMBERS, _PLACES = 2**63, 2**32, 2**62
 
@@ -185,6 +188,31 @@ def signs(
     flat = bits.permute(1, 0, 2, 3).reshape(-1)
     begin = first - groups.start * SIGNS
     return 1.0 - 2.0 * flat[begin : begin + n]
+
+
+def dither(
+    n: int, step: int, seed: int, stream: int, first: int = 0, *, device: Device = "cpu"
+) -> Tensor:
+    """Returns 32 bits per entry, from global index ``first`` on, as int64; any two are independent.
+
+    In group g of 256 entries, entry i takes ``a + b i`` modulo 2^32, where a and b are the first
+    words of call ``2^62 + g``. Of the numbers, the upper 16 bits of any two are independent, and
+    two calls serve 512 entries instead of 64.
+
+    Reference: Dietzfelbinger, Universal Hashing and k-wise Independent Random Variables via Integer
+    Arithmetic without Primes, 1996.
+    """
+    groups = range(first // _GROUP, -(-(first + n) // _GROUP))
+    calls = torch.arange(_DITHER + groups.start, _DITHER + groups.stop, device=device)
+    a, b = _philox(calls, step, seed, stream)[:2, :, None]
+    flat = (a + b * torch.arange(_GROUP, device=device) & _MASK).view(-1)
+    begin = first - groups.start * _GROUP
+    return flat[begin : begin + n]
+
+
+def shifted(dither: Tensor, rank: int, ranks: int) -> Tensor:
+    """Returns the upper 16 bits of a dither, shifted by ``rank / ranks`` of the range."""
+    return (dither + rank * (2**32 // ranks) & _MASK) >> 16
 
 
 def centred(half_words: Tensor) -> Tensor:

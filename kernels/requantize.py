@@ -9,9 +9,10 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_feedback, check_message, check_messages
+from ._blockwise_checks import check_draws, check_feedback, check_message, check_messages
 from .blockwise import (
     aligned,
+    draws_of,
     layout_for,
     places,
     quantize_op,
@@ -38,6 +39,7 @@ def requantize(
     unsent: Tensor | None = None,
     weight: float = 1.0,
     accumulate: bool = False,
+    received: philox.RandomBits | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
     """Quantises the sum of the decoded payloads, as in the middle of a two-phase exchange.
@@ -51,17 +53,19 @@ def requantize(
         segments, row: the row of a message that all payloads are.
         unsent: float32, the entries of that row; receives ``weight`` times what was not sent.
         accumulate: adds to ``unsent`` instead.
+        received: as ``random`` of ``dequantize``.
     """
     table = table_for("requantize", segments, format, block, payloads)
-    key = philox.key_of("requantize", random)
+    keys = philox.key_of("requantize", received, "received"), philox.key_of("requantize", random)
     rest = (row, factor, unsent, weight, accumulate)
-    requantize_op(payloads, payload, format, block, table, *rest, *key)
+    requantize_op(payloads, payload, format, block, table, *rest, *keys[0], *keys[1])
 
 
 @op(
     "requantize(Tensor payloads, Tensor(a!) payload, str format, int block, Tensor table,"
-    " int row, float factor, Tensor(b!)? unsent, float weight, bool accumulate, Tensor? step,"
-    " int seed, int stream, int first) -> ()",
+    " int row, float factor, Tensor(b!)? unsent, float weight, bool accumulate,"
+    " Tensor? received_step, int received_seed, int received_stream, int received_first,"
+    " Tensor? step, int seed, int stream, int first) -> ()",
 )
 def requantize_op(
     payloads: Tensor,
@@ -74,14 +78,15 @@ def requantize_op(
     unsent: Tensor | None,
     weight: float,
     accumulate: bool,
-    *key: Any,
+    *keys: Any,
 ) -> None:
     layout = layout_for("requantize", format, block, table)
     segments = segments_of("requantize", table)
-    total = definition.decode_row(payloads, layout, segments, row) * factor
+    draws = draws_of(layout, payloads, *keys[:4])
+    total = definition.decode_row(payloads, layout, segments, row, draws) * factor
     error = torch.empty_like(total)
     # The definition rather than the op, since a definition runs no kernel in any mode.
-    quantize_op.definition(total, payload, format, block, table, row, None, error, *key)
+    quantize_op.definition(total, payload, format, block, table, row, None, error, *keys[4:], 0, 1)
     if unsent is not None:
         error = (error * weight).view(unsent.shape)
         unsent.copy_(unsent + error if accumulate else error)
@@ -99,6 +104,10 @@ def _check_requantize(
     unsent: Tensor | None,
     weight: float,
     accumulate: bool,
+    received_step: Tensor | None,
+    received_seed: int,
+    received_stream: int,
+    received_first: int,
     step: Tensor | None,
     *key: int,
 ) -> None:
@@ -108,7 +117,11 @@ def _check_requantize(
     check_messages("requantize", payloads, format, block, table, row, end - begin)
     check_message("requantize", payload, format, block, table, row, end - begin, payloads)
     check_feedback("requantize", payloads, end - begin, None, unsent)
+    received = (received_seed, received_stream, received_first)
+    philox.check_key(payloads, received_step, *received)
+    check_draws("requantize", format, received_step, name="received")
     philox.check_key(payloads, step, *key)
+    check_draws("requantize", format, step, encoder=True)
 
 
 @requantize_op.kernel("cpu")

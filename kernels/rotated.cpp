@@ -30,7 +30,7 @@ EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, const 
                                   run->count, (int)block, step ? &here : nullptr,
                                   payload + run->slot / block * kScaleBytes<F>,
                                   payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
-                                  unsent ? unsent + begin : nullptr, &rotation, run->slot);
+                                  unsent ? unsent + begin : nullptr, run->slot, &rotation);
                 }
                 random.first += kRowKeys;
                 rotation.random.first += kRowKeys;
@@ -66,7 +66,7 @@ EXPORT(dequantize_rotated)(i64 format, i64 dtype, i64 block_size, const u8* payl
                     const Payloads from = from_slot<F>(all, run->slot, block);
                     T* to = (T*)out + row.entry + run->begin;
                     for (i64 at = 0; at < run->count; at += block, to += block) {
-                        sum_block<F>(from, at / block, block, block,
+                        sum_block<F>(from, at / block, block, block, nullptr,
                                      [&](int i, const Floats(&sum)[kVectors]) { store(sums + i, sum); });
                         rotation.turn_back(run->slot + at, block, sums);
                         const int rest = (int)(run->count - at < block ? run->count - at : block);

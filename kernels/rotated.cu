@@ -15,7 +15,7 @@ __global__ void quantize_rotated(const T* x, Segments table, i64 chosen, float s
         table, row.index, residual, {unsent}, step, seed, stream, first + key, payload + blockIdx.y * bytes,
         {codes_at, tails_at, bytes},
         [=](i64, i64 entry, int count, Entries<BLOCK, true>& c) { load_span(x, entry, count, c); },
-        [](i64, i64) { return 0.0f; }, Rotation{turn, turn_seed, turn_stream, turn_first + key, scale});
+        [](i64, i64) { return 0.0f; }, 0, 1, Rotation{turn, turn_seed, turn_stream, turn_first + key, scale});
 }
 
 template <class F, class T, int BLOCK>
@@ -33,7 +33,7 @@ __global__ void dequantize_rotated(const u8* payloads, i64 codes_at, i64 tails_a
     for (i64 at = warp() * SPAN; at < slots; at += warps() * SPAN) {
         const Place place = coded_place(table, row.index, at);
         Entries<BLOCK, true> c;
-        sum_payloads<F, kLogRows<BLOCK>>(from, at, SPAN, 0, c);
+        sum_payloads<F, kLogRows<BLOCK>>(from, at, SPAN, 0, Dither{}, c);
         turn_back<BLOCK>(rotation, at, c);
         store_span(out, place.entry, entries_at<SPAN>(place), factor, accumulate, c);
     }

@@ -5,7 +5,7 @@
 // Signed integers of BITS bits between -TOP and TOP; the scale is the largest magnitude over TOP.
 template <int BITS> struct Integer {
     static constexpr int bits = BITS;
-    static constexpr bool is_sign = false, is_mx = false;
+    static constexpr bool is_sign = false, is_mx = false, is_dithered = false;
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return (float)((1 << (BITS - 1)) - 1); }
 
@@ -27,10 +27,36 @@ template <int BITS> struct Integer {
     }
 };
 
+// Subtractive dither on an 8-bit grid: values are +-(k - d) scales with k = 1 to 127, and 0, which is not
+// shifted. Ranks share d, which is uniform in (-0.5, 0.5) and drawn for every entry; see
+// docs/design/quantized.md.
+struct DitheredInt8 {
+    static constexpr int bits = 8;
+    static constexpr bool is_sign = false, is_mx = false, is_dithered = true;
+    static constexpr u32 tiny = kTiny;
+    INLINE float top() { return 126.5f; }  // half a step of room for the draw
+
+    template <class V, class W> INLINE auto encode(V y, W random, V& value) {
+        auto sign = bits_of(y) & 0x80000000u;
+        V d = centred(random), a = float_of(magnitude(y)), zero{};
+        // The first value of the grid, 1 - d, is taken for entries below 1 so often that its mean is the
+        // entry: where (1 - d)^2 - 1/4 < 2 a. Larger entries are rounded to the nearest value.
+        V taken = a > (d * 0.5f - 1.0f) * d + 0.375f ? larger(a, 1.0f) : zero;
+        V place = nearest(taken + d);
+        value = taken > 0.0f ? float_of(bits_of(place - d) | sign) : zero;
+        return bits_of(float_of(bits_of(place) | sign) + kRound) & 0xffu;
+    }
+    template <class W> INLINE auto decode(W code, W random) {
+        auto place = Integer<8>::decode(code), d = centred(random);
+        auto shifted = place - float_of(bits_of(d) ^ (bits_of(place) & 0x80000000u));
+        return magnitude(place) == 0u ? place : shifted;
+    }
+};
+
 // 8-bit floats; the scale is the largest magnitude over the largest value, or a power of two (MX).
 template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
     static constexpr int bits = 8;
-    static constexpr bool is_sign = false, is_mx = MX;
+    static constexpr bool is_sign = false, is_mx = MX, is_dithered = false;
     static constexpr int log2_top = LOG2_TOP;
     static constexpr u32 tiny = MX ? kTiny : (127u - 110u) << 23;  // top / 2^-120 would overflow
     INLINE float top() { return float_of(TOP_BITS); }
@@ -50,7 +76,7 @@ template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
 // 4-bit floats; the scale is the largest magnitude over 6.
 struct E2M1Scaled {
     static constexpr int bits = 4;
-    static constexpr bool is_sign = false, is_mx = false;
+    static constexpr bool is_sign = false, is_mx = false, is_dithered = false;
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return 6.0f; }
 
@@ -86,7 +112,7 @@ constexpr int kMeanOf = 512;
 // One bit, set for negative numbers; the scale is the mean magnitude.
 struct Sign {
     static constexpr int bits = 1;
-    static constexpr bool is_sign = true, is_mx = false;
+    static constexpr bool is_sign = true, is_mx = false, is_dithered = false;
     static constexpr u32 tiny = kTiny;
 
     template <class V> INLINE V value(V y) { return y < 0.0f ? -1.0f : 1.0f; }
@@ -147,7 +173,15 @@ struct Payloads {
     const u8* codes;
     i64 stride;  // bytes from a payload to the next
     int count;
+    i64 slot = 0;  // of the first code
 };
+
+// The draws of a dither for group g of 256 slots: entry i has the upper half of a + b i, modulo 2^32,
+// which for any two entries are independent (Dietzfelbinger, 1996). a and b are two words of call
+// 2^62 + g of Philox; other calls of the stream round entries of 16 bits. Rank r of n adds
+// r / n of the range.
+constexpr i64 kDitherCalls = (i64)1 << 62;
+INLINE u32 dither_step(i64 ranks) { return ranks > 1 ? (u32)(((u64)1 << 32) / (u64)ranks) : 0u; }
 
 // Returns the number of entries of row `row` of a message of n entries, `shard` in a full row.
 INLINE i64 entries_of_row(i64 n, i64 shard, i64 row) {

@@ -85,9 +85,46 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
     return {most[0], total};
 }
 
+// The draws of a dither for a row of slots: `seek` goes to a row, `advance` to the next of its group.
+struct Dither {
+    Random random;  // its first index is that of slot 0
+    u32 rank, step;  // what the rank that encodes adds to the draws, and from a rank to the next
+    i64 filled = -1;
+    u32 words[4 * kCalls];  // of kCalls groups
+    Words draws[kVectors], next;
+
+    void seek(i64 slot) {
+        const i64 index = random.first + slot, group = index / kGroup, call = group % kCalls;
+        if (group / kCalls != filled) {
+            filled = group / kCalls;
+            fill_words(random, kDitherCalls / kCalls + filled, words);
+        }
+        const u32 a = words[call] + rank, b = words[kCalls + call];
+        Words entries;
+        for (u32 l = 0; l < kWidth; ++l) entries[l] = l;
+        entries += (u32)(index % kGroup);
+        for (int v = 0; v < kVectors; ++v) draws[v] = (entries + (u32)(v * kWidth)) * b + a;
+        next = Words{} + b * (u32)kRow;
+    }
+    void advance() {
+        for (Words& draw : draws) draw += next;
+    }
+    void go(i64 slot, int i) { i % kGroup ? advance() : seek(slot + i); }
+};
+
+// Without a step, of a format that is not dithered, nothing reads it.
+inline Dither dither_of(const Random& random, i64 rank, i64 ranks) {
+    Dither dither;  // not initialised in full: `seek` writes what is read
+    dither.random = random;
+    dither.step = dither_step(ranks);
+    dither.rank = (u32)rank * dither.step;
+    return dither;
+}
+
 // Writes the codes of `end` entries; with LEFT, `unsent` receives what they leave out.
 template <class F, bool NOISE, bool LEFT>
-void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* unsent) {
+void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* unsent,
+            Dither* dither, i64 slot) {
     for (int i = 0; i < end; i += kUnit<F>, c += kUnit<F>, codes += kUnitBytes<F>) {
         if constexpr (F::is_sign) {
             Floats entries[kVectors];
@@ -96,13 +133,16 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
             for (int v = 0; v < kVectors && LEFT; ++v)
                 store_as(unsent + i + v * kWidth, entries[v] - F::value(entries[v]) * scale.value);
         } else {
+            if constexpr (F::is_dithered) dither->go(slot, i);
             Words bytes[kVectors] = {};
             for (int v = 0; v < kVectors; ++v)
                 for (int plane = 0; plane < kPlanes<F>; ++plane) {
                     const int j = plane * kRow + v * kWidth;
                     Floats entries = load(c + j), y = entries * scale.inverse, value;
-                    Words code = NOISE ? F::encode(y, random_bits(noise, row + i / kRow + plane, v), value)
-                                       : F::encode(y, value);
+                    Words code;
+                    if constexpr (F::is_dithered) code = F::encode(y, dither->draws[v] >> 16, value);
+                    else if constexpr (NOISE) code = F::encode(y, random_bits(noise, row + i / kRow + plane, v), value);
+                    else code = F::encode(y, value);
                     bytes[v] |= code << (F::bits * plane);
                     if (LEFT) store_as(unsent + i + j, entries - value * scale.value);
                 }
@@ -111,11 +151,11 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
     }
 }
 
-// Writes the payload of `n` entries of `from`, block by block, rotated first if there is a `rotation`, as
-// in the slots from `slot` on.
+// Writes the payload of `n` entries of `from`, which are in the slots from `slot` on, block by block,
+// rotated first if there is a `rotation`.
 template <class F, class T>
 void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
-                float* unsent, Rotation* rotation = nullptr, i64 slot = 0) {
+                float* unsent, i64 slot = 0, Rotation* rotation = nullptr, Dither* dither = nullptr) {
     float copy[kLongest], tail[kLongest];
     u32 noise[kLongest / 2];
     for (i64 at = 0; at < n; at += block) {
@@ -136,7 +176,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
             fetch(x + block + i, entries);
             if (residual) fetch(residual + block + i, entries);
         };
-        if (!random) fetch_next(0, block);
+        if (!random || F::is_dithered) fetch_next(0, block);
         if (rotation) {
             rotation->turn(slot + at, block, copy);
             extent = measure<F::is_sign, false, false>(copy, residual, coded, end, block, copy);
@@ -150,7 +190,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         else __builtin_memcpy(scale_out, &scale.value, 4);
 
         const i64 first = random ? random->first + at : 0, row = first % kGroup / kRow;
-        if (random && (at == 0 || first % kGroup == 0))
+        if (random && !F::is_dithered && (at == 0 || first % kGroup == 0))
             for (int i = 0; i < block; i += kGroup) {
                 fetch_next(i, kGroup);
                 fill_words(*random, (first + i) / kGroup, noise + i / 2);
@@ -158,12 +198,12 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         if (scale.inverse == 0.0f) {
             for (int i = 0; i < end * F::bits / 8; ++i) code[i] = 0;
             for (int i = 0; i < coded && unsent; ++i) rest[i] = c[i] - scale.value;
-        } else if (random) {
-            unsent ? encode<F, true, true>(c, end, scale, noise, row, code, rest)
-                 : encode<F, true, false>(c, end, scale, noise, row, code, rest);
+        } else if (random && !F::is_dithered) {
+            unsent ? encode<F, true, true>(c, end, scale, noise, row, code, rest, dither, slot + at)
+                   : encode<F, true, false>(c, end, scale, noise, row, code, rest, dither, slot + at);
         } else {
-            unsent ? encode<F, false, true>(c, end, scale, noise, row, code, rest)
-                 : encode<F, false, false>(c, end, scale, noise, row, code, rest);
+            unsent ? encode<F, false, true>(c, end, scale, noise, row, code, rest, dither, slot + at)
+                   : encode<F, false, false>(c, end, scale, noise, row, code, rest, dither, slot + at);
         }
         if (unsent && rotation) rotation->turn_back(slot + at, block, rest);
         if (unsent && !whole)
@@ -173,20 +213,24 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
 
 // Sums block `b` of the decoded payloads in their order, and calls emit(i, row of 32 entries).
 template <class F, class Emit>
-INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit) {
+INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Dither* dither, Emit emit) {
     const u8* codes = from.codes + b * (block / kUnit<F> * kUnitBytes<F>);
     const u8* scales = from.scales + b * kScaleBytes<F>;
     const i64 stride = from.stride;
     const int payloads = from.count;
     for (int i = 0; i < end; i += kUnit<F>, codes += kUnitBytes<F>) {
         Floats sum[kPlanes<F>][kVectors];
+        if constexpr (F::is_dithered) dither->go(from.slot + b * block, i);
         auto add = [&](int r, bool first) __attribute__((always_inline)) {
             const u8 *code = codes + r * stride, *stored = scales + r * stride;
             const float scale = F::is_mx ? mx_scale(*stored) : load_as<float>(stored);
             for (int v = 0; v < kVectors; ++v) {
                 Words word = F::is_sign ? signs(load_as<u32>(code), v) : widen(code + v * kWidth);
                 for (int plane = 0; plane < kPlanes<F>; ++plane) {
-                    Floats entries = F::decode(word >> (F::bits * plane)) * scale;
+                    Floats entries;
+                    if constexpr (F::is_dithered)
+                        entries = F::decode(word, (dither->draws[v] + (u32)r * dither->step) >> 16) * scale;
+                    else entries = F::decode(word >> (F::bits * plane)) * scale;
                     sum[plane][v] = first ? entries : sum[plane][v] + entries;
                 }
             }
@@ -198,7 +242,7 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Emit emit
 }
 
 template <class F, class T, bool ACCUMULATE>
-void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
+void decode_all(const Payloads& from, i64 n, int block, float factor, T* out, Dither* dither = nullptr) {
     for (i64 at = 0; at < n; at += block, out += block) {
         const int count = (int)(n - at < block ? n - at : block);
         auto put = [=](T* to, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
@@ -209,7 +253,7 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
             }
             store(to, row);
         };
-        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
+        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>), dither,
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
                          if (i + kRow <= count) return put(out + i, sum);
                          alignas(Floats) T some[kRow] = {};
@@ -222,7 +266,8 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out) {
 
 // The same with stores past the cache. Parameters begin anywhere, and such stores are aligned: blocks are
 // decoded to a buffer whose rows lie as those of memory, and the end of a row that is not whole waits there.
-template <class F> void decode_streaming(const Payloads& from, i64 n, int block, float factor, float* out) {
+template <class F>
+void decode_streaming(const Payloads& from, i64 n, int block, float factor, float* out, Dither* dither) {
     alignas(128) float buffer[kLongest + 2 * kRow];
     const int ahead = (int)((unsigned long)out / 4 % kRow);  // entries of the first row that are not ours
     float* row = out - ahead;
@@ -230,7 +275,7 @@ template <class F> void decode_streaming(const Payloads& from, i64 n, int block,
     for (i64 at = 0; at < n; at += block) {
         const int count = (int)(n - at < block ? n - at : block);
         float* to = buffer + filled;
-        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>),
+        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>), dither,
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
                          for (int v = 0; v < kVectors; ++v) store_as(to + i + v * kWidth, sum[v] * factor);
                      });
@@ -264,6 +309,7 @@ template <class Call> void with_format(int format, Call call) {
         case 5: return call(E4M3MX{});
         case 6: return call(E5M2MX{});
         case 8: return call(E2M1Scaled{});
+        case 9: return call(DitheredInt8{});
         default: return call(Sign{});
     }
 }
@@ -271,7 +317,7 @@ template <class Call> void with_format(int format, Call call) {
 // Returns the payloads from a slot on, which begins a block.
 template <class F> Payloads from_slot(const Payloads& from, i64 slot, int block) {
     return {from.scales + slot / block * kScaleBytes<F>, from.codes + slot / kUnit<F> * kUnitBytes<F>,
-            from.stride, from.count};
+            from.stride, from.count, slot};
 }
 
 void clear(u8* bytes, i64 from, i64 to) {

@@ -21,10 +21,42 @@ template <int BLOCK, bool WHOLE = false> using Entries = float[kSpan<BLOCK, WHOL
 template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
 template <> constexpr int kLogRows<32> = 0;
 
+// The draws of a dither: where they are in the stream, the rank that encodes, and how many ranks there are.
+struct Dither {
+    const i64* step;
+    i64 seed, stream, first;  // `first` is the index of slot 0
+    i64 rank, ranks;
+};
+
+// The draws for the groups of ROWS rows; kept in registers, as every index is known to the compiler.
+template <class F, int ROWS> struct Draws {
+    static constexpr int kGroups = F::is_dithered ? (ROWS + 7) / 8 : 1;
+    u32 a[kGroups], b[kGroups], step;
+
+    __device__ __forceinline__ Draws(const Dither& dither, i64 slot) {
+        step = 0;
+        if constexpr (F::is_dithered) {
+            step = dither_step(dither.ranks);
+#pragma unroll
+            for (int g = 0; g < kGroups; ++g) {
+                u32 unused[2];
+                const i64 group = ((dither.first + slot) >> 8) + g;
+                philox(dither.seed, kDitherCalls + group, (u32)*dither.step, dither.stream, a[g], b[g], unused[0], unused[1]);
+                a[g] += (u32)dither.rank * step;
+            }
+        }
+    }
+    // Returns the half-word of this lane's entry of row `k`, in the payload of rank `r`.
+    __device__ __forceinline__ u32 at(int k, int r) const {
+        return (a[k / 8] + b[k / 8] * (u32)(k % 8 * kLanes + lane()) + (u32)r * step) >> 16;
+    }
+};
+
 // Adds the decoded payload `r` in the ROWS rows from entry `at` on, of which `count` entries exist. A
 // block has 2^LOG rows, or 2^log where LOG is -1.
 template <class F, int LOG, bool FIRST, int ROWS>
-INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log, float (&sum)[ROWS]) {
+INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log, const Draws<F, ROWS>& draws,
+                        float (&sum)[ROWS]) {
     const u8* codes = from.codes + r * from.stride + (at >> 3) * F::bits;
     const u8* scales = from.scales + r * from.stride;
     const i64 row = at >> 5;
@@ -40,7 +72,8 @@ INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log,
             value = F::decode(((const u32*)codes)[k] << (31 - lane()));
         } else {
             const u32 byte = codes[k / kPlanes<F> * kLanes + lane()];
-            value = F::decode(byte >> (F::bits * (k % kPlanes<F>)));
+            if constexpr (F::is_dithered) value = F::decode(byte, draws.at(k, r));
+            else value = F::decode(byte >> (F::bits * (k % kPlanes<F>)));
         }
         sum[k] = FIRST ? value * scale : sum[k] + value * scale;
     }
@@ -48,13 +81,15 @@ INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log,
 
 // Sums all decoded payloads in their order; rows beyond `count` are zero.
 template <class F, int LOG, int ROWS>
-INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, float (&sum)[ROWS]) {
+INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, const Dither& dither,
+                         float (&sum)[ROWS]) {
+    const Draws<F, ROWS> draws(dither, at);
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) sum[k] = 0.0f;
-    add_payload<F, LOG, true>(from, 0, at, count, log, sum);
+    add_payload<F, LOG, true>(from, 0, at, count, log, draws, sum);
     constexpr int kAhead = ROWS <= 8 ? 4 : 1;  // payloads whose loads are under way together
 #pragma unroll kAhead
-    for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, sum);
+    for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, draws, sum);
 }
 
 // A slot's entry in its row, and how many entries lie from there on without a gap: 0 or less in padding.
@@ -148,7 +183,7 @@ template <int TEAM> INLINE Extent combined(Extent mine, int turn) {
 template <class F, int BLOCK, bool ROTATED = false, bool WEIGHTED = false, class Read, class Tail>
 INLINE void encode(Segments table, i64 row, const float* residual, const Unsent& unsent, const i64* step,
                    i64 seed, i64 stream, i64 first, u8* payload, const Places& places, Read read, Tail tail,
-                   const Rotation& rotation = {}) {
+                   i64 rank = 0, i64 ranks = 1, const Rotation& rotation = {}) {
     const i64 slots = slots_of_row(table);
     if (warp() == 0) {
         for (i64 i = slots / BLOCK * kScaleBytes<F> + lane(); i < places.codes; i += kLanes) payload[i] = 0;
@@ -182,6 +217,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
         u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
         Scale scale = {};
         u32 random[4] = {}, byte = 0;
+        const Draws<F, kRows> draws(Dither{step, seed, stream, first, rank, ranks}, at);
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
             if (k % kPerBlock == 0) {
@@ -212,7 +248,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
                     else ((float*)scales)[k / kPerBlock] = scale.value;
                 }
             }
-            if (step && k % 8 == 0)
+            if (!F::is_dithered && step && k % 8 == 0)
                 philox(seed, (((u64)(first + at) >> 8) + k / 8) * kLanes + lane(), (u32)*step, stream,
                        random[0], random[1], random[2], random[3]);
             const float y = scale.inverse != 0.0f ? c[k] * scale.inverse : 0.0f;
@@ -222,8 +258,13 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
                 const u32 word = __ballot_sync(kAllLanes, y < 0.0f);
                 if (lane() == 0 && exists) ((u32*)codes)[k] = word;
             } else {
-                const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
-                const u32 code = step ? F::encode(y, bits, value) : F::encode(y, value);
+                u32 code;
+                if constexpr (F::is_dithered) {
+                    code = F::encode(y, draws.at(k, 0), value);
+                } else {
+                    const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
+                    code = step ? F::encode(y, bits, value) : F::encode(y, value);
+                }
                 const int plane = k % kPlanes<F>;
                 byte = (plane ? byte : 0) | code << (F::bits * plane);
                 if (plane == kPlanes<F> - 1 && exists) codes[k / kPlanes<F> * kLanes + lane()] = (u8)byte;
