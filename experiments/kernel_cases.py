@@ -239,14 +239,16 @@ def _blockwise(
     quantize = blockwise.quantize_op
     # What "decode" decodes.
     table = one_segment(format, block, x.numel()).table
-    _prepare(quantize, x, payload, format, block, table, -1, None, None, *philox.NO_STREAM)
+    dithered = FORMATS[format].dithered
+    key = noise if dithered else philox.NO_STREAM
+    _prepare(quantize, x, payload, format, block, table, -1, None, None, *key, 0, 1)
     count = PAYLOADS[x.device.type]
     several = payload.repeat(count, 1)
     encode = (x, payload, format, block, table, -1)
-    decode = (format, block, table, -1, 1.0, False)
-    feedback = (*encode, residual, residual, *philox.NO_STREAM)
+    decode = (format, block, table, -1, 1.0, False, *(key if dithered else philox.NO_STREAM))
+    feedback = (*encode, residual, residual, *key, 0, 1)
     others = _rivals(format, x, block)
-    plain = (*encode, None, None, None, 0, 0, 0)
+    plain = (*encode, None, None, *key, 0, 1)
     listed = [
         Case(f"{format} encode", 4 + code, 0.85, quantize, plain, others[0]),
         Case(f"{format} encode, feedback", 12 + code, 0.85, quantize, feedback),
@@ -266,7 +268,7 @@ def _blockwise(
             (several, out, *decode),
         ),
     ]
-    if format != "sign":
-        args = (*encode, None, None, *noise)
+    if format != "sign" and not dithered:
+        args = (*encode, None, None, *noise, 0, 1)
         listed.append(Case(f"{format} encode, stochastic", 4 + code, 0.75, quantize, args))
     return listed

@@ -34,7 +34,7 @@ def encode_row(
 
     Args:
         noise: half-words for all slots and entries of 16 bits.
-        draws: half-words of a dither for all slots.
+        draws: of a dither, for all slots.
     """
     slots, entries = segments.coded(row, c.device)
     inside = c.new_zeros(layout.n)
@@ -150,7 +150,7 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
         return (y < 0).to(torch.int32)
     if not form.mantissa:
         if form.dithered and noise is not None:
-            return _dithered(y, philox.centred(noise))
+            return _dithered(y, noise)
         # Noise could carry an entry past the largest code. Rounding to nearest needs no clamp, as
         # max * (L / max) is L up to rounding.
         if noise is not None:
@@ -163,15 +163,23 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
     return _float_codes(y, form, noise)
 
 
-def _dithered(y: Tensor, d: Tensor) -> Tensor:
-    """Returns codes of integers k, which stand for 0 and for +-(k - d), with d uniform.
+def _dithered(y: Tensor, draws: Tensor) -> Tensor:
+    """Returns codes of integers k, which stand for 0 and for k - d with d uniform.
 
-    Below 1 the first value, 1 - d, is taken where (1 - d)^2 - 1/4 < 2 |y|, whose mean is |y|; other
-    entries take the nearest value. ``docs/design/quantized.md`` has the derivation.
+    Below 1 the first value on the entry's side, with magnitude 1 - t, is taken where
+    (1 - t)^2 - 1/4 < 2 |y|, so that the mean is |y|; other entries take the nearest value.
+    ``docs/design/quantized.md`` has the derivation.
     """
-    a = y.abs()
-    taken = torch.where(a > (d * 0.5 - 1.0) * d + 0.375, a.clamp(min=1.0), 0.0)
-    return (taken + d).round().copysign(y).to(torch.int32) & 0xFF
+    # More bits decide whether a value is taken than shift it, since entries may be tiny.
+    a, t = y.abs(), philox.falling(draws, 23)
+    t = torch.where(y.signbit(), -t, t)
+    taken = a > (t * 0.5 - 1.0) * t + 0.375
+    near = torch.where(taken, a.clamp(min=1.0).copysign(y), 0.0)
+    return (near + _shift(draws)).round().to(torch.int32) & 0xFF
+
+
+def _shift(draws: Tensor) -> Tensor:
+    return philox.falling(draws, 15)
 
 
 def _float_codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
@@ -209,7 +217,7 @@ def _top_code(form: Format) -> int:
 
 
 def _values(codes: Tensor, form: Format, draws: Tensor | None = None) -> Tensor:
-    """Returns the values of codes before the scale; ``draws`` are half-words of a dither."""
+    """Returns the values of codes before the scale; ``draws`` are those of a dither."""
     if form.bits == 1:
         return 1.0 - 2.0 * codes
     if form.float8 is not None:
@@ -224,7 +232,7 @@ def _values(codes: Tensor, form: Format, draws: Tensor | None = None) -> Tensor:
     values = (codes << wide >> wide).to(torch.float32)
     if not form.dithered or draws is None:
         return values
-    return torch.where(values == 0, 0.0, values - philox.centred(draws) * values.sign())
+    return torch.where(values == 0, 0.0, values - _shift(draws))
 
 
 def _pack(codes: Tensor, form: Format) -> Tensor:
@@ -259,7 +267,7 @@ def decode_row(
     """Returns the float32 sum of the decoded payloads of a row, added in their order.
 
     Args:
-        draws: half-words of a dither for all slots, for each payload.
+        draws: of a dither, for all slots, for each payload.
     """
     begin, end = segments.row(row)
     total = torch.empty(end - begin, dtype=torch.float32, device=payloads.device)

@@ -5,7 +5,7 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
                  const float* residual, float* unsent, const i64* step, i64 seed, i64 stream, i64 first,
                  i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
     Random random = random_of(step, seed, stream, first);
-    Dither dither = dither_of(random, rank, ranks);
+    Dither dither = dither_from(random, rank, ranks);
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
@@ -45,7 +45,7 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
 EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes,
                    i64 stride, i64 count, const Run* segments, i64 chosen, i64 block, float factor,
                    i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, void* out) {
-    Dither dither = dither_of(random_of(step, seed, stream, first), 0, count);
+    Dither dither = dither_from(random_of(step, seed, stream, first), 0, count);
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
@@ -115,9 +115,9 @@ EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i6
                    i64 tails_at, i64 bytes) {
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
     const Random random = random_of(step, seed, stream, first);
-    Dither received = dither_of(
+    Dither received = dither_from(
         random_of(received_step, received_seed, received_stream, received_first), 0, payload_count);
-    Dither dither = dither_of(random, 0, 1);
+    Dither dither = dither_from(random, 0, 1);
     const int block = (int)blocks_of;
     with_format((int)format, [&](auto f) {
         using F = decltype(f);

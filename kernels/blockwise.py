@@ -175,8 +175,7 @@ def quantize_op(
             key = (int(step), seed, stream, first + place * philox.ROW)
             noise = philox.half_words(layout.n + layout.tails, *key, device=x.device)
             if layout.format.dithered:
-                shared = philox.dither(layout.n, *key, device=x.device)
-                draws = philox.shifted(shared, rank, ranks)
+                draws = philox.dither(layout.n, *key, place=(rank, ranks), device=x.device)
         left_out = definition.encode_row(
             *(c[begin:end], into[place], layout, segments, index, noise, draws)
         )
@@ -218,11 +217,11 @@ def dequantize_op(
 def draws_of(
     layout: Payload, payloads: Tensor, step: Tensor | None, seed: int, stream: int, first: int
 ) -> list[Tensor] | None:
-    """Returns the dither of each payload as half-words, or None for a format without."""
+    """Returns the dither of each payload, or None for a format without."""
     if step is None or not layout.format.dithered:
         return None
-    shared = philox.dither(layout.n, int(step), seed, stream, first, device=payloads.device)
-    return [philox.shifted(shared, rank, len(payloads)) for rank in range(len(payloads))]
+    n, key = len(payloads), (layout.n, int(step), seed, stream, first)
+    return [philox.dither(*key, place=(rank, n), device=payloads.device) for rank in range(n)]
 
 
 def as_messages(payloads: Tensor) -> Tensor:

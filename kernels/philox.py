@@ -22,9 +22,9 @@ __all__ = [
     "centred",
     "check_key",
     "dither",
+    "falling",
     "half_words",
     "key_of",
-    "shifted",
     "signs",
     "words",
 ]
@@ -191,13 +191,23 @@ def signs(
 
 
 def dither(
-    n: int, step: int, seed: int, stream: int, first: int = 0, *, device: Device = "cpu"
+    n: int,
+    step: int,
+    seed: int,
+    stream: int,
+    first: int = 0,
+    *,
+    place: tuple[int, int] = (0, 1),
+    device: Device = "cpu",
 ) -> Tensor:
-    """Returns 32 bits per entry, from global index ``first`` on, as int64; any two are independent.
+    """Returns 32 random bits per entry as int64, from global index ``first`` on.
 
     In group g of 256 entries, entry i takes ``a + b i`` modulo 2^32, where a and b are the first
-    words of call ``2^62 + g``. Of the numbers, the upper 16 bits of any two are independent, and
-    two calls serve 512 entries instead of 64.
+    words of call ``2^62 + g``. Of any two entries, the upper 24 bits are independent, and a call
+    serves 256 entries in place of 8.
+
+    Args:
+        place: i and n; adds i / n of the range, modulo 2^32.
 
     Reference: Dietzfelbinger, Universal Hashing and k-wise Independent Random Variables via Integer
     Arithmetic without Primes, 1996.
@@ -205,14 +215,18 @@ def dither(
     groups = range(first // _GROUP, -(-(first + n) // _GROUP))
     calls = torch.arange(_DITHER + groups.start, _DITHER + groups.stop, device=device)
     a, b = _philox(calls, step, seed, stream)[:2, :, None]
-    flat = (a + b * torch.arange(_GROUP, device=device) & _MASK).view(-1)
+    draws = (a + b * torch.arange(_GROUP, device=device)).view(-1)
     begin = first - groups.start * _GROUP
-    return flat[begin : begin + n]
+    rank, ranks = place
+    return draws[begin : begin + n] + rank * (2**32 // ranks) & _MASK
 
 
-def shifted(dither: Tensor, rank: int, ranks: int) -> Tensor:
-    """Returns the upper 16 bits of a dither, shifted by ``rank / ranks`` of the range."""
-    return (dither + rank * (2**32 // ranks) & _MASK) >> 16
+def falling(draws: Tensor, bits: int) -> Tensor:
+    """Converts 32-bit draws to float32 in the open interval (-0.5, 0.5), large ones to small ones.
+
+    The numbers are odd multiples of ``2^-bits``, symmetric around 0.
+    """
+    return 0.5 - (draws >> (32 - bits) | 1).to(torch.float32) * 2.0**-bits
 
 
 def centred(half_words: Tensor) -> Tensor:

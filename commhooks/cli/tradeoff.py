@@ -51,7 +51,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "aligned_topk": [{"ratio": ratio} for ratio in (0.01, 0.1)],
     "bf16": [{}, {"stochastic": True}],
     "sdp4bit": [{"local_size": 2, "memory": False}],
-    "int8": [{}, {"stochastic": False}],
+    "int8": [{}, {"rounding": "stochastic"}, {"rounding": "nearest"}],
     "int4": [{}, {"rotate": False}],
 }
 HIDDEN = {"local_size", "memory"}  # settings that labels leave out

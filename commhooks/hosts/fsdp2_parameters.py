@@ -7,7 +7,6 @@ the same on every rank (Wang et al., ZeRO++, 2023: quantised weights; for their 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -130,7 +129,7 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
             f"gather_parameters: {built} keeps memory, draws random bits or drops entries, so that "
             f"forward and backward would have different weights; take a name such as none, bf16, "
             f"int8 or fp8, or blocks that are rounded to nearest without rotation, such as "
-            f'make("int8", stochastic=False, error_feedback=False), or differences=True, which '
+            f'make("int8", rounding="nearest", error_feedback=False), or differences=True, which '
             f"takes int4 and makes up for what rounding leaves"
         )
     for one in inside:
@@ -145,8 +144,5 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
 
 def _to_nearest(name: str) -> Scheme:
     """Returns the scheme of a name, without feedback or random rounding."""
-    built: Any = make(name, error_feedback=False)
-    if getattr(built, "stochastic", False):
-        built = replace(built, stochastic=False)
-    found: Scheme = built
-    return found
+    built = make(name, error_feedback=False)
+    return built.to_nearest() if isinstance(built, Blockwise) else built

@@ -4,7 +4,7 @@ Payloads between the ranks of a job have no header: all ranks know scheme, sizes
 that is stored or sent elsewhere has a header of 64 bytes, little endian::
 
     0   4  "CHPK"
-    4   2  version of the format, 3
+    4   2  version of the format, 4
     6   1  1 if there is a checksum
     7   1  0
     8   8  codec: BLAKE2b of its settings
@@ -39,7 +39,7 @@ from commhooks.wrappers.two_phase import TwoPhase
 
 __all__ = ["HEADER_BYTES", "VERSION", "decode", "encode", "message_bytes"]
 
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 64
 _MAGIC = b"CHPK"
 _MOST_PER_BYTE = 1 << 16  # entries per byte of payload; a header that claims more is refused

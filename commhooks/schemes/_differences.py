@@ -6,7 +6,6 @@ What rounding leaves of one difference is a part of the next.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from commhooks.core.packed import PackedCodec
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.schemes.quantized import Blockwise
 from commhooks.wrappers.make import make
 
 __all__ = ["codec_of_differences"]
@@ -46,10 +46,9 @@ def codec_of_differences(scheme: str | Scheme, call: str) -> PackedCodec | None:
             f"{call}: {codec} does not pack a shard by itself; choose bf16, fp16, int8, int4, fp8, "
             f"mxfp8, onebit, eden or topk"
         )
-    if isinstance(scheme, str) and getattr(codec, "stochastic", False):
-        # The owner keeps the error: to nearest, which makes half of it, loses nothing.
-        nearest: PackedCodec = replace(codec, stochastic=False)  # type: ignore[type-var]
-        return nearest
+    if isinstance(scheme, str) and isinstance(codec, Blockwise):
+        # The owner keeps the error: to nearest, which needs no draws, loses nothing.
+        return codec.to_nearest()
     if not math.isfinite(codec.error.variance) or codec.error.variance > 1:
         raise RegistrationError(
             f"{call}: {codec} has a variance of {codec.error.variance:.3g}, and what the owner has "

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class Hierarchical(Scheme):
         inner = bucket.in_float32()
 
         # Inside: this rank receives its part of the bucket from all ranks of the node.
-        random = Randomness(inner, "worker", "inside/")
+        random = Randomness(inner, "worker", "inside/", place=(local_rank, local))
         received = yield AllToAll(self.inside.pack_shards(Piece.of(inner), parts, random), mates)
         begin, end, _ = parts[local_rank]
         mean = torch.empty(end - begin, dtype=torch.float32, device=inner.raw.device)
@@ -116,7 +117,8 @@ class Hierarchical(Scheme):
 
         # Between: the node means of that part, in two phases.
         purpose = f"between/{local_rank}/"
-        worker, server = Randomness(inner, "worker", purpose), Randomness(inner, "server", purpose)
+        worker = Randomness(inner, "worker", purpose, place=(node, nodes))
+        server = Randomness(inner, "server", purpose)
         error = None if inner.unsent is None else torch.zeros_like(mean)
         rows = self.between.pack_shards(Piece(mean, None, error), cuts[local_rank], worker)
         received = yield AllToAll(_padded(rows, width), partners)
@@ -165,7 +167,7 @@ def sdp4bit(
     local_size: int | None = None,
     inside_block: int = 512,
     between_block: int = 128,
-    stochastic: bool = False,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     memory: bool = True,
 ) -> Scheme:
     """Sends 8-bit integers inside a node, and 4-bit integers of rotated blocks between nodes.
@@ -173,14 +175,14 @@ def sdp4bit(
     Args:
         local_size: number of ranks of a node, see :class:`Hierarchical`.
         inside_block, between_block: entries per scale; between nodes also entries per rotation.
-        stochastic: rounds up or down at random, unbiased; False: rounds to nearest.
+        rounding: "nearest", or "stochastic", up or down at random, unbiased.
         memory: keeps an average of rounding errors, in 8 bits (:class:`AveragedFeedback`).
 
     References: Jia et al., SDP4Bit, 2024; Xie et al., LoCo, 2024 (the memory).
     """
     scheme = Hierarchical(
-        inside=Blockwise("int8", inside_block, stochastic),
-        between=Blockwise("int4", between_block, stochastic, rotate=True),
+        inside=Blockwise("int8", inside_block, rounding),
+        between=Blockwise("int4", between_block, rounding, rotate=True),
         local_size=local_size,
     )
     return AveragedFeedback(scheme) if memory else scheme

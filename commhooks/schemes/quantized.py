@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Unbiased
 from commhooks.kernels import (
     FORMATS,
+    RandomBits,
     Segments,
     dequantize,
     dequantize_rotated,
@@ -28,7 +30,10 @@ from commhooks.kernels import (
 )
 from commhooks.kernels._blockwise_formats import layout_of
 
-__all__ = ["Blockwise", "fp8", "int4", "int8", "mxfp8", "onebit"]
+__all__ = ["Blockwise", "Rounding", "fp8", "int4", "int8", "mxfp8", "onebit"]
+
+
+Rounding = Literal["nearest", "stochastic", "dither"]
 
 
 @dataclass(frozen=True)
@@ -37,28 +42,30 @@ class Blockwise(BlockCodec):
 
     A block with an entry that is not finite arrives as NaN on every rank; other blocks do not.
 
-    Rounding to nearest is biased: use ``ErrorFeedback``. Stochastic rounding is unbiased, except in
-    formats whose scale is a power of two ("mx_..."); "sign" does not take it.
+    Rounding to nearest is biased: use ``ErrorFeedback``. Rounding at random is unbiased, except in
+    formats whose scale is a power of two ("mx_...").
 
     Args:
         format: a key of ``commhooks.kernels.FORMATS``: "int8", "int4", "int2", "e4m3", "e5m2",
             "e2m1", "mx_e4m3", "mx_e5m2", "sign".
         block: entries per scale, a power of two, 32 to 2048 (1024 if rotated).
-        stochastic: rounds up or down at random, unbiased.
+        rounding: "nearest"; "stochastic", which rounds up or down at random; or "dither", which
+            shifts the grid by draws that all ranks know, for half the error: "int8", not rotated.
+            "sign" takes "nearest" only.
         rotate: rotates each block by a random Hadamard matrix first, the same on all ranks, which
             spreads large entries over the block; integer formats and "sign".
         pattern: "two_phase" or "all_gather".
 
     Example:
-        >>> hook = register(ddp_model, Blockwise("int8", 256, stochastic=True))
+        >>> hook = register(ddp_model, Blockwise("int8", 256, "dither"))
 
     References: Dettmers, 8-Bit Approximations for Parallelism in Deep Learning, 2016; Wang et al.,
-    SDP4Bit, 2024 (rotation).
+    SDP4Bit, 2024 (rotation). Roberts, Picture Coding Using Pseudo-Random Noise, 1962 (dither).
     """
 
     format: str = "int8"
     block: int = 256
-    stochastic: bool = False
+    rounding: Rounding = "nearest"
     rotate: bool = False
     pattern: Pattern = "two_phase"
 
@@ -73,8 +80,22 @@ class Blockwise(BlockCodec):
                 f"Blockwise(rotate=True) takes {', '.join(_ROTATED)} and blocks of 1024 at most, "
                 f"got {self.format!r} and {self.block}"
             )
+        if self.rounding == "dither" and (self.format != "int8" or self.rotate):
+            rotated = " and rotate=True" if self.rotate else ""
+            raise ValueError(
+                f"Blockwise(rounding='dither') takes 'int8', not rotated, got {self.format!r}{rotated}"
+            )
         if self.stochastic and self.format == "sign":
-            raise ValueError("Blockwise(stochastic=True): a sign is not rounded")
+            raise ValueError("Blockwise(rounding='stochastic'): a sign is not rounded")
+
+    @property
+    def stochastic(self) -> bool:
+        """Whether random draws decide what an entry is rounded to."""
+        return self.rounding != "nearest"
+
+    def to_nearest(self) -> Blockwise:
+        """Returns the codec that rounds to nearest, without random draws."""
+        return replace(self, rounding="nearest")
 
     @property
     def error(self) -> ErrorKind:
@@ -84,7 +105,7 @@ class Blockwise(BlockCodec):
 
     def _variance(self) -> float:
         # Stochastic rounding to a grid has a variance of a quarter of the squared spacing at most.
-        form = FORMATS[self.format]
+        form = FORMATS[self._form[0]]
         if self.format == "e2m1":
             # A spacing of half the entry or less; below the scale, of half the scale, which is at
             # most a sixth of the norm.
@@ -95,6 +116,17 @@ class Blockwise(BlockCodec):
             return math.log(2 * self.block) / (2 * form.top**2)
         # max^2 <= |x|^2; or |x_i| times the spacing per entry, and |x|_1 <= sqrt(block) |x|.
         return min(self.block / (4 * form.top**2), math.sqrt(self.block) / form.top)
+
+    @property
+    def _form(self) -> tuple[str, int]:
+        """Returns what kernels call the format, and the block."""
+        return "dithered_int8" if self.rounding == "dither" else self.format, self.block
+
+    def _bits(self, random: Randomness) -> RandomBits | None:
+        """Returns the bits by which entries are rounded."""
+        if self.rounding == "dither":
+            return random.per_phase
+        return random.noise if self.stochastic else None
 
     def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
         return segments_for(self.format, self.block, rows, whole=self.rotate)
@@ -114,7 +146,6 @@ class Blockwise(BlockCodec):
         begin, end, _ = shards[index]
         segments, row, random = shards.segments, index, random.row(index)
         packed = received.new_empty(shards[0].nbytes)
-        noise = random.noise if self.stochastic else None
         error = into = None if unsent is None else unsent[begin:end]
         assert segments is not None
         if self.rotate:
@@ -123,13 +154,14 @@ class Blockwise(BlockCodec):
             slots = one_segment(self, segments.slots)
             into = None if error is None else error.new_empty(segments.slots)
         requantize(
-            *(received, packed, slots if self.rotate else segments, self.format, self.block),
+            *(received, packed, slots if self.rotate else segments, *self._form),
             row=0 if self.rotate else row,
             factor=1.0 / len(received),
             unsent=into,
             weight=float(weight),
             accumulate=not self.rotate,
-            random=noise,
+            received=random.first.per_phase if self.rounding == "dither" else None,
+            random=self._bits(random),
         )
         if self.rotate and error is not None and into is not None:
             back = torch.empty_like(error)
@@ -143,25 +175,24 @@ class Blockwise(BlockCodec):
         self, piece: Piece, payload: Tensor, segments: Segments, row: int, random: Randomness
     ) -> None:
         x, residual, unsent = piece
-        noise = random.noise if self.stochastic else None
-        form = (self.format, self.block)
         if self.rotate:
             quantize_rotated(
-                *(x, payload, *form, random.shared),
+                *(x, payload, *self._form, random.shared),
                 segments=segments,
                 row=row,
                 residual=residual,
                 unsent=unsent,
-                random=noise,
+                random=self._bits(random),
             )
         else:
             quantize(
-                *(x, payload, *form),
+                *(x, payload, *self._form),
                 segments=segments,
                 row=row,
                 residual=residual,
                 unsent=unsent,
-                random=noise,
+                random=self._bits(random),
+                place=random.place,
             )
 
     def decode(
@@ -173,30 +204,38 @@ class Blockwise(BlockCodec):
         random: Randomness,
         factor: float,
     ) -> None:
-        form = (self.format, self.block)
         if self.rotate:
             turn = random.shared
             dequantize_rotated(
-                payloads, out, *form, turn, segments=segments, row=row, factor=factor
+                payloads, out, *self._form, turn, segments=segments, row=row, factor=factor
             )
         else:
-            dequantize(payloads, out, *form, segments=segments, row=row, factor=factor)
+            draws = random.per_phase if self.rounding == "dither" else None
+            dequantize(
+                *(payloads, out, *self._form),
+                segments=segments,
+                row=row,
+                factor=factor,
+                random=draws,
+            )
 
 
 _ROTATED = ("int8", "int4", "int2", "sign")
 
 
 @register_scheme("int8")
-def int8(*, block: int = 256, stochastic: bool = True, pattern: Pattern = "two_phase") -> Scheme:
+def int8(
+    *, block: int = 256, rounding: Rounding = "dither", pattern: Pattern = "two_phase"
+) -> Scheme:
     """Sends 8-bit integers in blocks of 256: 8.125 bits per entry, unbiased, without memory.
 
     Args:
         block: entries per scale, a power of two, 32 to 2048.
-        stochastic: rounds up or down at random, unbiased; False: rounds to nearest, which halves
-            the error but is biased.
+        rounding: "dither", unbiased; "stochastic", unbiased with twice the error, whose payloads
+            decode without draws; "nearest", biased.
         pattern: "two_phase", or "all_gather".
     """
-    return Blockwise("int8", block, stochastic, pattern=pattern)
+    return Blockwise("int8", block, rounding, pattern=pattern)
 
 
 @register_scheme("fp8")
@@ -204,7 +243,7 @@ def fp8(
     *,
     format: str = "e4m3",
     block: int = 256,
-    stochastic: bool = True,
+    rounding: Literal["nearest", "stochastic"] = "stochastic",
     pattern: Pattern = "two_phase",
 ) -> Scheme:
     """Sends 8-bit floats in blocks of 256: small entries keep their digits.
@@ -213,11 +252,12 @@ def fp8(
 
     Args:
         format: "e4m3" (three bits of mantissa) or "e5m2" (two).
-        block, stochastic, pattern: as for int8.
+        block, pattern: as for int8.
+        rounding: "stochastic", up or down at random, unbiased; or "nearest".
     """
     if format not in ("e4m3", "e5m2"):
         raise ValueError(f"fp8(format=...) is 'e4m3' or 'e5m2', got {format!r}")
-    return Blockwise(format, block, stochastic, pattern=pattern)
+    return Blockwise(format, block, rounding, pattern=pattern)
 
 
 @register_scheme("mxfp8")
@@ -232,7 +272,7 @@ def mxfp8(*, format: str = "e4m3", pattern: Pattern = "two_phase") -> Scheme:
 def int4(
     *,
     block: int = 256,
-    stochastic: bool = False,
+    rounding: Literal["nearest", "stochastic"] = "nearest",
     rotate: bool = True,
     pattern: Pattern = "two_phase",
 ) -> Scheme:
@@ -240,11 +280,11 @@ def int4(
 
     Args:
         block: entries per scale and rotation; a power of two, 64 to 1024.
-        stochastic: rounds up or down at random, unbiased; False: rounds to nearest.
+        rounding: "nearest", or "stochastic", up or down at random, unbiased.
         rotate: rotates blocks first; False: a few large entries cost the others their precision.
         pattern: "two_phase", or "all_gather".
     """
-    return Blockwise("int4", block, stochastic, rotate, pattern)
+    return Blockwise("int4", block, rounding, rotate, pattern)
 
 
 @register_scheme("onebit")

@@ -67,7 +67,7 @@ class TernGrad(Codec):
     For reference: an entry is sent with probability |x| / max, so most of the result is noise: 1.6
     times the squared norm of a gradient of normal entries. Variance: exactly
     |x|_max |x|_1 / |x|^2 - 1, at most (sqrt(block) - 1) / 2. Payload: 2 bits per entry, 32 per
-    block; that of ``Blockwise("int2", stochastic=True)``.
+    block; that of ``Blockwise("int2", rounding="stochastic")``.
 
     Args:
         block: entries per scale, a power of two, 128 to 2048.

@@ -27,29 +27,33 @@ template <int BITS> struct Integer {
     }
 };
 
-// Subtractive dither on an 8-bit grid: values are +-(k - d) scales with k = 1 to 127, and 0, which is not
-// shifted. Ranks share d, which is uniform in (-0.5, 0.5) and drawn for every entry; see
-// docs/design/quantized.md.
+// Subtractive dither on an 8-bit grid: values are 0 and k - d scales with k = +-1 to +-127, where d is drawn
+// for every entry and known to all ranks; see docs/design/quantized.md.
 struct DitheredInt8 {
     static constexpr int bits = 8;
     static constexpr bool is_sign = false, is_mx = false, is_dithered = true;
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return 126.5f; }  // half a step of room for the draw
 
-    template <class V, class W> INLINE auto encode(V y, W random, V& value) {
+    // 384.5 - d, with 14 bits of the draw: the integer that a code is meets the fraction in one float.
+    template <class W> INLINE auto place(W draw) { return draw >> 17 | 0x43c00001u; }
+
+    template <class V, class W> INLINE auto encode(V y, W draw, V& value) {
         auto sign = bits_of(y) & 0x80000000u;
-        V d = centred(random), a = float_of(magnitude(y)), zero{};
-        // The first value of the grid, 1 - d, is taken for entries below 1 so often that its mean is the
-        // entry: where (1 - d)^2 - 1/4 < 2 a. Larger entries are rounded to the nearest value.
-        V taken = a > (d * 0.5f - 1.0f) * d + 0.375f ? larger(a, 1.0f) : zero;
-        V place = nearest(taken + d);
-        value = taken > 0.0f ? float_of(bits_of(place - d) | sign) : zero;
-        return bits_of(float_of(bits_of(place) | sign) + kRound) & 0xffu;
+        V d = 384.5f - float_of(place(draw)), a = float_of(magnitude(y)), zero{};
+        // Entries below 1 take the first value on their side, with magnitude 1 - t, so often that its mean
+        // is the entry: where (1 - t)^2 - 1/4 < 2 a. Others take the nearest value. All bits of the draw
+        // decide, since entries may be tiny.
+        V t = float_of(bits_of(1.5f - float_of(draw >> 9 | 0x3f800001u)) ^ sign);
+        auto taken = a > (t * 0.5f - 1.0f) * t + 0.375f;
+        V from = taken ? float_of(bits_of(larger(a, 1.0f)) | sign) : zero;
+        V shifted = (from + d) + kRound;
+        value = taken ? (shifted - kRound) - d : zero;
+        return bits_of(shifted) & 0xffu;
     }
-    template <class W> INLINE auto decode(W code, W random) {
-        auto place = Integer<8>::decode(code), d = centred(random);
-        auto shifted = place - float_of(bits_of(d) ^ (bits_of(place) & 0x80000000u));
-        return magnitude(place) == 0u ? place : shifted;
+    template <class W> INLINE auto decode(W code, W draw) {
+        auto value = float_of(code << 15 ^ place(draw)) - 384.5f;
+        return code == 0u ? decltype(value){} : value;
     }
 };
 
@@ -176,10 +180,9 @@ struct Payloads {
     i64 slot = 0;  // of the first code
 };
 
-// The draws of a dither for group g of 256 slots: entry i has the upper half of a + b i, modulo 2^32,
-// which for any two entries are independent (Dietzfelbinger, 1996). a and b are two words of call
-// 2^62 + g of Philox; other calls of the stream round entries of 16 bits. Rank r of n adds
-// r / n of the range.
+// Of a dither, entry i of group g of 256 slots has the draw a + b i modulo 2^32, with a and b of call
+// 2^62 + g of Philox; other calls of the stream round entries of 16 bits. Rank r of n adds r / n of the
+// range. The specification is in philox.py.
 constexpr i64 kDitherCalls = (i64)1 << 62;
 INLINE u32 dither_step(i64 ranks) { return ranks > 1 ? (u32)(((u64)1 << 32) / (u64)ranks) : 0u; }
 

@@ -85,16 +85,26 @@ Extent measure(const T* x, const float* residual, int count, int end, int block,
     return {most[0], total};
 }
 
-// The draws of a dither for a row of slots: `seek` goes to a row, `advance` to the next of its group.
+// The draws of a dither for a row of slots, and what leads to the next row of the group.
+struct Draws {
+    Words of[kVectors], next;
+    void advance() {
+        for (Words& draw : of) draw += next;
+    }
+};
+
+// Finds the draws of any slot.
 struct Dither {
-    Random random;  // its first index is that of slot 0
+    Random random;   // its first index is that of slot 0
     u32 rank, step;  // what the rank that encodes adds to the draws, and from a rank to the next
     i64 filled = -1;
     u32 words[4 * kCalls];  // of kCalls groups
-    Words draws[kVectors], next;
 
-    void seek(i64 slot) {
-        const i64 index = random.first + slot, group = index / kGroup, call = group % kCalls;
+    // Goes to row i of a block that begins at `slot`. Draws are a local variable of the caller: a code is
+    // a byte, which for all the compiler knows may be part of them.
+    void go(i64 slot, int i, Draws& draws) {
+        if (i % kGroup) return draws.advance();
+        const i64 index = random.first + slot + i, group = index / kGroup, call = group % kCalls;
         if (group / kCalls != filled) {
             filled = group / kCalls;
             fill_words(random, kDitherCalls / kCalls + filled, words);
@@ -103,18 +113,14 @@ struct Dither {
         Words entries;
         for (u32 l = 0; l < kWidth; ++l) entries[l] = l;
         entries += (u32)(index % kGroup);
-        for (int v = 0; v < kVectors; ++v) draws[v] = (entries + (u32)(v * kWidth)) * b + a;
-        next = Words{} + b * (u32)kRow;
+        for (int v = 0; v < kVectors; ++v) draws.of[v] = (entries + (u32)(v * kWidth)) * b + a;
+        draws.next = Words{} + b * (u32)kRow;
     }
-    void advance() {
-        for (Words& draw : draws) draw += next;
-    }
-    void go(i64 slot, int i) { i % kGroup ? advance() : seek(slot + i); }
 };
 
-// Without a step, of a format that is not dithered, nothing reads it.
-inline Dither dither_of(const Random& random, i64 rank, i64 ranks) {
-    Dither dither;  // not initialised in full: `seek` writes what is read
+// Without a step, of a format that is not dithered, nobody asks for draws.
+inline Dither dither_from(const Random& random, i64 rank, i64 ranks) {
+    Dither dither;  // not initialised in full: `go` writes what it reads
     dither.random = random;
     dither.step = dither_step(ranks);
     dither.rank = (u32)rank * dither.step;
@@ -125,6 +131,7 @@ inline Dither dither_of(const Random& random, i64 rank, i64 ranks) {
 template <class F, bool NOISE, bool LEFT>
 void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8* codes, float* unsent,
             Dither* dither, i64 slot) {
+    [[maybe_unused]] Draws draws;
     for (int i = 0; i < end; i += kUnit<F>, c += kUnit<F>, codes += kUnitBytes<F>) {
         if constexpr (F::is_sign) {
             Floats entries[kVectors];
@@ -133,14 +140,14 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
             for (int v = 0; v < kVectors && LEFT; ++v)
                 store_as(unsent + i + v * kWidth, entries[v] - F::value(entries[v]) * scale.value);
         } else {
-            if constexpr (F::is_dithered) dither->go(slot, i);
+            if constexpr (F::is_dithered) dither->go(slot, i, draws);
             Words bytes[kVectors] = {};
             for (int v = 0; v < kVectors; ++v)
                 for (int plane = 0; plane < kPlanes<F>; ++plane) {
                     const int j = plane * kRow + v * kWidth;
                     Floats entries = load(c + j), y = entries * scale.inverse, value;
                     Words code;
-                    if constexpr (F::is_dithered) code = F::encode(y, dither->draws[v] >> 16, value);
+                    if constexpr (F::is_dithered) code = F::encode(y, draws.of[v], value);
                     else if constexpr (NOISE) code = F::encode(y, random_bits(noise, row + i / kRow + plane, v), value);
                     else code = F::encode(y, value);
                     bytes[v] |= code << (F::bits * plane);
@@ -218,9 +225,11 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Dither* d
     const u8* scales = from.scales + b * kScaleBytes<F>;
     const i64 stride = from.stride;
     const int payloads = from.count;
+    [[maybe_unused]] Draws draws;
+    const u32 step = F::is_dithered ? dither->step : 0u;
     for (int i = 0; i < end; i += kUnit<F>, codes += kUnitBytes<F>) {
         Floats sum[kPlanes<F>][kVectors];
-        if constexpr (F::is_dithered) dither->go(from.slot + b * block, i);
+        if constexpr (F::is_dithered) dither->go(from.slot + b * block, i, draws);
         auto add = [&](int r, bool first) __attribute__((always_inline)) {
             const u8 *code = codes + r * stride, *stored = scales + r * stride;
             const float scale = F::is_mx ? mx_scale(*stored) : load_as<float>(stored);
@@ -229,7 +238,7 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Dither* d
                 for (int plane = 0; plane < kPlanes<F>; ++plane) {
                     Floats entries;
                     if constexpr (F::is_dithered)
-                        entries = F::decode(word, (dither->draws[v] + (u32)r * dither->step) >> 16) * scale;
+                        entries = F::decode(word, draws.of[v] + (u32)r * step) * scale;
                     else entries = F::decode(word >> (F::bits * plane)) * scale;
                     sum[plane][v] = first ? entries : sum[plane][v] + entries;
                 }

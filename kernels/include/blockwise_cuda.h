@@ -46,9 +46,9 @@ template <class F, int ROWS> struct Draws {
             }
         }
     }
-    // Returns the half-word of this lane's entry of row `k`, in the payload of rank `r`.
+    // Returns the draw of this lane's entry of row `k`, in the payload of rank `r`.
     __device__ __forceinline__ u32 at(int k, int r) const {
-        return (a[k / 8] + b[k / 8] * (u32)(k % 8 * kLanes + lane()) + (u32)r * step) >> 16;
+        return a[k / 8] + b[k / 8] * (u32)(k % 8 * kLanes + lane()) + (u32)r * step;
     }
 };
 

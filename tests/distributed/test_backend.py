@@ -64,7 +64,7 @@ def begin_again(rank: int, world_size: int, **options: Any) -> None:
 
 
 def _new_group(rank: int, world_size: int) -> dict[str, Any]:
-    commhooks.register_backend("int8", stochastic=False, error_feedback=False)
+    commhooks.register_backend("int8", rounding="nearest", error_feedback=False)
     group = dist.new_group(backend="commhooks")
     found: dict[str, Any] = {
         "class": isinstance(group, SchemeGroup),
@@ -76,7 +76,7 @@ def _new_group(rank: int, world_size: int) -> dict[str, Any]:
     found["bytes"] = group.hook.ledger.wire_bytes < 0.6 * group.hook.ledger.dense_bytes
     if world_size == 2:
         model = wrapped()
-        commhooks.register(model, "int8", stochastic=False, error_feedback=False)
+        commhooks.register(model, "int8", rounding="nearest", error_feedback=False)
         found["near a hook"] = near(ours, train(model, rank))
 
     x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))

@@ -34,7 +34,7 @@ from tests.distributed.harness import run_ranks
 # With feedback: over steps, what is sent and what is kept add up to the gradients.
 SHARDED = {
     "bf16": {"fp32_sum": True, "error_feedback": True},
-    "int8": {"stochastic": False},
+    "int8": {"rounding": "nearest"},
     "int4": {"block": 64},
     "onebit": {"block": 64},
     "eden": {"bits": 4, "error_feedback": True},
@@ -593,7 +593,7 @@ def _gathered(rank: int, world_size: int) -> float:
     assert sent < 0.3 * dense
     for options in ({}, {"error_feedback": False}, {"error_feedback": False, "rotate": False}):
         with pytest.raises(RegistrationError, match="different weights"):
-            gather_parameters(ours, commhooks.make("int4", stochastic=True, **options))
+            gather_parameters(ours, commhooks.make("int4", rounding="stochastic", **options))
     return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
 
 

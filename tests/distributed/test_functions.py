@@ -202,7 +202,7 @@ def test_tensors_of_any_kind_are_reduced_in_place(ranks: int) -> None:
 
 def _in_all_calls(rank: int, world_size: int, made: Any) -> list[Tensor]:
     """What calls write, to tensors that ``made`` gives."""
-    nearest = {"stochastic": False, "error_feedback": False}
+    nearest = {"rounding": "nearest", "error_feedback": False}
     schemes: dict[str, dict[str, Any]] = {"none": {}, "int8": nearest, "topk": {}, "powersgd": {}}
     whole, row = numbers(0, rank, world_size * 30, 17), numbers(1, rank, 30, 17)
     found = []

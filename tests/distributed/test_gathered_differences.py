@@ -299,7 +299,7 @@ def _switched(rank: int, world_size: int) -> None:
     assert _distance(_held(model), _exact(model)) == 0
     rounded = gather_parameters(model, "int8")
     with pytest.raises(RegistrationError, match="different weights"):
-        rounded.switch("int8", stochastic=True)
+        rounded.switch("int8", rounding="stochastic")
     with pytest.raises(RegistrationError, match="fewer than 4 bits"):
         rounded.switch("onebit")
     rounded.switch("int8")

@@ -33,7 +33,7 @@ SCHEMES: dict[str, Scheme] = {
     "none": commhooks.make("none"),
     "bf16": commhooks.make("bf16"),
     "int8": commhooks.make("int8"),
-    "int8, to nearest": commhooks.make("int8", stochastic=False, error_feedback=False),
+    "int8, to nearest": commhooks.make("int8", rounding="nearest", error_feedback=False),
     "topk": commhooks.make("topk", ratio=0.1),
     "powersgd": commhooks.make("powersgd", rank=2),
 }

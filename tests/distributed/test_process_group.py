@@ -237,7 +237,7 @@ def test_without_a_scheme_a_model_gets_the_bits_of_a_plain_group(ranks: int) -> 
 
 
 STATELESS: dict[str, dict[str, Any]] = {
-    "int8": {"stochastic": False, "error_feedback": False},
+    "int8": {"rounding": "nearest", "error_feedback": False},
     "fp16": {},
     "bf16": {"fp32_sum": True},
     "mxfp8": {"error_feedback": False},

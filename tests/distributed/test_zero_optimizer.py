@@ -778,7 +778,7 @@ def _refusals(rank: int, world_size: int) -> None:
 
     refused(r"averages whole buckets.* or PerParameter$", scheme="powersgd")
     refused("does not pack", gather="powersgd")
-    refused("would grow", gather=commhooks.make("int4", stochastic=True, rotate=False))
+    refused("would grow", gather=commhooks.make("int4", rounding="stochastic", rotate=False))
     refused("matrix", torch.optim.Adafactor)
     refused("closure", torch.optim.LBFGS)
     refused("Invalid learning rate", lr=-1.0)

@@ -41,7 +41,7 @@ __all__ = ["KINDS", "Target"]
 
 _CODECS = [
     commhooks.schemes.Blockwise("int8", 256),
-    commhooks.schemes.Blockwise("int8", 256, stochastic=True),
+    commhooks.schemes.Blockwise("int8", 256, "dither"),
     commhooks.schemes.Blockwise("int4", 64),
     commhooks.schemes.Blockwise("int4", 128, rotate=True),
     commhooks.schemes.Blockwise("int2", 128),

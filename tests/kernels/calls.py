@@ -54,7 +54,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "unit_rows": lambda: (*(low_rank_factors()[1] for _ in range(3)), MATRICES.table),
     "quantize": lambda: (
         *(torch.randn(600), torch.zeros(payload_bytes(600, "int8", 256), dtype=torch.uint8)),
-        *("int8", 256, ONE, -1, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0),
+        *("int8", 256, ONE, -1, torch.randn(600), torch.zeros(600), STEP, 1, 0, 0, 0, 1),
     ),
     "quantize_parts": lambda: (torch.randn(620), torch.zeros(672).byte(), PARTS.table),
     "dequantize_parts": lambda: (torch.zeros(672).byte(), torch.zeros(620), PARTS.table),
@@ -66,6 +66,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "dequantize": lambda: (
         *(quantized(torch.randn(600))[None], torch.zeros(600), "int8", 256, ONE, -1, 0.5, True),
+        *(None, 0, 0, 0),
     ),
     "quantize_rotated": lambda: (
         *(torch.randn(512), torch.zeros(payload_bytes(512, "int8", 256), dtype=torch.uint8)),
@@ -130,6 +131,6 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), "int8", 256, ONE, 0),
-        *(0.5, torch.zeros(600), 2.0, True, None, 0, 0, 0),
+        *(0.5, torch.zeros(600), 2.0, True, None, 0, 0, 0, None, 0, 0, 0),
     ),
 }

@@ -42,7 +42,9 @@ TRIED = (
     (torch.float16, 256),
     (torch.bfloat16, 256),
 )
-AT_EVERY_RUN = {"int8", "int4", "e4m3", "mx_e5m2", "sign"}  # each has code of its own
+DRAWS = philox.RandomBits(7, torch.tensor(3))
+UNDITHERED = [name for name, form in FORMATS.items() if not form.dithered]
+AT_EVERY_RUN = {"int8", "int4", "e4m3", "mx_e5m2", "sign", "dithered_int8"}  # each has code of its own
 KERNELS = {
     "blockwise.cu": [
         *(
@@ -64,11 +66,13 @@ def outputs(
     n = x.numel()
     kept = plain(n, seed=1) if residual else None
     left = torch.full((n,), 5.0) if residual else None
-    random = (torch.tensor(3), 2**40 + 17, 2, 512) if noise else philox.NO_STREAM
+    key = (torch.tensor(3), 2**40 + 17, 2, 512)
+    random = key if noise or FORMATS[format].dithered else philox.NO_STREAM
+    draws = key if FORMATS[format].dithered else philox.NO_STREAM
     segments = segments_for(format, block, [cut(n)])
     table = segments.table
     payload = torch.full((payload_bytes(segments, format, block),), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *random)
+    run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *random, 1, 3)
     found = {"payload": payload}
     if left is not None:
         found["left"] = left
@@ -78,45 +82,48 @@ def outputs(
     payloads[1] = payload
     for dtype in DTYPES:
         out = torch.full((n,), 7.0).to(dtype)
-        run(blockwise.dequantize_op, payloads, out, format, block, table, -1, 1 / 3, False)
+        arguments = (format, block, table, -1, 1 / 3, False, *draws)
+        run(blockwise.dequantize_op, payloads, out, *arguments)
         found[f"sum, {dtype}"] = out
     out = torch.full((n,), 7.0).to(x.dtype)
-    run(blockwise.dequantize_op, payloads[:1], out, format, block, table, -1, -1.0, True)
+    run(blockwise.dequantize_op, payloads[:1], out, format, block, table, -1, -1.0, True, *draws)
     found["accumulated"] = out
     if block == 256:
         again = torch.full_like(payload, 77)
         rest = None if left is None else left.clone()
         run(
             requantize_op,
-            *(payloads[:2], again, format, block, table, 0, 0.5, rest, 3.0, noise, *random),
+            *(payloads[:2], again, format, block, table, 0, 0.5, rest, 3.0, noise),
+            *(*draws, *random),
         )
         found["again"] = again
         if rest is not None:
             found["rest"] = rest
-        return found | in_rows(run, x, format, block, kept, random)
+        return found | in_rows(run, x, format, block, kept, random, draws)
     return found
 
 
 def in_rows(
-    run: Any, x: Tensor, format: str, block: int, kept: Tensor | None, random: Any
+    run: Any, x: Tensor, format: str, block: int, kept: Tensor | None, random: Any, draws: Any
 ) -> dict[str, Tensor]:
     """The same as a message of six rows, which differ in length, and of which one is empty."""
     n = x.numel()
     segments = segments_for(format, block, cut_rows(n))
     left = torch.full((n,), 5.0)
     rows = torch.full((6, payload_bytes(segments, format, block)), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, rows, format, block, segments.table, -1, kept, left, *random)
+    run(blockwise.quantize_op, x, rows, format, block, segments.table, -1, kept, left, *random, 0, 1)
     out = torch.full((n,), 7.0).to(x.dtype)
     messages = torch.stack([rows, rows])
-    run(blockwise.dequantize_op, messages, out, format, block, segments.table, -1, 0.5, False)
+    form = (format, block, segments.table)
+    run(blockwise.dequantize_op, messages, out, *form, -1, 0.5, False, *draws)
     # One row by itself, in the layout of all.
     again, begin, end = torch.full_like(rows[0], 77), *segments.row(3)
-    arguments = (rows[3:4], again, format, block, segments.table, 3, 0.5, None, 1.0, False)
-    run(requantize_op, *arguments, *random)
+    arguments = (rows[3:4], again, *form, 3, 0.5, None, 1.0, False)
+    run(requantize_op, *arguments, *draws, *random)
     alone, payload = torch.full((end - begin,), 7.0), torch.full_like(rows[0], 77)
-    run(blockwise.dequantize_op, rows[3:4], alone, format, block, segments.table, 3, 0.5, False)
-    part = (x[begin:end], payload, format, block, segments.table, 3)
-    run(blockwise.quantize_op, *part, None, None, *random)
+    run(blockwise.dequantize_op, rows[3:4], alone, *form, 3, 0.5, False, *draws)
+    part = (x[begin:end], payload, *form, 3)
+    run(blockwise.quantize_op, *part, None, None, *random, 1, 3)
     return {
         "rows": rows,
         "rows, left": left,
@@ -159,11 +166,17 @@ def test_kernels_equal_the_definition_on_large_buckets(format):
         agree(machines(orders=(0,)), tricky(n), format, 256, residual=True, noise=True)
 
 
+def bits_for(format: str, stream: philox.RandomBits | None = None) -> dict[str, Any]:
+    """Bits that the decoder of a format needs."""
+    return {"random": stream or DRAWS} if FORMATS[format].dithered else {}
+
+
 def decoded(x: Tensor, format: str, block: int, stream: philox.RandomBits | None = None) -> Tensor:
     payload = torch.empty(payload_bytes(x.numel(), format, block), dtype=torch.uint8)
-    quantize(x, payload, format, block, random=stream)
+    draws = bits_for(format, stream)
+    quantize(x, payload, format, block, **draws or {"random": stream})
     out = torch.empty_like(x, dtype=torch.float32)
-    dequantize(payload[None], out, format, block)
+    dequantize(payload[None], out, format, block, **draws)
     return out
 
 
@@ -179,7 +192,7 @@ def nearest_values(format: str) -> Tensor:
     return values[values.isfinite()].unique()
 
 
-@pytest.mark.parametrize("format", [name for name in FORMATS if name != "sign"])
+@pytest.mark.parametrize("format", [name for name in UNDITHERED if name != "sign"])
 def test_codes_are_the_nearest_ones(format):
     block = 256
     x = plain(4 * block).view(4, block)
@@ -210,12 +223,13 @@ def test_what_is_left_completes_what_was_sent(format):
     x, residual = plain(3000), plain(3000, seed=1)
     left = torch.empty_like(x)
     payload = torch.empty(payload_bytes(3000, format, 256), dtype=torch.uint8)
-    quantize(x, payload, format, 256, residual=residual, unsent=left)
+    draws = bits_for(format)
+    quantize(x, payload, format, 256, residual=residual, unsent=left, **draws)
     out = torch.empty_like(x)
-    dequantize(payload[None], out, format, 256)
+    dequantize(payload[None], out, format, 256, **draws)
     assert torch.equal(left, (x + residual) - out)  # not only almost: one rounding
     in_place = residual.clone()
-    quantize(x, payload, format, 256, residual=in_place, unsent=in_place)
+    quantize(x, payload, format, 256, residual=in_place, unsent=in_place, **draws)
     assert torch.equal(in_place, left)
 
 
@@ -227,7 +241,8 @@ def test_blocks_that_are_not_finite_or_tiny(format):
     x[1023] = -float("inf")
     x[1024:1280] *= 2.0**-130 / x[1024:1280].abs().max()
     x[1280:1536] = 0.0
-    x[1536:1792] *= 3.4e38 / x[1536:1792].abs().max()
+    # A dither goes half a step beyond the largest entry.
+    x[1536:1792] *= (3.3e38 if FORMATS[format].dithered else 3.4e38) / x[1536:1792].abs().max()
     rows = decoded(x, format, 256).view(8, 256)
     assert not rows[1:4].isfinite().any()
     assert (rows[4:6] == 0).all()
@@ -257,6 +272,49 @@ def test_stochastic_rounding_is_unbiased(format):
     assert z.abs().max() < 5
 
 
+def of_many_steps(x: Tensor, ranks: int = 1) -> Tensor:
+    """What the mean of ``ranks`` equal gradients decodes to, in each of 4,000 steps, less ``x``."""
+    payloads = torch.empty(ranks, payload_bytes(x.numel(), "dithered_int8", 256)).byte()
+    errors = torch.empty(4000, x.numel())
+    for step, out in enumerate(errors):
+        bits = philox.RandomBits(7, torch.tensor(step))
+        for rank, payload in enumerate(payloads):
+            quantize(x, payload, "dithered_int8", 256, random=bits, place=(rank, ranks))
+        dequantize(payloads, out, "dithered_int8", 256, factor=1 / ranks, random=bits)
+    return errors - x
+
+
+def test_a_dither_is_unbiased_with_half_the_error_of_stochastic_rounding():
+    # Entries in units of a step: around the values of the grid near zero, and above.
+    steps = torch.cat([torch.linspace(0, 3, 64), torch.linspace(0, 126.5, 64), torch.zeros(128)])
+    steps[:128:2] *= -1
+    steps[255] = 126.5  # so that the scale is 1
+    errors = of_many_steps(steps)
+    places = steps.abs()
+    # From a step on, the error is uniform in a step; below it is at most x / 2 + x^2 / 6 or so,
+    # half of what stochastic rounding has.
+    variance = errors.var(0)
+    z = errors.mean(0) / (variance / len(errors)).sqrt().clamp(min=1e-9)
+    assert z.abs().max() < 4.5
+    assert (errors[:, steps == 0] == 0).all()
+    assert variance[places >= 1].numpy() == pytest.approx(1 / 12, rel=0.15)
+    c = (2 * places + 0.25).sqrt()  # 1 - d below it is taken
+    below = ((c - places) ** 3 - (0.5 - places) ** 3) / 3 + (1.5 - c) * places**2
+    small = (places > 0.02) & (places < 1)
+    assert variance[small].numpy() == pytest.approx(below[small].numpy(), rel=0.15)
+    # Any two entries have independent errors, so that those of sums add up.
+    among = errors[:, places >= 1]
+    signs = torch.randn(among.shape[1], 40).sign()
+    of_sums = (among @ signs).var(0) / among.shape[1]
+    assert of_sums.numpy() == pytest.approx(1 / 12, rel=0.2)
+
+
+def test_draws_of_ranks_are_shifted():
+    x = plain(512)
+    # Without the shift, equal gradients would have equal errors. With it they nearly cancel.
+    assert of_many_steps(x, 4).var(0).mean() < of_many_steps(x, 1).var(0).mean() / 10
+
+
 def test_random_bits_belong_to_places():
     x, step = plain(2048), torch.tensor(1)
     whole = decoded(x, "int4", 64, philox.RandomBits(5, step))
@@ -282,20 +340,22 @@ def test_a_row_of_a_message_is_packed_alike_by_itself(format):
     rows = torch.empty(4, payload_bytes(segments, format, block), dtype=torch.uint8)
     left, out = torch.empty(3000), torch.empty(3000)
     quantize(x, rows, format, block, segments=segments, unsent=left, random=random)
-    dequantize(rows[None], out, format, block, segments=segments)
+    draws = bits_for(format, random)
+    dequantize(rows[None], out, format, block, segments=segments, **draws)
     assert not rows[3].any()
     for row in range(3):
         part, payload = slice(*segments.row(row)), torch.empty_like(rows[0])
         error, alone = torch.empty_like(x[part]), torch.empty_like(x[part])
         one = {"segments": segments, "row": row}
         quantize(x[part], payload, format, block, **one, unsent=error, random=random.row(row))
-        dequantize(payload[None], alone, format, block, **one)
+        draws = bits_for(format, random.row(row))
+        dequantize(payload[None], alone, format, block, **one, **draws)
         assert torch.equal(payload, rows[row])
         assert torch.equal(error, left[part])
         assert torch.equal(alone, out[part])
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", UNDITHERED)
 def test_a_segment_is_coded_as_if_it_were_alone(format):
     sizes = (700, 20, 3, 256, 131, 1000)
     x = torch.cat([plain(n, seed=n) * 10.0 ** (i - 3) for i, n in enumerate(sizes)])
@@ -343,18 +403,21 @@ def test_requantize_is_dequantize_then_quantize(format):
     n = 5000
     payloads = torch.empty(3, payload_bytes(n, format, 256), dtype=torch.uint8)
     for rank in range(3):
-        quantize(plain(n, seed=rank), payloads[rank], format, 256)
+        place = {"place": (rank, 3)} | bits_for(format)
+        quantize(plain(n, seed=rank), payloads[rank], format, 256, **place)
     total = torch.empty(n)
-    dequantize(payloads, total, format, 256, factor=1 / 3)
+    dequantize(payloads, total, format, 256, factor=1 / 3, **bits_for(format))
     expected, got = torch.empty_like(payloads[0]), torch.empty_like(payloads[0])
     stream = philox.RandomBits(1, torch.tensor(4))
     quantize(total, expected, format, 256, random=stream)
     segments = segments_for(format, 256, [[n]])
-    requantize(payloads, got, segments, format, 256, factor=1 / 3, random=stream)
+    received = bits_for(format).get("random")
+    requantize(payloads, got, segments, format, 256, factor=1 / 3, received=received, random=stream)
     assert torch.equal(expected, got)
 
 
 STEP = torch.tensor(1)
+NOTHING = (None, None, None, 0, 0, 0, 0, 1)
 X = torch.zeros(100)
 OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
 
@@ -389,7 +452,7 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         ),
         (lambda: quantize(X, OUT, "int8", 32, segments=[100]), TypeError, "Segments or None"),
         (
-            lambda: blockwise.quantize_op(X, OUT, "int8", 32, X.long(), -1, *[None] * 3, 0, 0, 0),
+            lambda: blockwise.quantize_op(X, OUT, "int8", 32, X.long(), -1, *NOTHING),
             ValueError,
             r"a table as Segments makes it",
         ),
@@ -397,6 +460,26 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (lambda: quantize(X, OUT, "int8", 32, residual=X[1:]), ValueError, r"residual\): 100 ent"),
         (lambda: quantize(X, OUT.int(), "int8", 32), TypeError, r"quantize\(payload\)"),
         (lambda: dequantize(OUT, X, "int8", 32), ValueError, r"shape \(1 or more, 1, 208\)"),
+        (
+            lambda: quantize(X, OUT, "dithered_int8", 32),
+            ValueError,
+            r"quantize\(random\): dithered_int8 needs the bits of a dither, got None",
+        ),
+        (
+            lambda: dequantize(OUT[None], X, "dithered_int8", 32),
+            ValueError,
+            r"dequantize\(random\): dithered_int8 needs the bits",
+        ),
+        (
+            lambda: dequantize(OUT[None], X, "int8", 32, random=DRAWS),
+            ValueError,
+            r"dequantize\(random\): None, since int8 is not dithered",
+        ),
+        (
+            lambda: quantize(X, OUT, "dithered_int8", 32, random=DRAWS, place=(3, 3)),
+            ValueError,
+            r"quantize\(rank\): 0 to 2, got 3",
+        ),
         (lambda: philox.RandomBits(1, torch.tensor(1), first=3), ValueError, "multiple of 256"),
         (
             lambda: philox.RandomBits(1, torch.tensor(1).int()),
@@ -431,6 +514,10 @@ def fuzz(run: Any, rng: random.Random) -> None:
     key = (step, rng.randrange(2**63), rng.randrange(2**31), 256 * rng.randrange(9))
     payload = torch.empty(payload_bytes(n, format, block), dtype=torch.uint8)
     table = one_segment(format, block, n).table
+    draws = philox.NO_STREAM
+    if FORMATS[format].dithered:
+        key = draws = (torch.tensor(rng.randrange(2**40)), *key[1:])
+    key = (*key, *rng.choice([(0, 1), (2, 5)]))
     run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *key)
     ends = sorted(rng.randrange(n + 1) for _ in range(rng.randrange(4)))
     parts = [end - begin for begin, end in itertools.pairwise([0, *ends, n])]
@@ -438,15 +525,15 @@ def fuzz(run: Any, rng: random.Random) -> None:
     rows = torch.empty(len(segments.rows), payload_bytes(segments, format, block)).byte()
     form = (format, block, segments.table)
     run(blockwise.quantize_op, x, rows, *form, -1, kept, left, *key)
-    run(blockwise.dequantize_op, rows[None], x, *form, -1, 0.5, True)
+    run(blockwise.dequantize_op, rows[None], x, *form, -1, 0.5, True, *draws)
     row = rng.randrange(len(segments.rows))
     begin, end = segments.row(row)
-    run(blockwise.dequantize_op, rows[row : row + 1], x[begin:end], *form, row, 0.5, True)
+    run(blockwise.dequantize_op, rows[row : row + 1], x[begin:end], *form, row, 0.5, True, *draws)
     if n:
         payloads = payload.repeat(rng.randrange(1, 5), 1)
         payloads[-1] = torch.randint_like(payload, 256)  # any bytes
         flag = rng.random() < 0.5
-        run(blockwise.dequantize_op, payloads, x, format, block, table, -1, 0.5, flag)
+        run(blockwise.dequantize_op, payloads, x, format, block, table, -1, 0.5, flag, *draws)
         if block == 256:
             error = (0.5, left, 3.0, flag)
-            run(requantize_op, payloads, payload, format, block, table, 0, *error, *key)
+            run(requantize_op, payloads, payload, format, block, table, 0, *error, *draws, *key[:4])

@@ -153,21 +153,19 @@ def test_a_tradeoff_is_printed_and_written(tmp_path: Path) -> None:
     out = tmp_path / "made" / "here"
     done = invoke("tradeoff", "int8", "fp16", "--out", str(out))
     assert done.exit_code == 0, done.output
-    # fp16 has twice the bits and less error; rounding to nearest has half the error of int8.
+    # fp16 has twice the bits and less error; a dither has half the error of rounding at random.
     table = pd.read_csv(out / "tradeoff.csv")
-    assert set(table.scheme) == {"int8", "int8 stochastic=False", "fp16"}
+    names = {"int8", "int8 rounding=stochastic", "int8 rounding=nearest", "fp16"}
+    assert set(table.scheme) == names
     assert list(table.gradients.unique()) == ["normal", "Laplace", "t(3)"]
     normal = table[table.gradients == "normal"].set_index("scheme")
     # One tensor has one error; Adam's metric needs luck to be equal.
     assert (normal["median"] == normal.error).all()
     assert (normal.worst == normal.error).all()
-    fronts = "error median worst adam"
-    assert dict(normal.fronts.fillna("")) == {
-        "int8": "",
-        "int8 stochastic=False": fronts,
-        "fp16": fronts,
-    }
-    ratio = normal.error["int8"] / normal.error["int8 stochastic=False"]
+    fronts = normal.fronts.fillna("")
+    assert fronts["fp16"] == "error median worst adam"
+    assert fronts["int8 rounding=stochastic"] == ""
+    ratio = normal.error["int8 rounding=stochastic"] / normal.error["int8"]
     assert ratio == pytest.approx(2, rel=0.05)
     assert normal.bits["fp16"] == 16
     assert (out / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
@@ -262,7 +260,7 @@ def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.Mo
             write(folder, step, rank, {"large": large, "small": 1e-3 * small, "z": torch.zeros(9)})
     done = invoke("tradeoff", "int8", "--trace", str(folder), "--ranks", "2", "--out", str(out))
     assert done.exit_code == 0, done.output
-    assert done.output.count("int8 stochastic=False") == 1
+    assert done.output.count("int8 rounding=nearest") == 1
     found = table_of(done.output, "run gradients, 2 ranks")["int8"]
     assert list(found) == [
         "scheme", "bits", "error", "median tensor", "worst tensor", "Adam's metric", "noise",
@@ -273,7 +271,7 @@ def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.Mo
     expected = last[["error", "median", "worst", "adam"]].tolist()
     assert figures == pytest.approx(expected, rel=0.01)
     table = pd.read_csv(out / "tradeoff.csv")
-    assert table[table.gradients == "run"].ranks.tolist() == [2, 2]
+    assert table[table.gradients == "run"].ranks.tolist() == [2, 2, 2]
     assert "run gradients, 2 ranks" in (out / "tradeoff.html").read_text()
 
 

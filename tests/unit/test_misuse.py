@@ -89,8 +89,8 @@ def simulate(scheme: Any, **options: Any) -> Tensor:
 # ---- settings: strings, floats and truths where something else belongs
 
 SETTINGS: list[tuple[Call, str]] = [
-    (lambda: make("int8", stochastic="no"), r"int8\(stochastic=...\) is True or False, got 'no'"),
-    (lambda: commhooks.schemes.int8(stochastic="no"), r"int8\(stochastic=...\) is True or False"),
+    (lambda: make("int8", rounding="up"), r"int8\(rounding=...\)"),
+    (lambda: commhooks.schemes.int8(rounding=True), r"int8\(rounding=...\)"),
     (lambda: commhooks.schemes.fp16(fp32_sum="no"), r"fp16\(fp32_sum=...\) is True or False"),
     (lambda: make("bf16", fp32_sum="no"), r"bf16\(fp32_sum=...\) is True or False, got 'no'"),
     (lambda: make("int8", coalesce="no"), r"int8\(coalesce=...\) is True or False, got 'no'"),
@@ -235,8 +235,8 @@ def test_settings_of_schemes_of_ones_own_are_checked_too() -> None:
 # ---- options: which there are, and what they are called here
 
 OPTIONS: list[tuple[Call, str]] = [
-    (lambda: make("int8", rank=4), r"'int8' has no option 'rank'. Options: block, stochastic"),
-    (lambda: make("int8", stochstic=True), r"'stochstic'; did you mean 'stochastic'\? Options"),
+    (lambda: make("int8", rank=4), r"'int8' has no option 'rank'. Options: block, rounding"),
+    (lambda: make("int8", roundin="x"), r"'roundin'; did you mean 'rounding'\? Options"),
     (lambda: make("dgc", k=3), r"'dgc' has no option 'k'. Options: ratio, momentum"),
     (lambda: make("int4", bits=3), r"'int4' has no option 'bits'. Options: block.*coalesce$"),
     (lambda: make("powersgd", matrix_approximation_rank=4), r"it is called rank here. Options"),

@@ -57,10 +57,10 @@ TABLE: dict[str, tuple[Any, tuple[float, float, float]]] = {
     "fp16": (TwoPhaseCast(torch.float16), (4.3e-8, 4.3e-8, 4.3e-8)),
     "bf16": (TwoPhaseCast(torch.bfloat16), (2.8e-6, 2.8e-6, 2.8e-6)),
     "int8": (Blockwise("int8", 256), (4.9e-5, 1.0e-4, 3.3e-4)),
-    "int8 stochastic": (Blockwise("int8", 256, stochastic=True), (9.7e-5, 2.0e-4, 6.9e-4)),
+    "int8 stochastic": (Blockwise("int8", 256, "stochastic"), (9.7e-5, 2.0e-4, 6.9e-4)),
     "mxfp8": (Blockwise("mx_e4m3", 32), (8.6e-4, 1.0e-3, 1.1e-3)),
     "int4": (Blockwise("int4", 128), (0.0138, 0.026, 0.048)),
-    "int4 stochastic": (Blockwise("int4", 128, stochastic=True), (0.0275, 0.052, 0.109)),
+    "int4 stochastic": (Blockwise("int4", 128, "stochastic"), (0.0275, 0.052, 0.109)),
     "sign": (Blockwise("sign", 2048), (0.363, 0.50, 0.61)),
     "EDEN 1": (Eden(1), (0.571, 0.571, 0.571)),
     "EDEN 2": (Eden(2), (0.1325, 0.1325, 0.1325)),
@@ -107,10 +107,10 @@ def test_two_phases_cost_what_their_law_says(world_size: int, shared: float) -> 
     exact = torch.stack(grads).double().mean(0)
     kappa = sum(float(g.double().square().sum()) for g in grads)
     kappa /= float((exact * world_size).square().sum())
-    codec = Blockwise("int4", 128, stochastic=True)
+    codec = Blockwise("int4", 128, "stochastic")
     mean = Simulation(codec, {"p": (n,)}, world_size=world_size).step(grads)[0]
     assert math.isclose(error_of(mean, exact), omega * (kappa + 1), rel_tol=0.1)
-    gathered = Blockwise("int4", 128, stochastic=True, pattern="all_gather")
+    gathered = Blockwise("int4", 128, "stochastic", pattern="all_gather")
     mean = Simulation(gathered, {"p": (n,)}, world_size=world_size).step(grads)[0]
     assert math.isclose(error_of(mean, exact), omega * kappa, rel_tol=0.1)
 
@@ -171,7 +171,7 @@ def test_a_block_that_is_not_finite_spoils_itself_only() -> None:
         ({"pattern": "ring"}, "'two_phase' or 'all_gather', got 'ring'"),
         ({"format": "e4m3", "rotate": True}, "takes int8, int4, int2, sign"),
         ({"block": 2048, "rotate": True}, "blocks of 1024 at most"),
-        ({"format": "sign", "stochastic": True}, "a sign is not rounded"),
+        ({"format": "sign", "rounding": "stochastic"}, "a sign is not rounded"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], words: str) -> None:
