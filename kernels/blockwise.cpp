@@ -18,22 +18,20 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
                 float* left = unsent ? unsent + row.entry : nullptr;
                 const Run *run = runs_of(segments, row.index), *end = runs_of(segments, row.index + 1);
                 for (; run < end; ++run) {
-                    Random here = random;
-                    here.first += run->slot;
                     encode_all<F>(Source<T>{from + run->begin, rest ? rest + run->begin : nullptr},
-                                  run->count, (int)block, step ? &here : nullptr,
-                                  payload + run->slot / block * kScaleBytes<F>,
+                                  run->count, (int)block, step ? &random : nullptr,
+                                  payload + block_of(run->slot, (int)block) * kScaleBytes<F>,
                                   payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
                                   left ? left + run->begin : nullptr, run->slot, nullptr, &dither);
                 }
                 encode_tails(
                     segments, row.index, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
-                    [&](i64 entry, i64) {
-                        const float x = as_float(from[entry]);
-                        return rest ? x + rest[entry] : x;
+                    [&](i64 entry, i64, int n, float* to) {
+                        for (int i = 0; i < n; ++i) to[i] = as_float(from[entry + i]);
+                        for (int i = 0; i < n && rest; ++i) to[i] += rest[entry + i];
                     },
-                    [&](i64 entry, float error) {
-                        if (left) left[entry] = error;
+                    [&](i64 entry, int n, const float* errors) {
+                        if (left) __builtin_memcpy(left + entry, errors, sizeof(float) * (unsigned)n);
                     });
                 random.first += kRowKeys;
                 dither.random.first += kRowKeys;
@@ -62,14 +60,24 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
                     if (accumulate) decode_all<F, T, true>(here, run->count, (int)block, factor, entries, &dither);
                     else if constexpr (sizeof(T) == 4) {
                         // A bucket that is larger than the cache; short runs are not worth a buffer.
-                        if (slots_of_row(segments) * rows >= kStreamed && run->count >= kLongest)
-                            decode_streaming<F>(here, run->count, (int)block, factor, entries, &dither);
-                        else decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
+                        if (slots_of_row(segments) * rows < kStreamed || run->count < kLongest)
+                            decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
+                        else if ((unsigned long)entries % sizeof(Floats) == 0)
+                            decode_all<F, T, false, true>(here, run->count, (int)block, factor, entries, &dither);
+                        else decode_streaming<F>(here, run->count, (int)block, factor, entries, &dither);
                     } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
                 }
-                each_tail(segments, row.index, [&](i64 entry, i64 i) {
-                    const float value = sum_of_tails(payloads + tails_at, stride, count, i) * factor;
-                    put(to + entry, accumulate ? as_float(to[entry]) + value : value);
+                each_tail_run(segments, row.index, [&](const Run& run, i64 place) {
+                    float sums[kGroup];
+                    for (i64 at = 0; at < run.count; at += kGroup) {
+                        const int n = (int)(run.count - at < kGroup ? run.count - at : kGroup);
+                        T* entries = to + run.begin + at;
+                        sum_tails(payloads + tails_at, stride, count, place + at, n, sums);
+                        for (int i = 0; i < n; ++i) {
+                            const float value = sums[i] * factor;
+                            put(entries + i, accumulate ? as_float(entries[i]) + value : value);
+                        }
+                    }
                 });
             }
         });
@@ -85,18 +93,16 @@ void requantize_run(const Payloads& from, i64 n, int block, float factor, float*
                     Dither* dither) {
     float sums[kLongest], errors[kLongest];
     for (i64 at = 0; at < n; at += kLongest) {
-        const i64 b = at / block;
+        const i64 b = block_of(at, block);
         const int count = (int)(n - at < kLongest ? n - at : kLongest);
         for (int i = 0; i < count; i += block)
-            sum_block<F>(from, b + i / block, block,
+            sum_block<F>(from, b + block_of(i, block), block,
                          rounded_up(count - i < block ? count - i : block, kUnit<F>), received,
                          [&](int j, const Floats(&sum)[kVectors]) {
                              for (int v = 0; v < kVectors; ++v)
                                  store_as(sums + i + j + v * kWidth, sum[v] * factor);
                          });
-        Random here = random ? *random : Random{};
-        here.first += at;
-        encode_all<F>(Source<float>{sums, nullptr}, count, block, random ? &here : nullptr,
+        encode_all<F>(Source<float>{sums, nullptr}, count, block, random,
                       scales + b * kScaleBytes<F>, codes + at / kUnit<F> * kUnitBytes<F>,
                       unsent ? errors : nullptr, from.slot + at, nullptr, dither);
         for (int i = 0; unsent && i < count; ++i) {
@@ -123,20 +129,22 @@ EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i6
         using F = decltype(f);
         clear_padding<F>(segments, row, block, false, payload, {codes_at, tails_at, bytes});
         for (const Run *run = runs_of(segments, row), *end = runs_of(segments, row + 1); run < end; ++run) {
-            Random here = random;
-            here.first += run->slot;
             requantize_run<F>(from_slot<F>(from, run->slot, block), run->count, block, factor,
                               unsent ? unsent + run->begin : nullptr, weight, accumulate,
-                              step ? &here : nullptr, payload + run->slot / block * kScaleBytes<F>,
+                              step ? &random : nullptr, payload + block_of(run->slot, (int)block) * kScaleBytes<F>,
                               payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>, &received, &dither);
         }
     });
     encode_tails(
         segments, row, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
-        [&](i64, i64 i) { return sum_of_tails(payloads + tails_at, stride, payload_count, i) * factor; },
-        [&](i64 entry, float error) {
-            if (!unsent) return;
-            error *= weight;
-            unsent[entry] = accumulate ? unsent[entry] + error : error;
+        [&](i64, i64 place, int n, float* to) {
+            sum_tails(payloads + tails_at, stride, payload_count, place, n, to);
+            for (int i = 0; i < n; ++i) to[i] *= factor;
+        },
+        [&](i64 entry, int n, const float* errors) {
+            for (int i = 0; i < n && unsent; ++i) {
+                const float error = errors[i] * weight;
+                unsent[entry + i] = accumulate ? unsent[entry + i] + error : error;
+            }
         });
 }

@@ -24,11 +24,9 @@ EXPORT(quantize_rotated)(i64 format, i64 dtype, i64 block, const void* x, const 
                 clear_padding<F>(table, row.index, (int)block, true, payload, {codes_at, tails_at, bytes});
                 for (Segments run = runs_of(table, row.index); run < runs_of(table, row.index + 1); ++run) {
                     const i64 begin = row.entry + run->begin;
-                    Random here = random;
-                    here.first += run->slot;
                     encode_all<F>(Source<T>{(const T*)x + begin, residual ? residual + begin : nullptr},
-                                  run->count, (int)block, step ? &here : nullptr,
-                                  payload + run->slot / block * kScaleBytes<F>,
+                                  run->count, (int)block, step ? &random : nullptr,
+                                  payload + block_of(run->slot, (int)block) * kScaleBytes<F>,
                                   payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
                                   unsent ? unsent + begin : nullptr, run->slot, &rotation);
                 }
@@ -65,8 +63,8 @@ EXPORT(dequantize_rotated)(i64 format, i64 dtype, i64 block_size, const u8* payl
                 for (Segments run = runs_of(table, row.index); run < runs_of(table, row.index + 1); ++run) {
                     const Payloads from = from_slot<F>(all, run->slot, block);
                     T* to = (T*)out + row.entry + run->begin;
-                    for (i64 at = 0; at < run->count; at += block, to += block) {
-                        sum_block<F>(from, at / block, block, block, nullptr,
+                    for (i64 at = 0, b = 0; at < run->count; at += block, to += block, ++b) {
+                        sum_block<F>(from, b, block, block, nullptr,
                                      [&](int i, const Floats(&sum)[kVectors]) { store(sums + i, sum); });
                         rotation.turn_back(run->slot + at, block, sums);
                         const int rest = (int)(run->count - at < block ? run->count - at : block);

@@ -165,7 +165,7 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
                 float* unsent, i64 slot = 0, Rotation* rotation = nullptr, Dither* dither = nullptr) {
     float copy[kLongest], tail[kLongest];
     u32 noise[kLongest / 2];
-    for (i64 at = 0; at < n; at += block) {
+    for (i64 at = 0; at < n; at += block, scales += kScaleBytes<F>) {
         const int count = (int)(n - at < block ? n - at : block);
         // A rotation spreads entries over the whole block, so that a short block is sent as a full one.
         const int coded = rotation ? block : count, end = rounded_up(coded, kUnit<F>);
@@ -191,12 +191,11 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         const float* c = in_place ? (const float*)x : copy;
         float* rest = whole && unsent ? unsent + at : tail;
         const Scale scale = scale_of<F>(extent.largest, extent.mean);
-        u8* scale_out = scales + at / block * kScaleBytes<F>;
         u8* code = codes + at / kUnit<F> * kUnitBytes<F>;
-        if constexpr (F::is_mx) *scale_out = (u8)mx_byte(scale.value);
-        else __builtin_memcpy(scale_out, &scale.value, 4);
+        if constexpr (F::is_mx) *scales = (u8)mx_byte(scale.value);
+        else __builtin_memcpy(scales, &scale.value, 4);
 
-        const i64 first = random ? random->first + at : 0, row = first % kGroup / kRow;
+        const i64 first = random ? random->first + slot + at : 0, row = first % kGroup / kRow;
         if (random && !F::is_dithered && (at == 0 || first % kGroup == 0))
             for (int i = 0; i < block; i += kGroup) {
                 fetch_next(i, kGroup);
@@ -250,9 +249,9 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Dither* d
     }
 }
 
-template <class F, class T, bool ACCUMULATE>
+template <class F, class T, bool ACCUMULATE, bool STREAMED = false>
 void decode_all(const Payloads& from, i64 n, int block, float factor, T* out, Dither* dither = nullptr) {
-    for (i64 at = 0; at < n; at += block, out += block) {
+    for (i64 at = 0, b = 0; at < n; at += block, out += block, ++b) {
         const int count = (int)(n - at < block ? n - at : block);
         auto put = [=](T* to, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
             Floats row[kVectors];
@@ -260,9 +259,10 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out, Di
                 row[v] = sum[v] * factor;
                 if (ACCUMULATE) row[v] += load(to + v * kWidth);
             }
-            store(to, row);
+            if constexpr (STREAMED) stream(to, row);
+            else store(to, row);
         };
-        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>), dither,
+        sum_block<F>(from, b, block, rounded_up(count, kUnit<F>), dither,
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
                          if (i + kRow <= count) return put(out + i, sum);
                          alignas(Floats) T some[kRow] = {};
@@ -271,20 +271,21 @@ void decode_all(const Payloads& from, i64 n, int block, float factor, T* out, Di
                          for (int l = 0; l < count - i; ++l) out[i + l] = some[l];
                      });
     }
+    if constexpr (STREAMED) end_of_stream();
 }
 
-// The same with stores past the cache. Parameters begin anywhere, and such stores are aligned: blocks are
-// decoded to a buffer whose rows lie as those of memory, and the end of a row that is not whole waits there.
+// The same with stores past the cache, which are aligned, for entries that begin anywhere: blocks are decoded
+// to a buffer whose rows lie as those of memory, and the end of a row that is not whole waits there.
 template <class F>
 void decode_streaming(const Payloads& from, i64 n, int block, float factor, float* out, Dither* dither) {
     alignas(128) float buffer[kLongest + 2 * kRow];
     const int ahead = (int)((unsigned long)out / 4 % kRow);  // entries of the first row that are not ours
     float* row = out - ahead;
     int first = ahead, filled = ahead;
-    for (i64 at = 0; at < n; at += block) {
+    for (i64 at = 0, b = 0; at < n; at += block, ++b) {
         const int count = (int)(n - at < block ? n - at : block);
         float* to = buffer + filled;
-        sum_block<F>(from, at / block, block, rounded_up(count, kUnit<F>), dither,
+        sum_block<F>(from, b, block, rounded_up(count, kUnit<F>), dither,
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
                          for (int v = 0; v < kVectors; ++v) store_as(to + i + v * kWidth, sum[v] * factor);
                      });
@@ -323,9 +324,13 @@ template <class Call> void with_format(int format, Call call) {
     }
 }
 
+// Returns the number of the block that a slot begins. A block is a power of two; a division takes as long as
+// 16 entries.
+INLINE i64 block_of(i64 slot, int block) { return slot >> __builtin_ctz((u32)block); }
+
 // Returns the payloads from a slot on, which begins a block.
 template <class F> Payloads from_slot(const Payloads& from, i64 slot, int block) {
-    return {from.scales + slot / block * kScaleBytes<F>, from.codes + slot / kUnit<F> * kUnitBytes<F>,
+    return {from.scales + block_of(slot, block) * kScaleBytes<F>, from.codes + slot / kUnit<F> * kUnitBytes<F>,
             from.stride, from.count, slot};
 }
 
@@ -338,11 +343,11 @@ template <class F>
 void clear_padding(Segments segments, i64 row, int block, bool rotated, u8* payload, const Places& at) {
     i64 scales = 0, codes = at.codes;
     for (const Run *run = runs_of(segments, row), *end = runs_of(segments, row + 1); run < end; ++run) {
-        clear(payload, scales, run->slot / block * kScaleBytes<F>);
+        clear(payload, scales, block_of(run->slot, block) * kScaleBytes<F>);
         clear(payload, codes, at.codes + run->slot / kUnit<F> * kUnitBytes<F>);
         // A rotation spreads entries over the whole block.
-        const i64 coded = rotated ? (run->count + block - 1) / block * block : run->count;
-        scales = (run->slot + coded + block - 1) / block * kScaleBytes<F>;
+        const i64 coded = rotated ? (run->count + block - 1) & -(i64)block : run->count;
+        scales = block_of(run->slot + coded + block - 1, block) * kScaleBytes<F>;
         codes = at.codes + (run->slot + coded + kUnit<F> - 1) / kUnit<F> * kUnitBytes<F>;
     }
     i64 tails = at.tails;
@@ -353,55 +358,68 @@ void clear_padding(Segments segments, i64 row, int block, bool rotated, u8* payl
     clear(payload, tails, at.bytes);
 }
 
-// Calls f(entry, place) for the entries of 16 bits of a row.
-template <class Call> void each_tail(Segments segments, i64 row, Call call) {
-    i64 place = 0;
+// Calls f(run, place) for the runs of entries of 16 bits of a row.
+template <class Call> void each_tail_run(Segments segments, i64 row, Call call) {
     for (const Run *run = tail_runs_of(segments, row), *end = tail_runs_of(segments, row + 1); run < end; ++run)
-        for (i64 i = 0; i < run->count; ++i) call(run->begin + i, place++);
+        call(*run, run->slot);
 }
 
-// Writes a row's entries of 16 bits; put(entry, error) takes what they leave out.
+// Writes a row's entries of 16 bits: take(entry, place, n, to) gives n entries, and put(entry, n, errors)
+// takes what is left out.
 template <class Take, class Put>
 void encode_tails(Segments segments, i64 row, const Random* random, BFloat16* out, Take take, Put put) {
     const i64 count = tails_of_row(segments, row);
-    if (!count) return;
     const i64 first = random ? random->first + slots_of_row(segments) : 0;
-    u32 noise[kGroup / 2] = {};
-    float group[kGroup];
-    i64 entries[kGroup];
-    each_tail(segments, row, [&](i64 entry, i64 place) {
-        const int here = (int)(place % kGroup);
-        group[here] = take(entry, place);
-        entries[here] = entry;
-        if (here + 1 < kGroup && place + 1 < count) return;
-        if (random) fill_words(*random, (first + place) / kGroup, noise);
-        for (int i = here + 1; i % kRow; ++i) group[i] = 0.0f;
+    const Run* run = tail_runs_of(segments, row);
+    i64 done = 0;  // entries of the run
+    for (i64 at = 0; at < count; at += kGroup, out += kGroup) {
+        const int here = (int)(count - at < kGroup ? count - at : kGroup);
+        // Calls f(entry, i, n) for the parts of runs that are in the group, and moves on.
+        auto each = [&](const Run*& run, i64& done, auto call) {
+            for (int i = 0; i < here;) {
+                const int n = (int)(run->count - done < here - i ? run->count - done : here - i);
+                call(run->begin + done, i, n);
+                i += n, done += n;
+                if (done == run->count) ++run, done = 0;
+            }
+        };
+        const Run* begin = run;
+        i64 from = done;
+        float group[kGroup + kRow];  // `take` may write whole rows
         BFloat16 narrow[kGroup];
-        for (int i = 0; i <= here; i += kRow) {
-            Floats row_of[kVectors];
+        u32 noise[kGroup / 2];
+        each(run, done, [&](i64 entry, int i, int n) { take(entry, at + i, n, group + i); });
+        for (int i = here; i % kRow; ++i) group[i] = 0.0f;
+        if (random) fill_words(*random, (first + at) / kGroup, noise);
+        for (int i = 0; i < here; i += kRow) {
+            Floats entries[kVectors];
             Words bits[kVectors];
             for (int v = 0; v < kVectors; ++v) {
-                row_of[v] = load(group + i + v * kWidth);
+                entries[v] = load(group + i + v * kWidth);
                 if (random) bits[v] = random_bits(noise, i / kRow, v);
             }
-            if (random) store(narrow + i, row_of, bits);
-            else store(narrow + i, row_of);
+            if (random) store(narrow + i, entries, bits);
+            else store(narrow + i, entries);
+            for (int v = 0; v < kVectors; ++v)
+                store_as(group + i + v * kWidth, entries[v] - load(narrow + i + v * kWidth));
         }
-        for (int i = 0; i <= here; ++i) {
-            out[place - here + i] = narrow[i];
-            put(entries[i], group[i] - as_float(narrow[i]));
-        }
-    });
+        __builtin_memcpy(out, narrow, sizeof(BFloat16) * (unsigned)here);
+        each(begin, from, [&](i64 entry, int i, int n) { put(entry, n, group + i); });
+    }
 }
 
-// Returns the sum of the entries at place `i` of 16 bits of all payloads, in their order.
-float sum_of_tails(const u8* tails, i64 stride, i64 payloads, i64 i) {
-    float sum = 0.0f;
-    for (i64 r = 0; r < payloads; ++r) {
-        const float entry = from_bfloat16((u32)load_as<u16>(tails + r * stride + 2 * i));
-        sum = r ? sum + entry : entry;
+// Sums `n` entries of 16 bits of all payloads, in their order; writes whole rows.
+void sum_tails(const u8* tails, i64 stride, i64 payloads, i64 place, int n, float* sums) {
+    for (int i = 0; i < n; i += kRow) {
+        Floats sum[kVectors], row[kVectors];
+        const u8* from = tails + 2 * (place + i);
+        load_row((const BFloat16*)from, n - i, sum);
+        for (i64 r = 1; r < payloads; ++r) {
+            load_row((const BFloat16*)(from + r * stride), n - i, row);
+            for (int v = 0; v < kVectors; ++v) sum[v] += row[v];
+        }
+        store(sums + i, sum);
     }
-    return sum;
 }
 
 }  // namespace
