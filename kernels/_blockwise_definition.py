@@ -168,7 +168,7 @@ def _dithered(y: Tensor, draws: Tensor) -> Tensor:
 
     Below 1 the first value on the entry's side, with magnitude 1 - t, is taken where
     (1 - t)^2 - 1/4 < 2 |y|, so that the mean is |y|; other entries take the nearest value.
-    ``docs/design/quantized.md`` has the derivation.
+    ``docs/design/kernels.md`` has the derivation.
     """
     # More bits decide whether a value is taken than shift it, since entries may be tiny.
     a, t = y.abs(), philox.falling(draws, 23)
@@ -229,10 +229,10 @@ def _values(codes: Tensor, form: Format, draws: Tensor | None = None) -> Tensor:
         )
         return table[codes.long()]
     wide = 32 - form.bits  # shifting up and down again extends the sign
-    values = (codes << wide >> wide).to(torch.float32)
+    integers = (codes << wide >> wide).to(torch.float32)
     if not form.dithered or draws is None:
-        return values
-    return torch.where(values == 0, 0.0, values - _shift(draws))
+        return integers
+    return torch.where(integers == 0, 0.0, integers - _shift(draws))
 
 
 def _pack(codes: Tensor, form: Format) -> Tensor:
@@ -286,8 +286,10 @@ def sum_payloads(
     payloads: Tensor, layout: Payload, n: int, draws: Sequence[Tensor] | None = None
 ) -> Tensor:
     """Returns the float32 sum of the decoded payloads of ``n`` entries, added in their order."""
-    each = draws or [None] * len(payloads)
-    return _added([_decode(payload, layout, n, d) for payload, d in zip(payloads, each, strict=True)])
+    each: Sequence[Tensor | None] = draws or [None] * len(payloads)
+    return _added(
+        [_decode(payload, layout, n, own) for payload, own in zip(payloads, each, strict=True)]
+    )
 
 
 def _added(parts: list[Tensor]) -> Tensor:

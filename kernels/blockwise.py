@@ -142,8 +142,8 @@ def _table(format: str, block: int, n: int, whole: bool) -> Tensor:
 
 @op(
     "quantize(Tensor x, Tensor(a!) payload, str format, int block, Tensor table, int row,"
-    " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first, int rank,"
-    " int ranks) -> ()",
+    " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first,"
+    " int rank, int ranks) -> ()",
     same=[("residual", "unsent")],
 )
 def quantize_op(

@@ -214,11 +214,11 @@ def dither(
     """
     groups = range(first // _GROUP, -(-(first + n) // _GROUP))
     calls = torch.arange(_DITHER + groups.start, _DITHER + groups.stop, device=device)
-    a, b = _philox(calls, step, seed, stream)[:2, :, None]
-    draws = (a + b * torch.arange(_GROUP, device=device)).view(-1)
+    a, b = _philox(calls, step, seed, stream)[:2, :, None].unbind()
+    entries = torch.arange(_GROUP, device=device)
     begin = first - groups.start * _GROUP
-    rank, ranks = place
-    return draws[begin : begin + n] + rank * (2**32 // ranks) & _MASK
+    draws = torch.addcmul(a, b, entries).view(-1)[begin : begin + n]
+    return draws + place[0] * (2**32 // place[1]) & _MASK
 
 
 def falling(draws: Tensor, bits: int) -> Tensor:
@@ -226,7 +226,8 @@ def falling(draws: Tensor, bits: int) -> Tensor:
 
     The numbers are odd multiples of ``2^-bits``, symmetric around 0.
     """
-    return 0.5 - (draws >> (32 - bits) | 1).to(torch.float32) * 2.0**-bits
+    places = (draws >> (32 - bits) | 1).to(torch.float32)
+    return places.mul(2.0**-bits).neg().add(0.5)
 
 
 def centred(half_words: Tensor) -> Tensor:

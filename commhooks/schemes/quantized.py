@@ -81,9 +81,9 @@ class Blockwise(BlockCodec):
                 f"got {self.format!r} and {self.block}"
             )
         if self.rounding == "dither" and (self.format != "int8" or self.rotate):
-            rotated = " and rotate=True" if self.rotate else ""
             raise ValueError(
-                f"Blockwise(rounding='dither') takes 'int8', not rotated, got {self.format!r}{rotated}"
+                f"Blockwise(rounding='dither') takes 'int8' without rotation, "
+                f"got {self.format!r} and rotate={self.rotate}"
             )
         if self.stochastic and self.format == "sign":
             raise ValueError("Blockwise(rounding='stochastic'): a sign is not rounded")

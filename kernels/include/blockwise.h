@@ -28,7 +28,7 @@ template <int BITS> struct Integer {
 };
 
 // Subtractive dither on an 8-bit grid: values are 0 and k - d scales with k = +-1 to +-127, where d is drawn
-// for every entry and known to all ranks; see docs/design/quantized.md.
+// for every entry and known to all ranks; see docs/design/kernels.md.
 struct DitheredInt8 {
     static constexpr int bits = 8;
     static constexpr bool is_sign = false, is_mx = false, is_dithered = true;

@@ -44,7 +44,14 @@ TRIED = (
 )
 DRAWS = philox.RandomBits(7, torch.tensor(3))
 UNDITHERED = [name for name, form in FORMATS.items() if not form.dithered]
-AT_EVERY_RUN = {"int8", "int4", "e4m3", "mx_e5m2", "sign", "dithered_int8"}  # each has code of its own
+AT_EVERY_RUN = {
+    "int8",
+    "int4",
+    "e4m3",
+    "mx_e5m2",
+    "sign",
+    "dithered_int8",
+}  # each has code of its own
 KERNELS = {
     "blockwise.cu": [
         *(
@@ -111,7 +118,9 @@ def in_rows(
     segments = segments_for(format, block, cut_rows(n))
     left = torch.full((n,), 5.0)
     rows = torch.full((6, payload_bytes(segments, format, block)), 77, dtype=torch.uint8)
-    run(blockwise.quantize_op, x, rows, format, block, segments.table, -1, kept, left, *random, 0, 1)
+    run(
+        blockwise.quantize_op, x, rows, format, block, segments.table, -1, kept, left, *random, 0, 1
+    )
     out = torch.full((n,), 7.0).to(x.dtype)
     messages = torch.stack([rows, rows])
     form = (format, block, segments.table)

@@ -11,6 +11,12 @@ MUTANTS: list[Mutant] = [
     *planted(
         "kernels/_blockwise_definition.py",
         (
+            "a dither moves zeros",
+            "taken = a > (t * 0.5 - 1.0) * t + 0.375",
+            "taken = a >= 0.0",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
             "integers are cut off",
             "return y.round().to(torch.int32) & (1 << form.bits) - 1",
             "return y.floor().to(torch.int32) & (1 << form.bits) - 1",
@@ -60,8 +66,14 @@ MUTANTS: list[Mutant] = [
         "kernels/blockwise.cu",
         (
             "all rows of a message have the noise of the first",
-            "first + blockIdx.y * kRowKeys",
-            "first",
+            "seed, stream, first + blockIdx.y * kRowKeys,\n",
+            "seed, stream, first,\n",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+        (
+            "all rows of a message are decoded with the dither of the first",
+            "seed, stream, first + blockIdx.y * kRowKeys, 0, payload_count}",
+            "seed, stream, first, 0, payload_count}",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
         (
@@ -75,8 +87,8 @@ MUTANTS: list[Mutant] = [
         "kernels/rotated.cu",
         (
             "a short block is decoded from its own entries only",
-            "(from, at, SPAN, 0, c)",
-            "(from, at, entries_at<SPAN>(place), 0, c)",
+            "(from, at, SPAN, 0, Dither{}, c)",
+            "(from, at, entries_at<SPAN>(place), 0, Dither{}, c)",
             f"{KERNELS}/test_rotated.py::{EQUAL}",
         ),
     ),

@@ -227,7 +227,34 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "commhooks/schemes/hierarchical.py",
+        (
+            "ranks of a node dither as in the whole world",
+            '"inside/", place=(local_rank, local))',
+            '"inside/")',
+            f"{UNIT}/test_hierarchical.py::test_draws_are_shifted_within_a_node_and_between_nodes",
+        ),
+        (
+            "nodes dither as ranks do",
+            "purpose, place=(node, nodes))",
+            "purpose)",
+            f"{UNIT}/test_hierarchical.py::test_draws_are_shifted_within_a_node_and_between_nodes",
+        ),
+    ),
+    *planted(
         "commhooks/schemes/quantized.py",
+        (
+            "both phases are decoded with the dither of the second",
+            "received=random.first.per_phase if",
+            "received=random.per_phase if",
+            f"{UNIT}/test_quantized.py::test_two_phases_cost_what_their_law_says",
+        ),
+        (
+            "no rank shifts its dither",
+            "                place=random.place,\n",
+            "",
+            f"{UNIT}/test_quantized.py::test_errors_of_equal_gradients_cancel_with_a_dither",
+        ),
         (
             "the second rounding of rotated blocks is left rotated",
             "            error.add_(back)",

@@ -58,6 +58,7 @@ TABLE: dict[str, tuple[Any, tuple[float, float, float]]] = {
     "bf16": (TwoPhaseCast(torch.bfloat16), (2.8e-6, 2.8e-6, 2.8e-6)),
     "int8": (Blockwise("int8", 256), (4.9e-5, 1.0e-4, 3.3e-4)),
     "int8 stochastic": (Blockwise("int8", 256, "stochastic"), (9.7e-5, 2.0e-4, 6.9e-4)),
+    "int8 dithered": (Blockwise("int8", 256, "dither"), (4.9e-5, 1.0e-4, 3.5e-4)),
     "mxfp8": (Blockwise("mx_e4m3", 32), (8.6e-4, 1.0e-3, 1.1e-3)),
     "int4": (Blockwise("int4", 128), (0.0138, 0.026, 0.048)),
     "int4 stochastic": (Blockwise("int4", 128, "stochastic"), (0.0275, 0.052, 0.109)),
@@ -100,19 +101,31 @@ def test_a_rotation_makes_any_tail_a_normal_one() -> None:
 @pytest.mark.parametrize("shared", [0.0, 0.5])
 def test_two_phases_cost_what_their_law_says(world_size: int, shared: float) -> None:
     """omega (kappa + 1), kappa = sum |x_i|^2 / |sum x_i|^2; no matter how many ranks."""
-    n, omega = 2**17, 0.0275
+    n = 2**17
     generator = torch.Generator().manual_seed(0)
     common = gauss(generator, n) * shared**0.5
     grads = [common + gauss(generator, n) * (1 - shared) ** 0.5 for _ in range(world_size)]
     exact = torch.stack(grads).double().mean(0)
     kappa = sum(float(g.double().square().sum()) for g in grads)
     kappa /= float((exact * world_size).square().sum())
-    codec = Blockwise("int4", 128, "stochastic")
-    mean = Simulation(codec, {"p": (n,)}, world_size=world_size).step(grads)[0]
-    assert math.isclose(error_of(mean, exact), omega * (kappa + 1), rel_tol=0.1)
-    gathered = Blockwise("int4", 128, "stochastic", pattern="all_gather")
-    mean = Simulation(gathered, {"p": (n,)}, world_size=world_size).step(grads)[0]
-    assert math.isclose(error_of(mean, exact), omega * kappa, rel_tol=0.1)
+    int4, int8 = Blockwise("int4", 128, "stochastic"), Blockwise("int8", 256, "dither")
+    for codec, omega in ((int4, 0.0275), (int8, 4.9e-5)):
+        mean = Simulation(codec, {"p": (n,)}, world_size=world_size).step(grads)[0]
+        assert math.isclose(error_of(mean, exact), omega * (kappa + 1), rel_tol=0.1)
+        gathered = replace(codec, pattern="all_gather")
+        mean = Simulation(gathered, {"p": (n,)}, world_size=world_size).step(grads)[0]
+        assert math.isclose(error_of(mean, exact), omega * kappa, rel_tol=0.1)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_errors_of_equal_gradients_cancel_with_a_dither(world_size: int) -> None:
+    """The draws of n ranks are 1 / n apart, so that their grids are one n times as fine."""
+    n, omega = 2**17, 4.9e-5
+    x = gauss(torch.Generator().manual_seed(0), n)
+    for pattern, second in (("all_gather", 0.0), ("two_phase", omega)):
+        codec = Blockwise("int8", 256, "dither", pattern=pattern)  # type: ignore[arg-type]
+        mean = Simulation(codec, {"p": (n,)}, world_size=world_size).step([x] * world_size)[0]
+        assert math.isclose(error_of(mean, x), omega / world_size**2 + second, rel_tol=0.1)
 
 
 @pytest.mark.parametrize(
@@ -172,6 +185,8 @@ def test_a_block_that_is_not_finite_spoils_itself_only() -> None:
         ({"format": "e4m3", "rotate": True}, "takes int8, int4, int2, sign"),
         ({"block": 2048, "rotate": True}, "blocks of 1024 at most"),
         ({"format": "sign", "rounding": "stochastic"}, "a sign is not rounded"),
+        ({"format": "int4", "rounding": "dither"}, "takes 'int8' without rotation, got 'int4'"),
+        ({"rotate": True, "rounding": "dither"}, "got 'int8' and rotate=True"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, object], words: str) -> None:
