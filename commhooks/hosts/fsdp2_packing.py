@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -60,6 +61,14 @@ class Packing:
         packed = sum(n for n, packed in self.runs if packed)
         return packed > 0 and sum(n for n, _ in self.runs) == numel
 
+    def layout(self, name: str, ranks: int) -> Layout:
+        """Returns the layout of the packed entries of all ranks, which have equally many.
+
+        Args:
+            name: of all of it, which the parameters' names here begin with.
+        """
+        return _layout(self, name, ranks)
+
     def take(self, rows: Tensor, *, packed: bool) -> Tensor:
         """Returns the entries of each row that are packed, or the others; ``rows`` if it is all."""
         if not self.mixed:
@@ -75,6 +84,12 @@ class Packing:
             for this, rows in ((True, packed), (False, exact))
         }
         return torch.cat([next(pieces[this]) for _, this in self.runs], dim=-1)
+
+
+@lru_cache(maxsize=4096)  # one for each module
+def _layout(packing: Packing, name: str, ranks: int) -> Layout:
+    shapes = [(n,) for n, packed in packing.runs if packed] * ranks
+    return Layout([f"{name}/{index}" for index in range(len(shapes))], shapes)
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,8 @@ class GatherPacked(Call):
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
         if self.is_plain(engine.scheme) or not self.packing.mixed:
+            if self.packing.fit(self.given.numel()):
+                layout = self.packing.layout(layout.names[0], engine.world_size)
             return (yield from super().exchange(engine, layout, number, agree=agree))
         packed, exact = (self.packing.take(self.given, packed=this) for this in (True, False))
         rows = yield from self.gather(engine, layout, number, packed, exact, agree=agree)
@@ -113,6 +130,8 @@ class GatherPacked(Call):
     ) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
         """Gathers ``packed`` by the scheme and ``exact`` as it is; returns rows, one for a rank."""
         into = packed.new_empty(engine.world_size * packed.numel())
+        if self.packing.fit(self.given.numel()):
+            layout = self.packing.layout(layout.names[0], engine.world_size)
         exchange = Call("all_gather", packed, into).exchange(engine, layout, number, agree=agree)
         if exact.numel():
             others = yield from _beside(exchange, exact)

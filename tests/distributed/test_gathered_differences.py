@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -579,3 +579,30 @@ def test_what_has_no_known_parts_travels_as_it_is() -> None:
 
 def test_beside_tensor_parallelism() -> None:
     run_ranks(_columns, 4, ignore_warnings=(".*returned a view tensor",))
+
+
+def _beside_large_ones(rank: int, world_size: int, differences: bool) -> float:
+    """Relative error of a bias that is 10,000 times smaller than the weight before it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(39, 26)
+    change = 1e-4 * torch.randn(26)
+    with torch.no_grad():
+        layer.bias.copy_(change)
+    model = fully_shard(layer)
+    gather_parameters(model, "int8", differences=differences)
+    if differences:
+        model.unshard()
+        model.reshard()
+        with torch.no_grad():
+            for parameter, by in ((model.weight, 1.0), (model.bias, 1e-4)):
+                change = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
+                parameter.add_(distribute_tensor(by * change, parameter.device_mesh, [Shard(0)]))
+        change = by * change
+    before = model.bias.full_tensor().detach()
+    model.unshard()
+    return float((model.bias.detach() - before).norm() / change.norm())
+
+
+@pytest.mark.parametrize("differences", [False, True])
+def test_a_small_parameter_is_gathered_as_exactly_as_its_large_neighbour(differences: bool) -> None:
+    assert 0 < max(run_ranks(_beside_large_ones, 2, differences)) < 0.01
