@@ -15,7 +15,7 @@ from commhooks import ErrorFeedback
 from commhooks.checkpoint.plain_scheme import from_plain, to_plain
 from commhooks.core.registry import _factories, register_scheme
 from commhooks.errors import OptionError, UnknownSchemeError
-from commhooks.schemes import Dense, PowerSGD
+from commhooks.schemes import Blockwise, Dense, PowerSGD
 from commhooks.wrappers import Cast, Coalesced, DelayedStart
 
 
@@ -135,6 +135,15 @@ def test_a_saved_scheme_is_found_whatever_file_its_class_lies_in() -> None:
     assert from_plain(plain) == scheme
     plain["settings"]["before"]["class"] = "commhooks.schemes.dense.Dense"  # as once saved
     plain["settings"]["scheme"]["class"] = "commhooks.wrappers.cast.Cast"
+    assert from_plain(plain) == scheme
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_saved_scheme_may_have_the_settings_of_its_time(stochastic: bool) -> None:
+    scheme = Blockwise("int8", 512, "stochastic" if stochastic else "nearest")
+    plain = to_plain(scheme)
+    del plain["settings"]["rounding"]
+    plain["settings"]["stochastic"] = stochastic
     assert from_plain(plain) == scheme
 
 
