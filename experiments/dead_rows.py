@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from commhooks.research import Simulation
 from experiments.tasks import CharLstm, Task, lstm
 
-# Of a width that is no power of two: rotated blocks with one or two used rows of 64 leave the others
-# at exactly zero, since parts of a Hadamard matrix are equal.
+# The width is no power of two. Where a rotated block has one used row of 64 and three others, its
+# four parts are equal but for signs, are rounded alike, and cancel in the other rows.
 ROWS, WIDTH = 1024, 75
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),

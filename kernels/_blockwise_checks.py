@@ -87,7 +87,7 @@ def check_draws(
     if dithered and step is None:
         raise ValueError(f"{caller}({name}): {format} needs the bits of a dither, got None")
     if not dithered and step is not None and not encoder:
-        raise ValueError(f"{caller}({name}): None, since {format} is not dithered")
+        raise ValueError(f"{caller}({name}): has to be None, as {format} is not dithered")
 
 
 def check_feedback(

@@ -28,30 +28,29 @@ def encode_row(
     segments: Segments,
     row: int,
     noise: Tensor | None,
-    draws: Tensor | None = None,
+    tails: Tensor | None,
 ) -> Tensor:
     """Writes the payload of a row, with entries ``c``; returns what the payload leaves out.
 
     Args:
-        noise: half-words for all slots and entries of 16 bits.
-        draws: of a dither, for all slots.
+        noise: half-words for all slots, or the draws of a dither.
+        tails: half-words for the entries of 16 bits.
     """
     slots, entries = segments.coded(row, c.device)
     inside = c.new_zeros(layout.n)
     inside[slots] = c[entries]
     counts = segments.counts(row, layout.block, c.device).clamp(min=1.0)
-    coded_noise = draws if draws is not None or noise is None else noise[: layout.n]
     left_out = torch.empty_like(c)
-    left_out[entries] = encode(inside, payload, layout, coded_noise, counts)[slots]
+    left_out[entries] = encode(inside, payload, layout, noise, counts)[slots]
     entries = segments.in_16_bits(row, c.device)
     tail = c[entries]
-    if noise is not None:
-        here = noise[layout.n : layout.n + len(tail)].to(torch.int32)
+    if tails is not None:
+        here = tails[: len(tail)].to(torch.int32)
         narrow = stochastic(tail, torch.bfloat16, here).to(torch.bfloat16)
     else:
         narrow = tail.to(torch.bfloat16)
     # Torch's conversions have several NaNs; kernels have one, with a sign where they draw.
-    negative = tail.view(torch.int32) < 0 if noise is not None else torch.zeros_like(tail) > 0
+    negative = tail.view(torch.int32) < 0 if tails is not None else torch.zeros_like(tail) > 0
     nan = torch.where(negative, -0x40, 0x7FC0).to(torch.int16)
     bits = torch.where(narrow.isnan(), nan, narrow.view(torch.int16))
     payload[layout.tails_at : layout.tails_at + 2 * len(tail)] = bits.view(torch.uint8)
@@ -146,11 +145,11 @@ def _sum_by_halves(rows: Tensor) -> Tensor:
 
 def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
     """Returns the codes of scaled entries as int32."""
+    if form.dithered and noise is not None:
+        return _dithered(y, noise)
     if form.bits == 1:
         return (y < 0).to(torch.int32)
     if not form.mantissa:
-        if form.dithered and noise is not None:
-            return _dithered(y, noise)
         # Noise could carry an entry past the largest code. Rounding to nearest needs no clamp, as
         # max * (L / max) is L up to rounding.
         if noise is not None:
@@ -164,14 +163,14 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
 
 
 def _dithered(y: Tensor, draws: Tensor) -> Tensor:
-    """Returns codes of integers k, which stand for 0 and for k - d with d uniform.
+    """Returns codes of integers k: 0 stands for 0, and others for k - d with d uniform.
 
     Below 1 the first value on the entry's side, with magnitude 1 - t, is taken where
     (1 - t)^2 - 1/4 < 2 |y|, so that the mean is |y|; other entries take the nearest value.
     ``docs/design/kernels.md`` has the derivation.
     """
-    # More bits decide whether a value is taken than shift it, since entries may be tiny.
-    a, t = y.abs(), philox.falling(draws, 23)
+    # 22 bits decide whether a value is taken, as entries may be tiny; 14 of them shift the grid.
+    a, t = y.abs(), philox.below_half(draws, 23)
     t = torch.where(y.signbit(), -t, t)
     taken = a > (t * 0.5 - 1.0) * t + 0.375
     near = torch.where(taken, a.clamp(min=1.0).copysign(y), 0.0)
@@ -179,7 +178,7 @@ def _dithered(y: Tensor, draws: Tensor) -> Tensor:
 
 
 def _shift(draws: Tensor) -> Tensor:
-    return philox.falling(draws, 15)
+    return philox.below_half(draws, 15)
 
 
 def _float_codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:

@@ -25,7 +25,8 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
                                   left ? left + run->begin : nullptr, run->slot, nullptr, &dither);
                 }
                 encode_tails(
-                    segments, row.index, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
+                    segments, row.index, step ? &random : nullptr, F::is_dithered ? dither.rank >> 16 : 0u,
+                    (BFloat16*)(payload + tails_at),
                     [&](i64 entry, i64, int n, float* to) {
                         for (int i = 0; i < n; ++i) to[i] = as_float(from[entry + i]);
                         for (int i = 0; i < n && rest; ++i) to[i] += rest[entry + i];
@@ -136,7 +137,7 @@ EXPORT(requantize)(i64 format, i64 blocks_of, const u8* payloads, i64 stride, i6
         }
     });
     encode_tails(
-        segments, row, step ? &random : nullptr, (BFloat16*)(payload + tails_at),
+        segments, row, step ? &random : nullptr, 0u, (BFloat16*)(payload + tails_at),
         [&](i64, i64 place, int n, float* to) {
             sum_tails(payloads + tails_at, stride, payload_count, place, n, to);
             for (int i = 0; i < n; ++i) to[i] *= factor;

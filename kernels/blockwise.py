@@ -47,7 +47,8 @@ def quantize(
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
-    place: tuple[int, int] = (0, 1),
+    rank: int = 0,
+    ranks: int = 1,
 ) -> None:
     """Writes the payload of ``x``, or of ``x + residual``, and what the payload leaves out.
 
@@ -65,8 +66,8 @@ def quantize(
         random: bits for stochastic rounding, which is unbiased except for "sign" and for formats
             whose scale is a power of two ("mx_..."). None rounds to nearest. Row r of a message
             takes ``random.row(r)``. "dithered_int8" needs them, the same on all ranks.
-        place: rank and number of ranks whose payloads are decoded together; "dithered_int8" shifts
-            the draws of rank i of n by i / n.
+        rank, ranks: "dithered_int8" shifts the draws of rank i of n by i / n of their range, and
+            ``dequantize`` expects the payloads of all n in their order.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -78,7 +79,7 @@ def quantize(
     """
     table = table_for("quantize", segments, format, block, x)
     key = philox.key_of("quantize", random)
-    quantize_op(x, payload, format, block, table, row, residual, unsent, *key, *place)
+    quantize_op(x, payload, format, block, table, row, residual, unsent, *key, rank, ranks)
 
 
 def dequantize(
@@ -103,7 +104,7 @@ def dequantize(
         accumulate: adds to ``out`` instead. With ``factor=-1`` and one payload, ``out`` becomes
             what the payload leaves out of it.
         random: the bits that encoded "dithered_int8"; None for other formats. Payload i of n is of
-            ``place`` (i, n).
+            rank i of n: a payload of several cannot be decoded alone.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -169,18 +170,37 @@ def quantize_op(
         c = c + residual.flatten()
     payload.zero_()  # the padding is sent, and equal gradients give equal bytes
     into = payload.view(-1, layout.bytes) if layout.bytes else payload.view(1, 0)
-    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
-        noise = draws = None
+    for number, (index, begin, end) in enumerate(rows_of(segments, row)):
+        noise: tuple[Tensor | None, Tensor | None] = (None, None)
         if step is not None:
-            key = (int(step), seed, stream, first + place * philox.ROW)
-            noise = philox.half_words(layout.n + layout.tails, *key, device=x.device)
-            if layout.format.dithered:
-                draws = philox.dither(layout.n, *key, place=(rank, ranks), device=x.device)
+            key = (int(step), seed, stream, first + number * philox.ROW)
+            noise = _noise(layout, *key, rank, ranks, device=x.device)
         left_out = definition.encode_row(
-            *(c[begin:end], into[place], layout, segments, index, noise, draws)
+            c[begin:end], into[number], layout, segments, index, *noise
         )
         if unsent is not None:
             unsent.view(-1)[begin:end] = left_out
+
+
+def _noise(
+    layout: Payload,
+    step: int,
+    seed: int,
+    stream: int,
+    first: int,
+    rank: int,
+    ranks: int,
+    *,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Returns what rounds the slots of a row, and half-words for its entries of 16 bits."""
+    key = (step, seed, stream)
+    tails = philox.half_words(layout.tails, *key, first + layout.n, device=device)
+    if not layout.format.dithered:
+        return philox.half_words(layout.n, *key, first, device=device), tails
+    draws = philox.dither(layout.n, *key, first, rank=rank, ranks=ranks, device=device)
+    # The bits are those of all ranks: shifted, too, errors of equal gradients cancel.
+    return draws, tails + (rank * (2**32 // ranks) >> 16) & 0xFFFF
 
 
 # Dequantise -----------------------------------------------------------------------------------
@@ -207,21 +227,29 @@ def dequantize_op(
     segments = segments_of("dequantize", table)
     layout = layout_of("dequantize", format, block, segments.slots, segments.tails)
     rows = as_messages(payloads)
-    for place, (index, begin, end) in enumerate(rows_of(segments, row)):
-        draws = draws_of(layout, rows[:, place], step, seed, stream, first + place * philox.ROW)
-        total = definition.decode_row(rows[:, place], layout, segments, index, draws) * factor
+    for number, (index, begin, end) in enumerate(rows_of(segments, row)):
+        some, at = rows[:, number], first + number * philox.ROW
+        draws = draws_of(layout, len(some), step, seed, stream, at, device=out.device)
+        total = definition.decode_row(some, layout, segments, index, draws) * factor
         here = out.view(-1)[begin:end]
         here.copy_(here.to(torch.float32) + total if accumulate else total)
 
 
 def draws_of(
-    layout: Payload, payloads: Tensor, step: Tensor | None, seed: int, stream: int, first: int
+    layout: Payload,
+    ranks: int,
+    step: Tensor | None,
+    seed: int,
+    stream: int,
+    first: int,
+    *,
+    device: torch.device,
 ) -> list[Tensor] | None:
-    """Returns the dither of each payload, or None for a format without."""
-    if step is None or not layout.format.dithered:
+    """Returns the dither of the payload of each rank, or None for a format without."""
+    if step is None:
         return None
-    n, key = len(payloads), (layout.n, int(step), seed, stream, first)
-    return [philox.dither(*key, place=(rank, n), device=payloads.device) for rank in range(n)]
+    key = (layout.n, int(step), seed, stream, first)
+    return [philox.dither(*key, rank=i, ranks=ranks, device=device) for i in range(ranks)]
 
 
 def as_messages(payloads: Tensor) -> Tensor:

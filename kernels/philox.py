@@ -19,10 +19,10 @@ __all__ = [
     "SIGNS",
     "RandomBits",
     "as_seed",
+    "below_half",
     "centred",
     "check_key",
     "dither",
-    "falling",
     "half_words",
     "key_of",
     "signs",
@@ -197,17 +197,18 @@ def dither(
     stream: int,
     first: int = 0,
     *,
-    place: tuple[int, int] = (0, 1),
+    rank: int = 0,
+    ranks: int = 1,
     device: Device = "cpu",
 ) -> Tensor:
     """Returns 32 random bits per entry as int64, from global index ``first`` on.
 
     In group g of 256 entries, entry i takes ``a + b i`` modulo 2^32, where a and b are the first
-    words of call ``2^62 + g``. Of any two entries, the upper 24 bits are independent, and a call
-    serves 256 entries in place of 8.
+    words of call ``2^62 + g``. The upper 24 bits of any two entries are independent, so that
+    variances of sums are those of independent draws; and a call serves 256 entries in place of 8.
 
     Args:
-        place: i and n; adds i / n of the range, modulo 2^32.
+        rank, ranks: adds rank / ranks of the range, modulo 2^32.
 
     Reference: Dietzfelbinger, Universal Hashing and k-wise Independent Random Variables via Integer
     Arithmetic without Primes, 1996.
@@ -215,16 +216,14 @@ def dither(
     groups = range(first // _GROUP, -(-(first + n) // _GROUP))
     calls = torch.arange(_DITHER + groups.start, _DITHER + groups.stop, device=device)
     a, b = _philox(calls, step, seed, stream)[:2, :, None].unbind()
-    entries = torch.arange(_GROUP, device=device)
-    begin = first - groups.start * _GROUP
-    draws = torch.addcmul(a, b, entries).view(-1)[begin : begin + n]
-    return draws + place[0] * (2**32 // place[1]) & _MASK
+    draws = torch.addcmul(a, b, torch.arange(_GROUP, device=device)).view(-1)[:n]
+    return draws + rank * (2**32 // ranks) & _MASK
 
 
-def falling(draws: Tensor, bits: int) -> Tensor:
-    """Converts 32-bit draws to float32 in the open interval (-0.5, 0.5), large ones to small ones.
+def below_half(draws: Tensor, bits: int) -> Tensor:
+    """Converts 32-bit draws u to float32 numbers, 1/2 minus u / 2^32, in (-0.5, 0.5).
 
-    The numbers are odd multiples of ``2^-bits``, symmetric around 0.
+    They are odd multiples of ``2^-bits``, and symmetric around 0.
     """
     places = (draws >> (32 - bits) | 1).to(torch.float32)
     return places.mul(2.0**-bits).neg().add(0.5)

@@ -53,7 +53,7 @@ def requantize(
         segments, row: the row of a message that all payloads are.
         unsent: float32, the entries of that row; receives ``weight`` times what was not sent.
         accumulate: adds to ``unsent`` instead.
-        received: as ``random`` of ``dequantize``.
+        received: the bits that encoded ``payloads``, as ``random`` of ``dequantize``.
     """
     table = table_for("requantize", segments, format, block, payloads)
     keys = philox.key_of("requantize", received, "received"), philox.key_of("requantize", random)
@@ -78,15 +78,20 @@ def requantize_op(
     unsent: Tensor | None,
     weight: float,
     accumulate: bool,
-    *keys: Any,
+    received_step: Tensor | None,
+    received_seed: int,
+    received_stream: int,
+    received_first: int,
+    *key: Any,
 ) -> None:
     layout = layout_for("requantize", format, block, table)
     segments = segments_of("requantize", table)
-    draws = draws_of(layout, payloads, *keys[:4])
+    received = (received_step, received_seed, received_stream, received_first)
+    draws = draws_of(layout, len(payloads), *received, device=payloads.device)
     total = definition.decode_row(payloads, layout, segments, row, draws) * factor
     error = torch.empty_like(total)
     # The definition rather than the op, since a definition runs no kernel in any mode.
-    quantize_op.definition(total, payload, format, block, table, row, None, error, *keys[4:], 0, 1)
+    quantize_op.definition(total, payload, format, block, table, row, None, error, *key, 0, 1)
     if unsent is not None:
         error = (error * weight).view(unsent.shape)
         unsent.copy_(unsent + error if accumulate else error)

@@ -73,7 +73,9 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
             f"hook.state_dict(), which continues on the scheme that is registered"
         )
     inner = {key: from_plain(item, inside=inside + 1) for key, item in settings.items()}
-    if name == "commhooks.Blockwise" and "stochastic" in inner:  # as files had it before ``rounding``
+    if (
+        name == "commhooks.Blockwise" and "stochastic" in inner
+    ):  # as files had it before ``rounding``
         inner["rounding"] = "stochastic" if inner.pop("stochastic") else "nearest"
     try:
         return kind(**inner)

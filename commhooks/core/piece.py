@@ -23,7 +23,7 @@ class Randomness:
         noise: for stochastic rounding; differs between ranks and phases.
         shared: the same on every rank and in both phases.
         per_phase: the same on every rank, different in each phase.
-        place: number of this payload, and of all payloads that are summed with it.
+        member: rank of the sender and number of ranks, among those whose payloads are summed.
         bucket: for other draws, by ``bucket.generator``; different in each phase.
 
     Args:
@@ -31,8 +31,8 @@ class Randomness:
         phase: "worker" for payloads of ranks, "server" for those of means.
         purpose: tells apart the exchanges of one bucket, as inside and between nodes.
         index: the shard that the payload is of.
-        place: number of the payload, and of all payloads that are summed with it; None: the rank
-            and the world size in the phase "worker", and one payload alone otherwise.
+        member: rank of the payload's sender and number of ranks, among those whose payloads are
+            summed. None: those of the bucket in the phase "worker", and (0, 1) otherwise.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class Randomness:
         phase: str,
         purpose: str = "",
         index: int = 0,
-        place: tuple[int, int] | None = None,
+        member: tuple[int, int] | None = None,
     ) -> None:
         self._bucket, self._phase, self._purpose, self._index = bucket, phase, purpose, index
-        if place is None:
-            place = (bucket.rank, bucket.world_size) if phase == "worker" else (0, 1)
-        self.place = place
+        if member is None:
+            member = (bucket.rank, bucket.world_size) if phase == "worker" else (0, 1)
+        self.member = member
 
     def row(self, index: int) -> Randomness:
         """Returns the streams of one shard."""
-        return Randomness(self._bucket, self._phase, self._purpose, index, self.place)
+        return Randomness(self._bucket, self._phase, self._purpose, index, self.member)
 
     @property
     def first(self) -> Randomness:

@@ -25,6 +25,8 @@ _ELSEWHERE = {
     "start_powerSGD_iter": "it is called start_step here",
     "start_iter": "it is called start_step here",
     "use_error_feedback": "it is called error_feedback here",
+    "stochastic": "it is called rounding here: 'stochastic' or 'nearest'",
+    "rounding": "it is called stochastic here, True or False",
     "bucket_size": "entries per scale are called block or block_size here",
     "random_seed": "the seed is an argument of register(..., seed=...)",
     "seed": "the seed is an argument of register(..., seed=...) and of HookState",

@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Traits, composed
-from commhooks.schemes.quantized import Blockwise
+from commhooks.schemes.quantized import Blockwise, Undithered
 from commhooks.wrappers.averaged_feedback import AveragedFeedback
 from ddp_core import AllGather, AllToAll
 
@@ -109,7 +108,7 @@ class Hierarchical(Scheme):
         inner = bucket.in_float32()
 
         # Inside: this rank receives its part of the bucket from all ranks of the node.
-        random = Randomness(inner, "worker", "inside/", place=(local_rank, local))
+        random = Randomness(inner, "worker", "inside/", member=(local_rank, local))
         received = yield AllToAll(self.inside.pack_shards(Piece.of(inner), parts, random), mates)
         begin, end, _ = parts[local_rank]
         mean = torch.empty(end - begin, dtype=torch.float32, device=inner.raw.device)
@@ -117,7 +116,7 @@ class Hierarchical(Scheme):
 
         # Between: the node means of that part, in two phases.
         purpose = f"between/{local_rank}/"
-        worker = Randomness(inner, "worker", purpose, place=(node, nodes))
+        worker = Randomness(inner, "worker", purpose, member=(node, nodes))
         server = Randomness(inner, "server", purpose)
         error = None if inner.unsent is None else torch.zeros_like(mean)
         rows = self.between.pack_shards(Piece(mean, None, error), cuts[local_rank], worker)
@@ -167,7 +166,7 @@ def sdp4bit(
     local_size: int | None = None,
     inside_block: int = 512,
     between_block: int = 128,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
+    rounding: Undithered = "nearest",
     memory: bool = True,
 ) -> Scheme:
     """Sends 8-bit integers inside a node, and 4-bit integers of rotated blocks between nodes.

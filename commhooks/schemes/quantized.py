@@ -30,10 +30,11 @@ from commhooks.kernels import (
 )
 from commhooks.kernels._blockwise_formats import layout_of
 
-__all__ = ["Blockwise", "Rounding", "fp8", "int4", "int8", "mxfp8", "onebit"]
+__all__ = ["Blockwise", "Rounding", "Undithered", "fp8", "int4", "int8", "mxfp8", "onebit"]
 
 
 Rounding = Literal["nearest", "stochastic", "dither"]
+Undithered = Literal["nearest", "stochastic"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Blockwise(BlockCodec):
     formats whose scale is a power of two ("mx_...").
 
     Args:
-        format: a key of ``commhooks.kernels.FORMATS``: "int8", "int4", "int2", "e4m3", "e5m2",
+        format: "int8", "int4", "int2", "e4m3", "e5m2",
             "e2m1", "mx_e4m3", "mx_e5m2", "sign".
         block: entries per scale, a power of two, 32 to 2048 (1024 if rotated).
         rounding: "nearest"; "stochastic", which rounds up or down at random; or "dither", which
@@ -75,6 +76,8 @@ class Blockwise(BlockCodec):
 
     def __post_init__(self) -> None:
         layout_of("Blockwise", self.format, self.block, 0)  # checks format and block
+        if FORMATS[self.format].dithered:
+            raise ValueError("Blockwise: a dither is Blockwise('int8', rounding='dither')")
         if self.rotate and (self.block > 1024 or self.format not in _ROTATED):
             raise ValueError(
                 f"Blockwise(rotate=True) takes {', '.join(_ROTATED)} and blocks of 1024 at most, "
@@ -104,7 +107,7 @@ class Blockwise(BlockCodec):
         return Biased() if biased else Unbiased(self._variance())
 
     def _variance(self) -> float:
-        # Stochastic rounding to a grid has a variance of a quarter of the squared spacing at most.
+        # Random rounding to a grid has a variance of a quarter of the squared spacing at most.
         form = FORMATS[self._form[0]]
         if self.format == "e2m1":
             # A spacing of half the entry or less; below the scale, of half the scale, which is at
@@ -124,15 +127,19 @@ class Blockwise(BlockCodec):
 
     def _bits(self, random: Randomness) -> RandomBits | None:
         """Returns the bits by which entries are rounded."""
-        if self.rounding == "dither":
-            return random.per_phase
-        return random.noise if self.stochastic else None
+        if self.rounding == "stochastic":
+            return random.noise
+        return self._draws(random)
+
+    def _draws(self, random: Randomness) -> RandomBits | None:
+        """Returns the bits that decoding needs, too."""
+        return random.per_phase if self.rounding == "dither" else None
 
     def segments(self, rows: Sequence[Sequence[int]]) -> Segments:
-        return segments_for(self.format, self.block, rows, whole=self.rotate)
+        return segments_for(*self._form, rows, whole=self.rotate)
 
     def row_bytes(self, segments: Segments) -> int:
-        return payload_bytes(segments, self.format, self.block)
+        return payload_bytes(segments, *self._form)
 
     def repack_shard(
         self,
@@ -160,7 +167,7 @@ class Blockwise(BlockCodec):
             unsent=into,
             weight=float(weight),
             accumulate=not self.rotate,
-            received=random.first.per_phase if self.rounding == "dither" else None,
+            received=self._draws(random.first),
             random=self._bits(random),
         )
         if self.rotate and error is not None and into is not None:
@@ -185,6 +192,7 @@ class Blockwise(BlockCodec):
                 random=self._bits(random),
             )
         else:
+            rank, ranks = random.member
             quantize(
                 *(x, payload, *self._form),
                 segments=segments,
@@ -192,7 +200,8 @@ class Blockwise(BlockCodec):
                 residual=residual,
                 unsent=unsent,
                 random=self._bits(random),
-                place=random.place,
+                rank=rank,
+                ranks=ranks,
             )
 
     def decode(
@@ -210,13 +219,12 @@ class Blockwise(BlockCodec):
                 payloads, out, *self._form, turn, segments=segments, row=row, factor=factor
             )
         else:
-            draws = random.per_phase if self.rounding == "dither" else None
             dequantize(
                 *(payloads, out, *self._form),
                 segments=segments,
                 row=row,
                 factor=factor,
-                random=draws,
+                random=self._draws(random),
             )
 
 
@@ -243,7 +251,7 @@ def fp8(
     *,
     format: str = "e4m3",
     block: int = 256,
-    rounding: Literal["nearest", "stochastic"] = "stochastic",
+    rounding: Undithered = "stochastic",
     pattern: Pattern = "two_phase",
 ) -> Scheme:
     """Sends 8-bit floats in blocks of 256: small entries keep their digits.
@@ -272,7 +280,7 @@ def mxfp8(*, format: str = "e4m3", pattern: Pattern = "two_phase") -> Scheme:
 def int4(
     *,
     block: int = 256,
-    rounding: Literal["nearest", "stochastic"] = "nearest",
+    rounding: Undithered = "nearest",
     rotate: bool = True,
     pattern: Pattern = "two_phase",
 ) -> Scheme:

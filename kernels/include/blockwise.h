@@ -35,14 +35,15 @@ struct DitheredInt8 {
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return 126.5f; }  // half a step of room for the draw
 
-    // 384.5 - d, with 14 bits of the draw: the integer that a code is meets the fraction in one float.
+    // The bits of 384.5 - d, with 14 bits of the draw. The integer of a code has its place in the same float,
+    // so that one subtraction gives k - d.
     template <class W> INLINE auto place(W draw) { return draw >> 17 | 0x43c00001u; }
 
     template <class V, class W> INLINE auto encode(V y, W draw, V& value) {
         auto sign = bits_of(y) & 0x80000000u;
         V d = 384.5f - float_of(place(draw)), a = float_of(magnitude(y)), zero{};
         // Entries below 1 take the first value on their side, with magnitude 1 - t, so often that its mean
-        // is the entry: where (1 - t)^2 - 1/4 < 2 a. Others take the nearest value. All bits of the draw
+        // is the entry: where (1 - t)^2 - 1/4 < 2 a. Others take the nearest value. Here 22 bits of the draw
         // decide, since entries may be tiny.
         V t = float_of(bits_of(1.5f - float_of(draw >> 9 | 0x3f800001u)) ^ sign);
         auto taken = a > (t * 0.5f - 1.0f) * t + 0.375f;

@@ -365,9 +365,9 @@ template <class Call> void each_tail_run(Segments segments, i64 row, Call call) 
 }
 
 // Writes a row's entries of 16 bits: take(entry, place, n, to) gives n entries, and put(entry, n, errors)
-// takes what is left out.
+// takes what is left out. `shift` is added to the random bits.
 template <class Take, class Put>
-void encode_tails(Segments segments, i64 row, const Random* random, BFloat16* out, Take take, Put put) {
+void encode_tails(Segments segments, i64 row, const Random* random, u32 shift, BFloat16* out, Take take, Put put) {
     const i64 count = tails_of_row(segments, row);
     const i64 first = random ? random->first + slots_of_row(segments) : 0;
     const Run* run = tail_runs_of(segments, row);
@@ -396,7 +396,7 @@ void encode_tails(Segments segments, i64 row, const Random* random, BFloat16* ou
             Words bits[kVectors];
             for (int v = 0; v < kVectors; ++v) {
                 entries[v] = load(group + i + v * kWidth);
-                if (random) bits[v] = random_bits(noise, i / kRow, v);
+                if (random) bits[v] = (random_bits(noise, i / kRow, v) + shift) & 0xffffu;
             }
             if (random) store(narrow + i, entries, bits);
             else store(narrow + i, entries);

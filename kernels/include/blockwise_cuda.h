@@ -281,7 +281,8 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
         each_tail(table, row, step, seed, stream, first, [&](i64 entry, i64 at, u32 bits) {
             const float x = tail(entry, at);
             BFloat16* out = (BFloat16*)(payload + places.tails) + at;
-            if (step) store(out, x, bits);
+            const u32 shift = F::is_dithered ? (u32)rank * dither_step(ranks) >> 16 : 0u;
+            if (step) store(out, x, (bits + shift) & 0xffffu);
             else store(out, x);
             if (unsent.out) put(entry, x - to_float(*out));
         });

@@ -281,33 +281,21 @@ def test_stochastic_rounding_is_unbiased(format):
     assert z.abs().max() < 5
 
 
-def of_many_steps(x: Tensor, ranks: int = 1) -> Tensor:
-    """What the mean of ``ranks`` equal gradients decodes to, in each of 4,000 steps, less ``x``."""
-    payloads = torch.empty(ranks, payload_bytes(x.numel(), "dithered_int8", 256)).byte()
-    errors = torch.empty(4000, x.numel())
-    for step, out in enumerate(errors):
-        bits = philox.RandomBits(7, torch.tensor(step))
-        for rank, payload in enumerate(payloads):
-            quantize(x, payload, "dithered_int8", 256, random=bits, place=(rank, ranks))
-        dequantize(payloads, out, "dithered_int8", 256, factor=1 / ranks, random=bits)
-    return errors - x
-
-
-def test_a_dither_is_unbiased_with_half_the_error_of_stochastic_rounding():
+def test_a_dither_is_unbiased_and_has_the_variance_of_its_page():
     # Entries in units of a step: around the values of the grid near zero, and above.
     steps = torch.cat([torch.linspace(0, 3, 64), torch.linspace(0, 126.5, 64), torch.zeros(128)])
     steps[:128:2] *= -1
     steps[255] = 126.5  # so that the scale is 1
-    errors = of_many_steps(steps)
+    draws = [philox.RandomBits(7, torch.tensor(step)) for step in range(4000)]
+    errors = torch.stack([decoded(steps, "dithered_int8", 256, one) for one in draws]) - steps
     places = steps.abs()
-    # From a step on, the error is uniform in a step; below it is at most x / 2 + x^2 / 6 or so,
-    # half of what stochastic rounding has.
+    # From a step on, the error is uniform in a step. Smaller entries become a in (1/2, c), or zero.
     variance = errors.var(0)
     z = errors.mean(0) / (variance / len(errors)).sqrt().clamp(min=1e-9)
     assert z.abs().max() < 4.5
     assert (errors[:, steps == 0] == 0).all()
     assert variance[places >= 1].numpy() == pytest.approx(1 / 12, rel=0.15)
-    c = (2 * places + 0.25).sqrt()  # 1 - d below it is taken
+    c = (2 * places + 0.25).sqrt()
     below = ((c - places) ** 3 - (0.5 - places) ** 3) / 3 + (1.5 - c) * places**2
     small = (places > 0.02) & (places < 1)
     assert variance[small].numpy() == pytest.approx(below[small].numpy(), rel=0.15)
@@ -316,12 +304,6 @@ def test_a_dither_is_unbiased_with_half_the_error_of_stochastic_rounding():
     signs = torch.randn(among.shape[1], 40).sign()
     of_sums = (among @ signs).var(0) / among.shape[1]
     assert of_sums.numpy() == pytest.approx(1 / 12, rel=0.2)
-
-
-def test_draws_of_ranks_are_shifted():
-    x = plain(512)
-    # Without the shift, equal gradients would have equal errors. With it they nearly cancel.
-    assert of_many_steps(x, 4).var(0).mean() < of_many_steps(x, 1).var(0).mean() / 10
 
 
 def test_random_bits_belong_to_places():
@@ -412,7 +394,7 @@ def test_requantize_is_dequantize_then_quantize(format):
     n = 5000
     payloads = torch.empty(3, payload_bytes(n, format, 256), dtype=torch.uint8)
     for rank in range(3):
-        place = {"place": (rank, 3)} | bits_for(format)
+        place = {"rank": rank, "ranks": 3} | bits_for(format)
         quantize(plain(n, seed=rank), payloads[rank], format, 256, **place)
     total = torch.empty(n)
     dequantize(payloads, total, format, 256, factor=1 / 3, **bits_for(format))
@@ -482,10 +464,10 @@ OUT = torch.empty(payload_bytes(100, "int8", 32), dtype=torch.uint8)
         (
             lambda: dequantize(OUT[None], X, "int8", 32, random=DRAWS),
             ValueError,
-            r"dequantize\(random\): None, since int8 is not dithered",
+            r"dequantize\(random\): has to be None, as int8 is not dithered",
         ),
         (
-            lambda: quantize(X, OUT, "dithered_int8", 32, random=DRAWS, place=(3, 3)),
+            lambda: quantize(X, OUT, "dithered_int8", 32, random=DRAWS, rank=3, ranks=3),
             ValueError,
             r"quantize\(rank\): 0 to 2, got 3",
         ),

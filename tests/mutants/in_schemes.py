@@ -230,13 +230,13 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/hierarchical.py",
         (
             "ranks of a node dither as in the whole world",
-            '"inside/", place=(local_rank, local))',
+            '"inside/", member=(local_rank, local))',
             '"inside/")',
             f"{UNIT}/test_hierarchical.py::test_draws_are_shifted_within_a_node_and_between_nodes",
         ),
         (
             "nodes dither as ranks do",
-            "purpose, place=(node, nodes))",
+            "purpose, member=(node, nodes))",
             "purpose)",
             f"{UNIT}/test_hierarchical.py::test_draws_are_shifted_within_a_node_and_between_nodes",
         ),
@@ -245,13 +245,13 @@ MUTANTS: list[Mutant] = [
         "commhooks/schemes/quantized.py",
         (
             "both phases are decoded with the dither of the second",
-            "received=random.first.per_phase if",
-            "received=random.per_phase if",
+            "received=self._draws(random.first),",
+            "received=self._draws(random),",
             f"{UNIT}/test_quantized.py::test_two_phases_cost_what_their_law_says",
         ),
         (
             "no rank shifts its dither",
-            "                place=random.place,\n",
+            "                rank=rank,\n",
             "",
             f"{UNIT}/test_quantized.py::test_errors_of_equal_gradients_cancel_with_a_dither",
         ),

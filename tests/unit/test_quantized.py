@@ -117,6 +117,18 @@ def test_two_phases_cost_what_their_law_says(world_size: int, shared: float) -> 
         assert math.isclose(error_of(mean, exact), omega * kappa, rel_tol=0.1)
 
 
+def test_errors_of_entries_in_16_bits_cancel_with_a_dither() -> None:
+    """The bits that all ranks know are shifted there, too."""
+    shapes = {str(index): (100,) for index in range(200)}
+    x = gauss(torch.Generator().manual_seed(0), 20_000)
+
+    def error(count: int) -> float:
+        codec = Blockwise("int8", 256, "dither", pattern="all_gather")
+        return error_of(Simulation(codec, shapes, world_size=count).step([x] * count)[0], x)
+
+    assert error(4) < error(1) / 10
+
+
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_errors_of_equal_gradients_cancel_with_a_dither(world_size: int) -> None:
     """The draws of n ranks are 1 / n apart, so that their grids are one n times as fine."""
@@ -185,6 +197,7 @@ def test_a_block_that_is_not_finite_spoils_itself_only() -> None:
         ({"format": "e4m3", "rotate": True}, "takes int8, int4, int2, sign"),
         ({"block": 2048, "rotate": True}, "blocks of 1024 at most"),
         ({"format": "sign", "rounding": "stochastic"}, "a sign is not rounded"),
+        ({"format": "dithered_int8"}, r"is Blockwise\('int8', rounding='dither'\)"),
         ({"format": "int4", "rounding": "dither"}, "takes 'int8' without rotation, got 'int4'"),
         ({"rotate": True, "rounding": "dither"}, "got 'int8' and rotate=True"),
     ],
