@@ -17,7 +17,7 @@ __global__ void quantize(const T* x, Segments table, i64 chosen, const float* re
             const float one = to_float(x[entry]);
             return residual ? one + residual[entry] : one;
         },
-        rank, ranks);
+        (u32)rank * dither_step(ranks));
 }
 
 template <class F, int BLOCK>
@@ -26,7 +26,8 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
                            i64 received_seed, i64 received_stream, i64 received_first, const i64* step,
                            i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at, i64 tails_at,
                            i64 bytes) {
-    const Dither received = {received_step, received_seed, received_stream, received_first, 0, payload_count};
+    const Dither received = {received_step, received_seed, received_stream, received_first, 0,
+                             dither_step(payload_count)};
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
     encode<F, BLOCK, false, true>(
         table, row, nullptr, {unsent, weight, accumulate != 0}, step, seed, stream, first, payload,
@@ -43,7 +44,7 @@ template <class F, class T>
 __global__ void dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride,
                            i64 payload_count, Segments table, i64 chosen, i64 block, float factor,
                            i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, T* out) {
-    const Dither dither = {step, seed, stream, first + blockIdx.y * kRowKeys, 0, payload_count};
+    const Dither dither = {step, seed, stream, first + blockIdx.y * kRowKeys, 0, dither_step(payload_count)};
     const Row row = row_here(table, chosen);
     payloads += blockIdx.y * bytes;
     out += row.entry;

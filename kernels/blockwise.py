@@ -169,8 +169,9 @@ def quantize_op(
     if residual is not None:
         c = c + residual.flatten()
     payload.zero_()  # the padding is sent, and equal gradients give equal bytes
-    into = payload.view(-1, layout.bytes) if layout.bytes else payload.view(1, 0)
-    for number, (index, begin, end) in enumerate(rows_of(segments, row)):
+    rows = rows_of(segments, row)
+    into = payload.view(len(rows), layout.bytes)
+    for number, (index, begin, end) in enumerate(rows):
         noise: tuple[Tensor | None, Tensor | None] = (None, None)
         if step is not None:
             key = (int(step), seed, stream, first + number * philox.ROW)

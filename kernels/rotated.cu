@@ -15,7 +15,7 @@ __global__ void quantize_rotated(const T* x, Segments table, i64 chosen, float s
         table, row.index, residual, {unsent}, step, seed, stream, first + key, payload + blockIdx.y * bytes,
         {codes_at, tails_at, bytes},
         [=](i64, i64 entry, int count, Entries<BLOCK, true>& c) { load_span(x, entry, count, c); },
-        [](i64, i64) { return 0.0f; }, 0, 1, Rotation{turn, turn_seed, turn_stream, turn_first + key, scale});
+        [](i64, i64) { return 0.0f; }, 0, Rotation{turn, turn_seed, turn_stream, turn_first + key, scale});
 }
 
 template <class F, class T, int BLOCK>

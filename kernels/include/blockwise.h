@@ -185,7 +185,7 @@ struct Payloads {
 // 2^62 + g of Philox; other calls of the stream round entries of 16 bits. Rank r of n adds r / n of the
 // range. The specification is in philox.py.
 constexpr i64 kDitherCalls = (i64)1 << 62;
-INLINE u32 dither_step(i64 ranks) { return ranks > 1 ? (u32)(((u64)1 << 32) / (u64)ranks) : 0u; }
+INLINE u32 dither_step(i64 ranks) { return (0u - (u32)ranks) / (u32)ranks + 1u; }
 
 // Returns the number of entries of row `row` of a message of n entries, `shard` in a full row.
 INLINE i64 entries_of_row(i64 n, i64 shard, i64 row) {

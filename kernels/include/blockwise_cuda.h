@@ -25,10 +25,10 @@ template <> constexpr int kLogRows<32> = 0;
 struct Dither {
     const i64* step;
     i64 seed, stream, first;  // `first` is the index of slot 0
-    i64 rank, ranks;
+    u32 shift, apart;  // of the rank that encodes, and from a rank to the next
 };
 
-// The draws for the groups of ROWS rows; kept in registers, as every index is known to the compiler.
+// This lane's draws in the groups of ROWS rows; kept in registers, as every index is known to the compiler.
 template <class F, int ROWS> struct Draws {
     static constexpr int kGroups = F::is_dithered ? (ROWS + 7) / 8 : 1;
     u32 a[kGroups], b[kGroups], step;
@@ -36,19 +36,24 @@ template <class F, int ROWS> struct Draws {
     __device__ __forceinline__ Draws(const Dither& dither, i64 slot) {
         step = 0;
         if constexpr (F::is_dithered) {
-            step = dither_step(dither.ranks);
+            step = dither.apart;
 #pragma unroll
             for (int g = 0; g < kGroups; ++g) {
                 u32 unused[2];
                 const i64 group = ((dither.first + slot) >> 8) + g;
-                philox(dither.seed, kDitherCalls + group, (u32)*dither.step, dither.stream, a[g], b[g], unused[0], unused[1]);
-                a[g] += (u32)dither.rank * step;
+                philox(dither.seed, kDitherCalls + group, (u32)*dither.step, dither.stream, a[g], b[g],
+                       unused[0], unused[1]);
+                a[g] += dither.shift + b[g] * (u32)lane();
             }
         }
     }
-    // Returns the draw of this lane's entry of row `k`, in the payload of rank `r`.
-    __device__ __forceinline__ u32 at(int k, int r) const {
-        return a[k / 8] + b[k / 8] * (u32)(k % 8 * kLanes + lane()) + (u32)r * step;
+    __device__ __forceinline__ void next_rank() {
+        if constexpr (F::is_dithered)
+            for (int g = 0; g < kGroups; ++g) a[g] += step;
+    }
+    // Returns the draw of this lane's entry of row `k`.
+    __device__ __forceinline__ u32 at(int k) const {
+        return a[k / 8] + b[k / 8] * (u32)(k % 8 * kLanes);
     }
 };
 
@@ -72,7 +77,7 @@ INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log,
             value = F::decode(((const u32*)codes)[k] << (31 - lane()));
         } else {
             const u32 byte = codes[k / kPlanes<F> * kLanes + lane()];
-            if constexpr (F::is_dithered) value = F::decode(byte, draws.at(k, r));
+            if constexpr (F::is_dithered) value = F::decode(byte, draws.at(k));
             else value = F::decode(byte >> (F::bits * (k % kPlanes<F>)));
         }
         sum[k] = FIRST ? value * scale : sum[k] + value * scale;
@@ -83,13 +88,17 @@ INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log,
 template <class F, int LOG, int ROWS>
 INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, const Dither& dither,
                          float (&sum)[ROWS]) {
-    const Draws<F, ROWS> draws(dither, at);
+    Draws<F, ROWS> draws(dither, at);
 #pragma unroll
     for (int k = 0; k < ROWS; ++k) sum[k] = 0.0f;
     add_payload<F, LOG, true>(from, 0, at, count, log, draws, sum);
-    constexpr int kAhead = ROWS <= 8 ? 4 : 1;  // payloads whose loads are under way together
+    // Payloads whose loads are under way together, as far as registers go.
+    constexpr int kAhead = ROWS > 8 ? 1 : F::is_dithered ? 2 : 4;
 #pragma unroll kAhead
-    for (int r = 1; r < from.count; ++r) add_payload<F, LOG, false>(from, r, at, count, log, draws, sum);
+    for (int r = 1; r < from.count; ++r) {
+        draws.next_rank();
+        add_payload<F, LOG, false>(from, r, at, count, log, draws, sum);
+    }
 }
 
 // A slot's entry in its row, and how many entries lie from there on without a gap: 0 or less in padding.
@@ -183,7 +192,7 @@ template <int TEAM> INLINE Extent combined(Extent mine, int turn) {
 template <class F, int BLOCK, bool ROTATED = false, bool WEIGHTED = false, class Read, class Tail>
 INLINE void encode(Segments table, i64 row, const float* residual, const Unsent& unsent, const i64* step,
                    i64 seed, i64 stream, i64 first, u8* payload, const Places& places, Read read, Tail tail,
-                   i64 rank = 0, i64 ranks = 1, const Rotation& rotation = {}) {
+                   u32 shift = 0, const Rotation& rotation = {}) {
     const i64 slots = slots_of_row(table);
     if (warp() == 0) {
         for (i64 i = slots / BLOCK * kScaleBytes<F> + lane(); i < places.codes; i += kLanes) payload[i] = 0;
@@ -217,7 +226,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
         u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
         Scale scale = {};
         u32 random[4] = {}, byte = 0;
-        const Draws<F, kRows> draws(Dither{step, seed, stream, first, rank, ranks}, at);
+        const Draws<F, kRows> draws(Dither{step, seed, stream, first, shift, 0}, at);
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
             if (k % kPerBlock == 0) {
@@ -260,7 +269,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
             } else {
                 u32 code;
                 if constexpr (F::is_dithered) {
-                    code = F::encode(y, draws.at(k, 0), value);
+                    code = F::encode(y, draws.at(k), value);
                 } else {
                     const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
                     code = step ? F::encode(y, bits, value) : F::encode(y, value);
@@ -281,8 +290,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
         each_tail(table, row, step, seed, stream, first, [&](i64 entry, i64 at, u32 bits) {
             const float x = tail(entry, at);
             BFloat16* out = (BFloat16*)(payload + places.tails) + at;
-            const u32 shift = F::is_dithered ? (u32)rank * dither_step(ranks) >> 16 : 0u;
-            if (step) store(out, x, (bits + shift) & 0xffffu);
+            if (step) store(out, x, (bits + (F::is_dithered ? shift >> 16 : 0u)) & 0xffffu);
             else store(out, x);
             if (unsent.out) put(entry, x - to_float(*out));
         });

@@ -30,7 +30,7 @@ INLINE Floats load(const BFloat16* x) { return from_bfloat16(widen((const u16*)x
 template <class T> INLINE void load_row(const T* x, i64 count, Floats (&row)[kVectors]) {
     T some[kRow] = {};
     if (count < kRow) {
-        for (int l = 0; l < count; ++l) some[l] = x[l];
+        if (count > 0) __builtin_memcpy(some, x, sizeof(T) * (unsigned long)count);  // at any address
         x = some;
     }
     for (int v = 0; v < kVectors; ++v) row[v] = load(x + v * kWidth);

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.kernels import blockwise, philox
+from commhooks.kernels import blockwise, philox, use_kernels
 from commhooks.kernels._blockwise_formats import Payload, one_segment
 from commhooks.kernels.blockwise import (
     FORMATS,
@@ -357,6 +357,13 @@ def test_a_segment_is_coded_as_if_it_were_alone(format):
     dequantize(payload[None], out, format, 256, segments=segments)
     alone = [decoded(part, format, 256) for part in x.split(sizes)]
     assert torch.equal(out, torch.cat(alone))
+
+
+@pytest.mark.parametrize("mode", ["definition", "auto"])
+def test_a_message_of_empty_rows_has_no_bytes(mode):
+    segments = segments_for("int8", 256, [[], []])
+    with use_kernels(mode):
+        quantize(torch.empty(0), torch.empty(2, 0).byte(), "int8", 256, segments=segments)
 
 
 def test_philox_gives_the_known_answer():

@@ -72,8 +72,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "all rows of a message are decoded with the dither of the first",
-            "seed, stream, first + blockIdx.y * kRowKeys, 0, payload_count}",
-            "seed, stream, first, 0, payload_count}",
+            "seed, stream, first + blockIdx.y * kRowKeys, 0, dither_step",
+            "seed, stream, first, 0, dither_step",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
         (
