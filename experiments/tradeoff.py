@@ -3,7 +3,8 @@
 ``python -m experiments.tradeoff`` is the command ``commhooks tradeoff`` on all traces that
 ``python -m experiments.traces`` has recorded, each with 2, 4 and 8 ranks. Its picture has a part
 for each task: schemes are at the geometric means over the stages of the task on most ranks; small
-dots are all stages and numbers of ranks. ``means.csv`` has these means.
+dots are all stages and numbers of ranks. ``means.csv`` has these means, and ``--pages docs/schemes``
+writes those of two tasks into the pages of the schemes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,11 @@ from commhooks.cli.tradeoff import FIGURES, Point, with_fronts, write_csv
 from commhooks.cli.tradeoff_plot import drawn
 from commhooks.research.trace import Trace
 
-__all__ = ["means_of", "traces_in"]
+__all__ = ["means_of", "page_with_errors", "traces_in"]
+
+# Of the tasks of ``experiments.traces``: dense gradients, and rows of zeros.
+ON_PAGES = ("characters", "minilm")
+_PLACE = re.compile(r"(<!-- errors: ([\w, ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def traces_in(folder: Path, ranks: Sequence[int]) -> list[Trace]:
@@ -57,6 +62,28 @@ def means_of(points: Sequence[Point]) -> list[Point]:
     return means
 
 
+def page_with_errors(page: str, means: Sequence[Point]) -> str:
+    """Returns a page with the errors of its schemes, between the comments that name these.
+
+    Args:
+        page: Markdown; ``<!-- errors: int8, fp8 -->`` and ``<!-- end -->`` are around the table.
+        means: see :func:`means_of`.
+    """
+
+    def table(found: re.Match[str]) -> str:
+        names = found[2].split(", ")
+        rows = ["| scheme | gradients | bits | " + " | ".join(FIGURES.values()) + " |"]
+        rows.append("|---" * (len(FIGURES) + 3) + "|")
+        for point in means:
+            if point.scheme.split()[0] in names and point.gradients in ON_PAGES:
+                figures = " | ".join(f"{getattr(point, name):.2g}" for name in FIGURES)
+                shown = f"`{point.scheme}` | {point.gradients} | {point.bits:.2f} | {figures}"
+                rows.append(f"| {shown} |")
+        return f"{found[1]}\n" + "\n".join(rows) + f"\n\n{found[3]}"
+
+    return _PLACE.sub(table, page)
+
+
 def _mean(errors: Sequence[float]) -> float:
     return statistics.geometric_mean(errors) if all(errors) else 0.0
 
@@ -86,13 +113,19 @@ def main(
     out: Annotated[Path, typer.Option(help="Folder of the tables and the picture.")] = Path(
         "results/tradeoff"
     ),
+    pages: Annotated[
+        Path | None, typer.Option(help="Folder of pages that get the figures of their schemes.")
+    ] = None,
 ) -> None:
     """Prints the tables, and draws the fronts."""
     found = traces_in(traces, [int(n) for n in ranks.split(",")])
     if not found:
         typer.echo(f"no traces in {traces}: python -m experiments.traces records some")
     points = _commands.tradeoff(which or [], found, out, _picture)
-    write_csv(means_of(points), out / "means.csv")
+    means = means_of(points)
+    write_csv(means, out / "means.csv")
+    for path in pages.glob("*.md") if pages else ():
+        path.write_text(page_with_errors(path.read_text("utf-8"), means), "utf-8")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from commhooks.cli import commands as _commands
+from commhooks.cli.tradeoff import Point
 from commhooks.errors import MissingPackageError
 from commhooks.research.trace import Trace, replay
 from commhooks.wrappers.traced import write
@@ -206,6 +207,24 @@ def test_wrong_settings_are_sentences(arguments: list[str], said: str) -> None:
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 2
     assert said in done.output
+
+
+def test_pages_get_the_figures_of_their_schemes() -> None:
+    figures = {"error": 1e-4, "median": 2e-4, "worst": 3e-4, "adam": 0.0456}
+    points = [
+        Point(scheme, gradients, 8, 8.125, **figures, noise=0.0)
+        for scheme in ("int8", "int8 rounding=nearest", "int4")
+        for gradients in ("minilm", "lstm")
+    ]
+    page = "before\n<!-- errors: int8, fp8 -->\nold\n<!-- end -->\nafter\n"
+    found = _tradeoff.page_with_errors(page, points)
+    rows = [line for line in found.splitlines() if line.startswith("| `")]
+    assert rows == [
+        "| `int8` | minilm | 8.12 | 0.0001 | 0.0002 | 0.0003 | 0.046 |",
+        "| `int8 rounding=nearest` | minilm | 8.12 | 0.0001 | 0.0002 | 0.0003 | 0.046 |",
+    ]
+    assert "old" not in found
+    assert _tradeoff.page_with_errors(found, points) == found
 
 
 def test_all_schemes_are_measured_on_all_traces(
