@@ -73,7 +73,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     noise = (torch.tensor(1, device=x.device), 1, 0, 0)  # a stream of random bits: stochastic
     listed = [
         case
-        for format in ("int8", "int4", "e4m3", "sign")
+        for format in ("int8", "dithered_int8", "int4", "e4m3", "sign")
         for case in _blockwise(x, out, residual, format, block, noise)
     ]
     for narrow in (torch.bfloat16, torch.float16):

@@ -3,8 +3,8 @@
 ``python -m experiments.tradeoff`` is the command ``commhooks tradeoff`` on all traces that
 ``python -m experiments.traces`` has recorded, each with 2, 4 and 8 ranks. Its picture has a part
 for each task: schemes are at the geometric means over the stages of the task on most ranks; small
-dots are all stages and numbers of ranks. ``means.csv`` has these means, and ``--pages docs/schemes``
-writes those of two tasks into the pages of the schemes.
+dots are all stages and numbers of ranks. ``means.csv`` has these means, and with
+``--pages docs/schemes`` the pages of the schemes get those of two tasks.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Packing:
         """Returns the layout of the packed entries of all ranks, which have equally many.
 
         Args:
-            name: of all of it, which the parameters' names here begin with.
+            name: its parameters are called ``name/0``, ``name/1`` and so on.
         """
         return _layout(self, name, ranks)
 
@@ -110,13 +110,18 @@ class GatherPacked(Call):
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
         if self.is_plain(engine.scheme) or not self.packing.mixed:
-            if self.packing.fit(self.given.numel()):
-                layout = self.packing.layout(layout.names[0], engine.world_size)
+            layout = self._packed_layout(layout, engine.world_size)
             return (yield from super().exchange(engine, layout, number, agree=agree))
         packed, exact = (self.packing.take(self.given, packed=this) for this in (True, False))
         rows = yield from self.gather(engine, layout, number, packed, exact, agree=agree)
         write_into(self.into, self.packing.joined(*rows).view(self.into.shape))
         return self.into
+
+    def _packed_layout(self, layout: Layout, ranks: int) -> Layout:
+        """Returns where each parameter's packed entries are; ``layout`` where that is unknown."""
+        if not self.packing.fit(self.given.numel()):
+            return layout
+        return self.packing.layout(layout.names[0], ranks)
 
     def gather(
         self,
@@ -130,8 +135,7 @@ class GatherPacked(Call):
     ) -> Generator[Collective, Tensor, tuple[Tensor, Tensor]]:
         """Gathers ``packed`` by the scheme and ``exact`` as it is; returns rows, one for a rank."""
         into = packed.new_empty(engine.world_size * packed.numel())
-        if self.packing.fit(self.given.numel()):
-            layout = self.packing.layout(layout.names[0], engine.world_size)
+        layout = self._packed_layout(layout, engine.world_size)
         exchange = Call("all_gather", packed, into).exchange(engine, layout, number, agree=agree)
         if exact.numel():
             others = yield from _beside(exchange, exact)

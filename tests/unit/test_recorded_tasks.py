@@ -244,7 +244,7 @@ def test_all_schemes_are_measured_on_all_traces(
         (f"some_step{stage}", ranks) for stage in (0, 20, 100) for ranks in (2, 4)
     ]
     means = pd.read_csv(out / "means.csv").set_index("scheme")
-    assert means.gradients.tolist() == ["some"] * 3  # int8 with two settings
+    assert means.gradients.tolist() == ["some"] * 4  # int8 with three settings
     for figure in ("error", "median", "worst", "adam"):
         product = int8[int8.ranks == 4][figure].prod()
         assert means[figure]["int8"] == pytest.approx(product ** (1 / 3))
