@@ -73,10 +73,10 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
             f"hook.state_dict(), which continues on the scheme that is registered"
         )
     inner = {key: from_plain(item, inside=inside + 1) for key, item in settings.items()}
-    if (
-        name == "commhooks.Blockwise" and "stochastic" in inner
-    ):  # as files had it before ``rounding``
-        inner["rounding"] = "stochastic" if inner.pop("stochastic") else "nearest"
+    # What ``rounding`` was before; anything else than a bool is refused by the class.
+    if name == "commhooks.Blockwise" and isinstance(inner.get("stochastic"), bool):
+        before = "stochastic" if inner.pop("stochastic") else "nearest"
+        inner.setdefault("rounding", before)
     try:
         return kind(**inner)
     except Exception as error:  # a constructor may raise anything at settings of any type

@@ -25,8 +25,6 @@ _ELSEWHERE = {
     "start_powerSGD_iter": "it is called start_step here",
     "start_iter": "it is called start_step here",
     "use_error_feedback": "it is called error_feedback here",
-    "stochastic": "it is called rounding here: 'stochastic' or 'nearest'",
-    "rounding": "it is called stochastic here, True or False",
     "bucket_size": "entries per scale are called block or block_size here",
     "random_seed": "the seed is an argument of register(..., seed=...)",
     "seed": "the seed is an argument of register(..., seed=...) and of HookState",
@@ -189,6 +187,10 @@ def _hint(option: str, every: Sequence[str]) -> str:
     """Returns what to give instead of an unknown option, as the end of a sentence."""
     if option in _ELSEWHERE:
         return f"; {_ELSEWHERE[option]}."
+    if option == "stochastic" and "rounding" in every:
+        return "; it is called rounding here: 'stochastic' or 'nearest'."
+    if option == "rounding" and "stochastic" in every:
+        return "; it is called stochastic here: True or False."
     return _nearest(option, every)
 
 

@@ -15,6 +15,7 @@ from commhooks.checkpoint.form import FLOATS, MAX_STEP, SavedBuckets, read, whol
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import from_json, is_shape
+from commhooks.core.step_info import number_of
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.call import Call, Handle, Kind, travels_coded
 from commhooks.hook.capture import need_no_capture
@@ -62,6 +63,19 @@ class Calls(HookState):
     def _bind(self) -> None:
         group = self._binding.group()
         self._engine.rank, self._engine.world_size = group.rank(), group.size()
+
+    def _engine_at(self, step: int) -> Engine:
+        """Returns the engine of a call, whose draws are those of the group.
+
+        What one group has averaged, another may average as well. A dither has to be independent of
+        its input, in which the draws of the first group are.
+        """
+        engine = self._engine.at(step)
+        with suppress(KeyError, ValueError, RuntimeError):  # a group that torch has not made
+            ranks = sorted(dist.get_process_group_ranks(self._binding.group()))
+            if len(ranks) < dist.get_world_size():
+                engine.seed = number_of(f"{engine.seed}/{ranks}") >> 1
+        return engine
 
     @not_traced
     def run(self, call: Call, name: str | None, async_op: bool) -> Handle | None:
@@ -115,7 +129,7 @@ class Calls(HookState):
         at = self._steps.get(name, self._first_step)
         self._steps[name] = at + 1
         self._engine.step = max(self._engine.step, at + 1)
-        engine, agree = self._engine.at(at), keeps and call.kind == "reduce_scatter"
+        engine, agree = self._engine_at(at), keeps and call.kind == "reduce_scatter"
         step = Step(at, self._binding.group(), holds=False, timed=self.ledger.times(at))
         step.clock = clock_of(device, timed=step.timed)
         exchange = call.exchange(engine, Layout([name], [call.given.shape]), number, agree=agree)

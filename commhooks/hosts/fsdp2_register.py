@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 from commhooks._torch import DDPMeshInfo, fsdp2_is_in_backward, fsdp2_state
 from commhooks.core.names import piece_name
 from commhooks.core.scheme import Scheme
+from commhooks.core.settings import check_seed
+from commhooks.core.step_info import number_of
 from commhooks.errors import HookNotAttachedError
 from commhooks.hook.attachment import HostGuard
 from commhooks.hook.handshake import MEETING
@@ -67,6 +69,10 @@ def register_on_fsdp2(
     need_free(found, kind)
     group = shard_ranks(found) if between is None else replica_ranks(found, between)
 
+    if between is not None and found.ranks.size() > 1:
+        # A hook of the shards may have the same seed, and its draws are in what is averaged here: a
+        # dither has to be independent of its input.
+        seed = number_of(f"{check_seed(seed)}/between") >> 1
     made = _maker(scheme, shards=between is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
     shards = found.ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -90,6 +90,12 @@ class Blockwise(BlockCodec):
             )
         if self.stochastic and self.format == "sign":
             raise ValueError("Blockwise(rounding='stochastic'): a sign is not rounded")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # A pickle of before has ``stochastic``, and no ``rounding``: the default would be silent.
+        if "rounding" not in state:
+            raise ValueError("Blockwise: the pickle has no rounding; make the scheme anew")
+        self.__dict__.update(state)
 
     @property
     def stochastic(self) -> bool:

@@ -237,6 +237,8 @@ def test_settings_of_schemes_of_ones_own_are_checked_too() -> None:
 OPTIONS: list[tuple[Call, str]] = [
     (lambda: make("int8", rank=4), r"'int8' has no option 'rank'. Options: block, rounding"),
     (lambda: make("int8", stochastic=False), r"no option 'stochastic'; it is called rounding here"),
+    (lambda: make("bf16", rounding="x"), r"no option 'rounding'; it is called stochastic here"),
+    (lambda: make("eden", rounding="x"), r"no option 'rounding'\. Options"),
     (lambda: make("int8", roundin="x"), r"'roundin'; did you mean 'rounding'\? Options"),
     (lambda: make("dgc", k=3), r"'dgc' has no option 'k'. Options: ratio, momentum"),
     (lambda: make("int4", bits=3), r"'int4' has no option 'bits'. Options: block.*coalesce$"),

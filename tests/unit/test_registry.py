@@ -1,6 +1,8 @@
 """Names, options, and what is said when they are wrong."""
 
+import copy
 import os
+import pickle
 import subprocess
 import sys
 from collections import Counter
@@ -14,7 +16,7 @@ import commhooks
 from commhooks import ErrorFeedback
 from commhooks.checkpoint.plain_scheme import from_plain, to_plain
 from commhooks.core.registry import _factories, register_scheme
-from commhooks.errors import OptionError, UnknownSchemeError
+from commhooks.errors import CheckpointError, OptionError, UnknownSchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD
 from commhooks.wrappers import Cast, Coalesced, DelayedStart
 
@@ -145,6 +147,18 @@ def test_a_saved_scheme_may_have_the_settings_of_its_time(stochastic: bool) -> N
     del plain["settings"]["rounding"]
     plain["settings"]["stochastic"] = stochastic
     assert from_plain(plain) == scheme
+    plain["settings"]["stochastic"] = "yes"
+    with pytest.raises(CheckpointError, match="unexpected keyword argument 'stochastic'"):
+        from_plain(plain)
+
+
+def test_a_pickle_without_rounding_is_refused() -> None:
+    scheme = Blockwise("int8", 256, "stochastic")
+    state = {**vars(scheme), "stochastic": True}
+    assert copy.copy(scheme) == pickle.loads(pickle.dumps(scheme)) == scheme
+    del state["rounding"]
+    with pytest.raises(ValueError, match="the pickle has no rounding"):
+        scheme.__setstate__(state)
 
 
 def test_no_two_schemes_of_the_package_have_one_name() -> None:
