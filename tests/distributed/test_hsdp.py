@@ -94,7 +94,7 @@ def _overflows_between(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
     inside = commhooks.register(model, "int4", **INT4)
-    commhooks.register(model, "fp16", between=mesh["replicate"])
+    between = commhooks.register(model, "fp16", between=mesh["replicate"])
     warnings.filterwarnings("ignore", "a float16 payload is not finite")
     for step, scale in enumerate((1.0, 1e6)):
         before = residuals(inside)
@@ -104,6 +104,8 @@ def _overflows_between(rank: int, world_size: int) -> None:
         gradients(model)
         same = [torch.equal(value, before[name]) for name, value in residuals(inside).items()]
         assert all(same) == (step == 1)
+    # What the hook between nodes averages has the draws of the other in it.
+    assert inside._engine.seed != between._engine.seed
 
 
 def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -> None:

@@ -525,6 +525,7 @@ def _ends(directory):
     return found
 
 
+@pytest.mark.slow
 def test_a_process_ends_cleanly_whatever_it_leaves_open(tmp_path):
     found = _ends(tmp_path)
     assert list(found) == list(EXIT_PATHS)

@@ -29,6 +29,7 @@ def _network_namespaces() -> None:
     ],
     ids=["allreduce", "fp16", "bf16 with fp32 sum", "PowerSGD 4"],
 )
+@pytest.mark.slow
 def test_an_interface_sends_what_the_ledger_says(scheme: str, options: dict[str, Any]) -> None:
     ranks = measure(scheme, options, steps=6)
     # Frame, IP and TCP headers are 66 bytes in 1500 or more; acknowledgements are the rest.

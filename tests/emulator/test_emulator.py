@@ -85,6 +85,7 @@ def run_sanitized(*program: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("bug", SANITIZED)
+@pytest.mark.slow
 def test_a_sanitizer_catches_the_rest(bug):
     program = f"""
 from tests.emulator.test_emulator import KERNEL, right
@@ -116,6 +117,7 @@ def test_cpu_kernels_are_clean_under_sanitizers():
         for name in map(family_name, FAMILIES)
     ],
 )
+@pytest.mark.slow
 def test_cuda_kernels_are_clean_under_sanitizers(family):
     done = run_sanitized("-m", "tests.kernels.fuzz", "emulator", family)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -61,6 +61,7 @@ def test_functions_of_the_library_take_no_other_kinds():
 
 
 @pytest.mark.timeout(110)
+@pytest.mark.slow
 def test_no_wrong_argument_ends_the_process():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-X", "faulthandler", "-m", "tests.kernels.hostile"],

@@ -450,9 +450,15 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "ranks do not agree on what their parts were like",
-            'engine, agree = self._engine.at(at), keeps and call.kind == "reduce_scatter"',
-            "engine, agree = self._engine.at(at), False",
+            'engine, agree = self._engine_at(at), keeps and call.kind == "reduce_scatter"',
+            "engine, agree = self._engine_at(at), False",
             f"{FUNCTIONS}::test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any",
+        ),
+        (
+            "groups whose means are averaged again have the draws of the second average",
+            "            if len(ranks) < dist.get_world_size():",
+            "            if not ranks:",
+            f"{FUNCTIONS}::test_means_of_means_are_unbiased",
         ),
         (
             "a resumed run counts the steps of each tensor anew",

@@ -40,6 +40,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launches, dict[
 
 
 @pytest.mark.parametrize(("part", "least"), [("share", 80), ("exchange", 35)])
+@pytest.mark.slow
 def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) -> None:
     rows = rehearsal[1][part]
     assert len(rows) >= least
