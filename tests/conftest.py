@@ -30,7 +30,6 @@ VARIANTS = {
     "tests/distributed/test_as_gpu.py::test_an_optimizer_in_backward_steps": 20,
     "tests/distributed/test_as_gpu.py::test_training_gives_what_it_gives_on_the_cpu": 20,
     "tests/distributed/test_auto.py::test_a_slow_line_gets_a_scheme": 2,
-    "tests/distributed/test_auto.py::test_where_no_scheme_is_faster": 3,
     "tests/distributed/test_cut_buckets.py::test_modes_of_both_classes": 3,
     "tests/distributed/test_ddp_abandoned.py::test_a_rank_that_goes_on_alone": 4,
     "tests/distributed/test_ddp_abandoned.py::test_ranks_that_raise_alike": 4,

@@ -188,7 +188,7 @@ def _hint(option: str, every: Sequence[str]) -> str:
     if option in _ELSEWHERE:
         return f"; {_ELSEWHERE[option]}."
     if option == "stochastic" and "rounding" in every:
-        return "; it is called rounding here: 'stochastic' or 'nearest'."
+        return "; it is called rounding here, such as 'stochastic' or 'nearest'."
     if option == "rounding" and "stochastic" in every:
         return "; it is called stochastic here: True or False."
     return _nearest(option, every)

@@ -65,7 +65,8 @@ def encode(
     Args:
         codec: a packed codec, or one given by ``encode`` and ``decode``.
         x: flat, float32, float16 or bfloat16.
-        step, seed: key the random draws.
+        step, seed: key the random draws. Messages that are averaged need different seeds: their
+            errors are alike otherwise.
         checksum: lets ``decode`` detect changed bytes.
 
     Raises:

@@ -262,7 +262,7 @@ def fp8(
 ) -> Scheme:
     """Sends 8-bit floats in blocks of 256: small entries keep their digits.
 
-    The error is ten times that of int8 on gradients whose entries are of similar size.
+    The error is 28 times that of int8 on normal entries, and 3 times on those of a t(3).
 
     Args:
         format: "e4m3" (three bits of mantissa) or "e5m2" (two).

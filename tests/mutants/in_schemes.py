@@ -232,13 +232,13 @@ MUTANTS: list[Mutant] = [
             "ranks of a node dither as in the whole world",
             '"inside/", member=(local_rank, local))',
             '"inside/")',
-            f"{UNIT}/test_hierarchical.py::test_draws_are_shifted_within_a_node_and_between_nodes",
+            f"{UNIT}/test_hierarchical.py::test_both_levels_decode_the_dither_of_their_own_ranks",
         ),
         (
             "nodes dither as ranks do",
             "purpose, member=(node, nodes))",
             "purpose)",
-            f"{UNIT}/test_hierarchical.py::test_draws_are_shifted_within_a_node_and_between_nodes",
+            f"{UNIT}/test_hierarchical.py::test_both_levels_decode_the_dither_of_their_own_ranks",
         ),
     ),
     *planted(
