@@ -65,16 +65,18 @@ class Calls(HookState):
         self._engine.rank, self._engine.world_size = group.rank(), group.size()
 
     def _engine_at(self, step: int) -> Engine:
-        """Returns the engine of a call, whose draws are those of the group.
+        """Returns the engine of a call, whose draws are those of groups with ranks so far apart.
 
-        What one group has averaged, another may average as well. A dither has to be independent of
-        its input, in which the draws of the first group are.
+        What ranks in a row have averaged, those in a column may average as well. A dither has to be
+        independent of its input, in which the draws of the first average are. All rows draw alike,
+        as ranks of tensor parallelism do: what is equal on several of them stays so.
         """
         engine = self._engine.at(step)
         with suppress(KeyError, ValueError, RuntimeError):  # a group that torch has not made
             ranks = sorted(dist.get_process_group_ranks(self._binding.group()))
             if len(ranks) < dist.get_world_size():
-                engine.seed = number_of(f"{engine.seed}/{ranks}") >> 1
+                apart = [rank - ranks[0] for rank in ranks]
+                engine.seed = number_of(f"{engine.seed}/{apart}") >> 1
         return engine
 
     @not_traced

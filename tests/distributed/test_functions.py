@@ -703,6 +703,11 @@ def test_numbers_of_8_bits_travel_as_they_are() -> None:
 
 def _in_two_groups(rank: int, world_size: int) -> tuple[float, float]:
     """The bias of a mean within rows of ranks and then within columns, and its deviation."""
+    own = dist.new_group([0, 2]), dist.new_group([1, 3])
+    same, ranks = numbers(0, rank // 2, 1000), [torch.empty(1000) for _ in range(4)]
+    commhooks.all_reduce(same, "int4", op=AVG, group=own[rank % 2], error_feedback=False)
+    dist.all_gather(ranks, same)
+    assert all(torch.equal(one, same) for one in ranks)  # equal inputs give equal means
     rows, columns = (
         [dist.new_group(list(ranks)) for ranks in groups]
         for groups in (((0, 1), (2, 3)), ((0, 2), (1, 3)))

@@ -461,6 +461,12 @@ MUTANTS: list[Mutant] = [
             f"{FUNCTIONS}::test_means_of_means_are_unbiased",
         ),
         (
+            "each group of ranks draws by itself",
+            "apart = [rank - ranks[0] for rank in ranks]",
+            "apart = ranks",
+            f"{FUNCTIONS}::test_means_of_means_are_unbiased",
+        ),
+        (
             "a resumed run counts the steps of each tensor anew",
             "self._steps, self._first_step = steps, self.step if first is None else first",
             "self._steps, self._first_step = {}, self.step",
