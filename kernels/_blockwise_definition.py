@@ -165,16 +165,16 @@ def _codes(y: Tensor, form: Format, noise: Tensor | None) -> Tensor:
 def _dithered(y: Tensor, draws: Tensor) -> Tensor:
     """Returns codes of integers k: 0 stands for 0, and others for k - d with d uniform.
 
-    Below 1 the first value on the entry's side, with magnitude 1 - t, is taken where
-    (1 - t)^2 - 1/4 < 2 |y|, so that the mean is |y|; other entries take the nearest value.
-    ``docs/design/kernels.md`` has the derivation.
+    Below 1 the first value on the entry's side is taken where |y + d| > (d^2 + 3/4) / 2, so that
+    the mean is y; other entries take the nearest value. ``docs/design/kernels.md`` has the
+    derivation.
     """
     # 22 bits decide whether a value is taken, as entries may be tiny; 14 of them shift the grid.
-    a, t = y.abs(), philox.below_half(draws, 23)
-    t = torch.where(y.signbit(), -t, t)
-    taken = a > (t * 0.5 - 1.0) * t + 0.375
-    near = torch.where(taken, a.clamp(min=1.0).copysign(y), 0.0)
-    return (near + _shift(draws)).round().to(torch.int32) & 0xFF
+    d = philox.below_half(draws, 23)
+    sums = y + d
+    taken = sums.abs() > d * 0.5 * d + 0.375
+    near = torch.where(taken, sums.abs().clamp(min=0.75).copysign(sums), 0.0)
+    return near.round().to(torch.int32) & 0xFF
 
 
 def _shift(draws: Tensor) -> Tensor:

@@ -40,16 +40,15 @@ struct DitheredInt8 {
     template <class W> INLINE auto place(W draw) { return draw >> 17 | 0x43c00001u; }
 
     template <class V, class W> INLINE auto encode(V y, W draw, V& value) {
-        auto sign = bits_of(y) & 0x80000000u;
-        V d = 384.5f - float_of(place(draw)), a = float_of(magnitude(y)), zero{};
-        // Entries below 1 take the first value on their side, with magnitude 1 - t, so often that its mean
-        // is the entry: where (1 - t)^2 - 1/4 < 2 a. Others take the nearest value. Here 22 bits of the draw
-        // decide, since entries may be tiny.
-        V t = float_of(bits_of(1.5f - float_of(draw >> 9 | 0x3f800001u)) ^ sign);
-        auto taken = a > (t * 0.5f - 1.0f) * t + 0.375f;
-        V from = taken ? float_of(bits_of(larger(a, 1.0f)) | sign) : zero;
-        V shifted = (from + d) + kRound;
-        value = taken ? (shifted - kRound) - d : zero;
+        // Here with 22 bits, since entries may be tiny.
+        V d = 1.5f - float_of(draw >> 9 | 0x3f800001u), sum = y + d, zero{};
+        // Entries below 1 take the first value on their side so often that its mean is the entry: where
+        // |y + d| > (d^2 + 3/4) / 2. Others take the nearest value.
+        V size = float_of(magnitude(sum));
+        auto taken = size > d * 0.5f * d + 0.375f;
+        V near = taken ? float_of(bits_of(larger(size, 0.75f)) | (bits_of(sum) & 0x80000000u)) : zero;
+        V shifted = near + kRound;
+        value = taken ? (shifted - kRound) - (384.5f - float_of(place(draw))) : zero;
         return bits_of(shifted) & 0xffu;
     }
     template <class W> INLINE auto decode(W code, W draw) {

@@ -12,8 +12,8 @@ MUTANTS: list[Mutant] = [
         "kernels/_blockwise_definition.py",
         (
             "a dither moves zeros",
-            "taken = a > (t * 0.5 - 1.0) * t + 0.375",
-            "taken = a >= 0.0",
+            "taken = sums.abs() > d * 0.5 * d + 0.375",
+            "taken = sums.abs() >= 0.5",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
         (
