@@ -6,7 +6,7 @@ Reference: Philox4x32 with 7 rounds; Salmon et al., Parallel Random Numbers: As 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,17 +83,28 @@ class RandomBits:
     first: int = 0
 
     def __post_init__(self) -> None:
-        # Schemes create these for every bucket and step, nearly always from plain integers.
-        if not (type(self.seed) is type(self.number) is type(self.first) is int):
-            object.__setattr__(self, "number", whole("RandomBits", "number", self.number))
-            object.__setattr__(self, "first", whole("RandomBits", "first", self.first))
-        object.__setattr__(self, "seed", as_seed(self.seed))
-        _check_step(self.step)
+        # Schemes make several of these for every bucket and step: what is right is seen at once.
+        seed, step, number, first = self.seed, self.step, self.number, self.first
+        if (
+            type(seed) is type(number) is type(first) is int
+            and -_SEEDS <= seed < _SEEDS
+            and 0 <= number < _NUMBERS
+            and 0 <= first < _PLACES
+            and not first % _GROUP
+            and isinstance(step, Tensor)
+            and step.dtype == torch.int64
+            and step.numel() == 1
+        ):
+            return
+        object.__setattr__(self, "number", whole("RandomBits", "number", number))
+        object.__setattr__(self, "first", whole("RandomBits", "first", first))
+        object.__setattr__(self, "seed", as_seed(seed))
+        _check_step(step)
         _check_numbers(self.number, self.first)
 
     def row(self, number: int) -> RandomBits:
         """Returns the bits of one row of a message of several payloads."""
-        return replace(self, first=self.first + number * ROW)
+        return RandomBits(self.seed, self.step, self.number, self.first + number * ROW)
 
     @property
     def key(self) -> Key:
