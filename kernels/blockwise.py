@@ -246,7 +246,7 @@ def draws_of(
     *,
     device: torch.device,
 ) -> list[Tensor] | None:
-    """Returns the dither of the payload of each rank, or None for a format without."""
+    """Returns the dither of the payload of each rank; None without a step, as for other formats."""
     if step is None:
         return None
     key = (layout.n, int(step), seed, stream, first)

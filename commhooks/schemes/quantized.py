@@ -47,8 +47,7 @@ class Blockwise(BlockCodec):
     formats whose scale is a power of two ("mx_...").
 
     Args:
-        format: "int8", "int4", "int2", "e4m3", "e5m2",
-            "e2m1", "mx_e4m3", "mx_e5m2", "sign".
+        format: "int8", "int4", "int2", "e4m3", "e5m2", "e2m1", "mx_e4m3", "mx_e5m2", "sign".
         block: entries per scale, a power of two, 32 to 2048 (1024 if rotated).
         rounding: "nearest"; "stochastic", which rounds up or down at random; or "dither", which
             shifts the grid by draws that all ranks know, for half the error: "int8", not rotated.
