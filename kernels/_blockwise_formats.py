@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -68,12 +68,12 @@ class Format:
         exponent_bits = self.bits - 1 - self.mantissa
         return int(2 ** (exponent_bits - 1)) - 1
 
-    @property
+    @cached_property
     def planes(self) -> int:
         """Returns how many codes of entries 32 apart share a byte; 1 for signs."""
         return 1 if self.bits == 1 else 8 // self.bits
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Returns the number of entries whose codes are stored together; divides every block."""
         return 32 * self.planes
@@ -110,19 +110,19 @@ class Payload:
     n: int
     tails: int = 0
 
-    @property
+    @cached_property
     def codes_at(self) -> int:
         """Returns the position of the first code, in bytes."""
         blocks = -(-self.n // self.block)
         return -(-blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
 
-    @property
+    @cached_property
     def tails_at(self) -> int:
         """Returns the position of the first entry of 16 bits, in bytes."""
         units = -(-self.n // self.format.unit)
         return self.codes_at + units * self.format.unit * self.format.bits // 8
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Returns the length, a multiple of 16."""
         return -(-(self.tails_at + 2 * self.tails) // ALIGNMENT) * ALIGNMENT

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -182,9 +183,8 @@ class Bucket(StepInfo):
             shared: leaves out the rank: the same bits on every rank.
         """
         # The first parameter names the bucket: bucket numbers change when DDP rebuilds buckets.
-        text = f"{self.layout.names[0]}/{purpose}/{'shared' if shared else self.rank}"
-        step = self.step_on(self.raw.device)
-        return RandomBits(self.seed, step, number=number_of(text) >> 33)
+        number = _stream_of(self.layout.names[0], purpose, None if shared else self.rank)
+        return RandomBits(self.seed, self.step_on(self.raw.device), number)
 
     # ---- parts of an exchange that schemes share
 
@@ -331,3 +331,9 @@ def _to_keep(bucket: Bucket, slot: Slot, layout: Layout, values: Tensor) -> Tens
     if share_storage(values, bucket.raw) or share_storage(values, bucket.output):
         values = values.clone()
     return values.reshape(-1)
+
+
+@lru_cache(maxsize=4096)  # a few per bucket, in every step
+def _stream_of(name: str, purpose: str, rank: int | None) -> int:
+    """Returns the number of a stream of random bits."""
+    return number_of(f"{name}/{purpose}/{'shared' if rank is None else rank}") >> 33

@@ -50,6 +50,8 @@ class Randomness:
 
     def row(self, index: int) -> Randomness:
         """Returns the streams of one shard."""
+        if index == self._index:
+            return self
         return Randomness(self._bucket, self._phase, self._purpose, index, self.member)
 
     @property
