@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
@@ -68,12 +68,12 @@ class Format:
         exponent_bits = self.bits - 1 - self.mantissa
         return int(2 ** (exponent_bits - 1)) - 1
 
-    @cached_property
+    @property
     def planes(self) -> int:
         """Returns how many codes of entries 32 apart share a byte; 1 for signs."""
         return 1 if self.bits == 1 else 8 // self.bits
 
-    @cached_property
+    @property
     def unit(self) -> int:
         """Returns the number of entries whose codes are stored together; divides every block."""
         return 32 * self.planes
@@ -96,36 +96,34 @@ FORMATS = {
 }
 
 
-@dataclass(frozen=True)
-class Payload:
+class Payload(NamedTuple):
     """Locates the parts of a payload: scales, codes, and entries of 16 bits.
 
     Attributes:
         n: coded entries.
         tails: entries of 16 bits.
+        codes_at: position of the first code, in bytes.
+        tails_at: position of the first entry of 16 bits, in bytes.
+        bytes: length, a multiple of 16.
     """
 
     format: Format
     block: int
     n: int
-    tails: int = 0
+    tails: int
+    codes_at: int
+    tails_at: int
+    bytes: int
 
-    @cached_property
-    def codes_at(self) -> int:
-        """Returns the position of the first code, in bytes."""
-        blocks = -(-self.n // self.block)
-        return -(-blocks * self.format.scale_bytes // ALIGNMENT) * ALIGNMENT
+    @classmethod
+    def of(cls, format: Format, block: int, n: int, tails: int = 0) -> Payload:
+        codes_at = _aligned(-(-n // block) * format.scale_bytes)
+        tails_at = codes_at + -(-n // format.unit) * format.unit * format.bits // 8
+        return cls(format, block, n, tails, codes_at, tails_at, _aligned(tails_at + 2 * tails))
 
-    @cached_property
-    def tails_at(self) -> int:
-        """Returns the position of the first entry of 16 bits, in bytes."""
-        units = -(-self.n // self.format.unit)
-        return self.codes_at + units * self.format.unit * self.format.bits // 8
 
-    @cached_property
-    def bytes(self) -> int:
-        """Returns the length, a multiple of 16."""
-        return -(-(self.tails_at + 2 * self.tails) // ALIGNMENT) * ALIGNMENT
+def _aligned(bytes: int) -> int:
+    return -(-bytes // ALIGNMENT) * ALIGNMENT
 
 
 def segments_for(
@@ -144,7 +142,7 @@ def segments_for(
 def _granule(format: str, block: int, whole: bool) -> tuple[int, int]:
     """Returns the slots that a run begins at multiples of, and the largest rest in 16 bits."""
     granule = max(256, block)
-    return granule, 0 if whole else Payload(FORMATS[format], block, granule).bytes // 2
+    return granule, 0 if whole else Payload.of(FORMATS[format], block, granule).bytes // 2
 
 
 @lru_cache(maxsize=4096)
@@ -161,7 +159,7 @@ def layout_of(caller: str, format: str, block: Any, n: int, tails: int = 0) -> P
 
 @lru_cache(maxsize=4096)  # a few per bucket, which ops ask for in every step
 def _layout(format: str, block: int, n: int, tails: int) -> Payload:
-    return Payload(FORMATS[format], block, n, tails)
+    return Payload.of(FORMATS[format], block, n, tails)
 
 
 def check_form(caller: str, format: str, block: Any) -> None:
@@ -178,11 +176,11 @@ def payload_bytes(n: int | Segments, format: str, block: int) -> int:
     """Returns the number of bytes of the payload of ``n`` entries, or of a row of a message."""
     check_form("payload_bytes", format, block)
     if isinstance(n, Segments):
-        return Payload(FORMATS[format], block, n.slots, n.tails).bytes
+        return Payload.of(FORMATS[format], block, n.slots, n.tails).bytes
     n = whole("payload_bytes", "n", n)
     check_whole("payload_bytes", "n", n, 0, 2**56)
     # As Segments counts them, but in terms that torch.compile traces.
     granule, most = _granule(format, block, False)
     tails = n % granule if n % granule <= most else 0
     slots = -(-(n - tails) // granule) * granule
-    return Payload(FORMATS[format], block, slots, tails).bytes
+    return Payload.of(FORMATS[format], block, slots, tails).bytes

@@ -20,7 +20,7 @@ CHUNK = 2048  # entries of a part whose squares a warp adds
 
 def part_bytes(n: int) -> int:
     """Returns the number of bytes of the payload of a part of ``n`` entries."""
-    return Payload(FORMATS["int8"], BLOCK, n).bytes
+    return Payload.of(FORMATS["int8"], BLOCK, n).bytes
 
 
 class Parts:

@@ -57,14 +57,14 @@ def squared_norms(x: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
 @op("quantize_parts(Tensor x, Tensor(a!) payloads, Tensor table) -> ()")
 def quantize_parts_op(x: Tensor, payloads: Tensor, table: Tensor) -> None:
     for part, payload in _pairs(x, payloads, parts_of("quantize_parts", table)):
-        layout = Payload(FORMATS["int8"], BLOCK, part.numel())
+        layout = Payload.of(FORMATS["int8"], BLOCK, part.numel())
         definition.encode(part, payload, layout, None)
 
 
 @op("dequantize_parts(Tensor payloads, Tensor(a!) out, Tensor table) -> ()")
 def dequantize_parts_op(payloads: Tensor, out: Tensor, table: Tensor) -> None:
     for part, payload in _pairs(out, payloads, parts_of("dequantize_parts", table)):
-        layout = Payload(FORMATS["int8"], BLOCK, part.numel())
+        layout = Payload.of(FORMATS["int8"], BLOCK, part.numel())
         part.copy_(definition.sum_payloads(payload[None], layout, part.numel()))
 
 

@@ -391,10 +391,10 @@ def test_a_segment_costs_a_block_of_padding_at_most(format, block):
     if block < FORMATS[format].unit:
         return
     granule = max(block, 256)
-    one = Payload(FORMATS[format], block, granule).bytes
+    one = Payload.of(FORMATS[format], block, granule).bytes
     for n in (1, 17, 130, 255, 257, 1100, 2049):
         nbytes = payload_bytes(n, format, block)
-        exact = Payload(FORMATS[format], block, n // granule * granule).bytes
+        exact = Payload.of(FORMATS[format], block, n // granule * granule).bytes
         assert nbytes <= exact + min(one, 2 * (n % granule)) + 32, n  # parts begin at 16 bytes
 
 
