@@ -18,13 +18,16 @@ GROUP = f"{DISTRIBUTED}/test_process_group.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/core/bucket.py",
+        "_completed",
         (
             "half of the residual is lost",
             "torch.sub(bucket.gradient, sent, out=bucket.unsent)",
             "torch.sub(bucket.gradient, sent, out=bucket.unsent).mul_(0.5)",
             f"{WRAPPERS}::test_the_residual_is_what_was_not_sent",
         ),
+    ),
+    *planted(
+        "Bucket.replace",
         (
             "another place for the rest shares the sum",
             'if changes.keys() & {"raw", "residual", "unsent"}:',
@@ -33,7 +36,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/exchanges.py",
+        "Exchanges.start_groups",
         (
             "held buckets are released without waiting for streams",
             ").then(group.release)  #",
@@ -48,7 +51,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/coalesce.py",
+        "Group.cut",
         (
             "a bucket is cut too late by one parameter",
             "if filled + size > most:",
@@ -57,7 +60,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/runner.py",
+        "Runner.settle",
         (
             "an inner backward pass ends the step",
             "if step.paused and not step.told:",
@@ -67,7 +70,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/step.py",
+        "key_of",
         (
             "buckets are known by their address",
             "StorageWeakRef(buffer.untyped_storage())",
@@ -77,7 +80,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/binding.py",
+        "Binding.may_leave_alone",
         (
             "a host without gradients leaves all parameters alone",
             "return isinstance(bucket, dist.GradBucket)  #",
@@ -94,7 +97,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/continuation.py",
+        "Continuation.take_up",
         (
             "our class does not start from the saved buckets",
             "        core.restore_layout(members,",
@@ -110,13 +113,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/feedback.py",
+        "Scaled.exchange",
         (
             "Scaled keeps what its codec kept",
             "unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)",
             "unsent = result.unsent.add_(bucket.raw, alpha=0.0)",
             f"{FEEDBACK}::test_scaled_sends_a_share_and_keeps_the_rest",
         ),
+    ),
+    *planted(
+        "_taken",
         (
             "a residual is flushed in every step",
             "    bucket.memory.write(RESIDUAL, bucket.layout, None)\n",
@@ -125,7 +131,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/ef21.py",
+        "EF21.exchange",
         (
             "EF21's total is not committed",
             "        bucket.write(_TOTAL, total)\n",
@@ -146,7 +152,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/averaged_feedback.py",
+        "AveragedFeedback.exchange",
         (
             "the averaged error is reset a step late",
             "if self.reset_every and (bucket.step + 1) % self.reset_every == 0:",
@@ -161,7 +167,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/schedules.py",
+        "PeriodicDense.exchange",
         (
             "a periodic dense step keeps the residual back",
             "            take_residual(bucket)\n",
@@ -174,12 +180,18 @@ MUTANTS: list[Mutant] = [
             "if bucket.step % self.every:",
             f"{POLICIES}::test_periodic_dense_sends_what_was_held_back_in_every_third_step",
         ),
+    ),
+    *planted(
+        "DelayedStart.exchange",
         (
             "a delayed start is a step late",
             "if bucket.step < self.start_step else",
             "if bucket.step <= self.start_step else",
             f"{POLICIES}::test_delayed_start_is_dense_and_then_the_scheme",
         ),
+    ),
+    *planted(
+        "Schedule.at",
         (
             "a schedule's part begins a step late",
             "if begin <= step][-1]",
@@ -188,13 +200,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/guard.py",
+        "Guard._judge",
         (
             "the guard rests a step less",
             "bucket.step + 1 + self.rest",
             "bucket.step + self.rest",
             f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
         ),
+    ),
+    *planted(
+        "Guard.exchange",
         (
             "the guard does not send what was held back",
             "                take_residual(bucket)\n",
@@ -203,7 +218,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/packed.py",
+        "PackedCodec._gather_whole",
         (
             "the gathered mean of five ranks is of six",
             "gathered, shards, 0, bucket.output, random, 1.0 / bucket.world_size",
@@ -211,12 +226,18 @@ MUTANTS: list[Mutant] = [
             "1.0 / (bucket.world_size + (bucket.world_size == 5))",
             f"{FEEDBACK}::test_topk_with_feedback",
         ),
+    ),
+    *planted(
+        "spans",
         (
             "the last entry is dropped where it begins a unit",
             "min((i + 1) * length, n))",
             "min((i + 1) * length, n - (n % unit == 1)))",
             f"{LAWS}[int8]",
         ),
+    ),
+    *planted(
+        "PackedCodec.all_gather",
         (
             "a gathered shard is rounded with the first phase's bits",
             'inside, random = bucket.in_float32(), Randomness(bucket, "server")',
@@ -224,17 +245,23 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_halves.py::test_the_two_halves_are_the_whole_exchange_bit_for_bit",
         ),
         (
-            "blocks have entries of several parameters",
-            "cut = layout.cut(parts) if known and layout is not None else",
-            "cut = [(end - at,) for at, end in parts] if known else",
-            f"{LAWS}[int8]",
-        ),
-        (
             "a short shard is decoded as a full one",
             "alike = shards.segments is not None or (",
             "alike = True or (",
             f"{UNIT}/test_halves.py::test_all_ranks_get_the_same_parts_of_all_with_one_rounding",
         ),
+    ),
+    *planted(
+        "to_shards",
+        (
+            "blocks have entries of several parameters",
+            "cut = layout.cut(parts) if known and layout is not None else",
+            "cut = [(end - at,) for at, end in parts] if known else",
+            f"{LAWS}[int8]",
+        ),
+    ),
+    *planted(
+        "PackedCodec.reduce_scatter",
         (
             "parts that kernels do not cut are packed by them",
             "cut_as_kernels = shards.segments is not None or",
@@ -243,7 +270,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/payloads.py",
+        "Payloads.repack_shard",
         (
             "the mean of a shard is of one rank more",
             "            factor = 1.0 / len(rows)\n",
@@ -258,25 +285,13 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/piece.py",
+        "Randomness.noise",
         (
             "all ranks round with the same noise",
             'return self._bits(f"{self._phase}/0", shared=False)',
             'return self._bits(f"{self._phase}/0", shared=True)',
             f"{UNIT}/test_halves.py"
             "::test_random_roundings_of_equal_gradients_average_out_over_ranks",
-        ),
-        (
-            "all shards round with the same noise",
-            "return bits.row(self._index) if self._index else bits",
-            "return bits",
-            f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
-        ),
-        (
-            "both phases rotate alike",
-            'return self.shared if self._phase == "worker" else',
-            "return self.shared if self._phase else",
-            f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
         ),
         (
             "noise is the same on every rank",
@@ -286,7 +301,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/hierarchical.py",
+        "Randomness._bits",
+        (
+            "all shards round with the same noise",
+            "return bits.row(self._index) if self._index else bits",
+            "return bits",
+            f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
+        ),
+    ),
+    *planted(
+        "Randomness.per_phase",
+        (
+            "both phases rotate alike",
+            'return self.shared if self._phase == "worker" else',
+            "return self.shared if self._phase else",
+            f"{UNIT}/test_eden.py::test_two_phases_round_twice_and_independently",
+        ),
+    ),
+    *planted(
+        "Hierarchical.exchange",
         (
             "what a node loses is one rank's share",
             "            error.mul_(float(local))\n",
@@ -295,7 +328,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/scheme.py",
+        "Codec.exchange",
         (
             "a codec's mean is of one rank more",
             "mean.add_(decoded, alpha=1.0 / world_size)",
@@ -304,13 +337,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/cast.py",
+        "Cast._narrow",
         (
             "a cast narrows before it divides",
             "scaled_cast(request.tensor, 1.0 / scale, out=small)",
             "small.copy_(request.tensor).mul_(1.0 / scale)",
             f"{WRAPPERS}::test_a_cast_divides_before_it_narrows",
         ),
+    ),
+    *planted(
+        "Cast._cast",
         (
             "a sum arrives as a mean after a cast",
             "1.0 if _is_mean(request) else scale",
@@ -332,13 +368,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/per_parameter.py",
+        "PerParameter.exchange",
         (
             "rules leave another scheme's residual behind",
             "schemes = [flushing(scheme) for scheme in schemes]",
             "schemes = list(schemes)",
             f"{WRAPPERS}::test_rules_flush_the_residual_of_parameters_without_feedback",
         ),
+    ),
+    *planted(
+        "PerParameter.choose",
         (
             "the last rule that matches decides",
             "(rule.scheme for rule in self.rules if",
@@ -347,7 +386,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/flat_values.py",
+        "FlatValues.collect",
         (
             "a warm start is lost when buckets change",
             "if old is not None and old.shape == view.shape:",
@@ -356,7 +395,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/memory.py",
+        "Memory.commit",
         (
             "a GPU's bad step is remembered",
             "        restore(replaced, good)\n",
@@ -392,7 +431,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/engine.py",
+        "_verdicts",
         (
             "the last bucket decides for all",
             "torch.stack(one).all() for one",
@@ -405,12 +444,18 @@ MUTANTS: list[Mutant] = [
             "own[devices.index(to)]",
             f"{UNIT}/test_on_cuda.py::test_the_verdict_is_brought_together_on_every_device",
         ),
+    ),
+    *planted(
+        "Engine",
         (
             "an abandoned step is not dropped",
             "        with self._lock:\n            self._open = None\n\n    def bucket",
             "        with self._lock:\n            pass\n\n    def bucket",
             f"{DISTRIBUTED}/test_steps.py::test_a_step_whose_backward_raised_is_dropped",
         ),
+    ),
+    *planted(
+        "Engine._settle",
         (
             "a step is over before its last bucket",
             "if not step.closed or step.finished < len(step.launched):",
@@ -420,18 +465,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/call.py",
+        "Call.exchange",
         (
             "a tensor of inference mode is reduced in its own memory",
             "raw.clone() if raw.is_inference() else raw",
             "raw",
             f"{FUNCTIONS}::test_tensors_of_inference_mode_are_written_in_and_outside_of_it",
-        ),
-        (
-            "a sum is a mean",
-            "mean = result.mean.mul_(ranks) if own else result.mean * ranks",
-            "mean = result.mean",
-            f"{FUNCTIONS}::test_an_all_reduce_of_every_scheme_is_what_its_hook_gives",
         ),
         (
             "a tensor with gaps does not get the result",
@@ -441,7 +480,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/calls.py",
+        "_times.total",
+        (
+            "a sum is a mean",
+            "mean = result.mean.mul_(ranks) if own else result.mean * ranks",
+            "mean = result.mean",
+            f"{FUNCTIONS}::test_an_all_reduce_of_every_scheme_is_what_its_hook_gives",
+        ),
+    ),
+    *planted(
+        "Calls._start",
         (
             "every call is the first one of its name",
             "self._steps[name] = at + 1",
@@ -454,6 +502,9 @@ MUTANTS: list[Mutant] = [
             "engine, agree = self._engine_at(at), False",
             f"{FUNCTIONS}::test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any",
         ),
+    ),
+    *planted(
+        "Calls._engine_at",
         (
             "groups whose means are averaged again have the draws of the second average",
             "            if len(ranks) < dist.get_world_size():",
@@ -466,6 +517,9 @@ MUTANTS: list[Mutant] = [
             "apart = ranks",
             f"{FUNCTIONS}::test_means_of_means_are_unbiased",
         ),
+    ),
+    *planted(
+        "Calls.load_state_dict",
         (
             "a resumed run counts the steps of each tensor anew",
             "self._steps, self._first_step = steps, self.step if first is None else first",
@@ -474,7 +528,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/functions.py",
+        "close_idle",
         (
             "what was made for a destroyed group stays",
             "for found in _made.pop(group).values():",
@@ -483,7 +537,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/passing_group.py",
+        "PassingGroup._set_group_name",
         (
             "a group renames the group inside",
             "        self._name = name\n",
@@ -492,19 +546,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/scheme_group.py",
+        "averages",
         (
             "the largest of numbers is averaged",
             "mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
             "mean = True",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
+    ),
+    *planted(
+        "SchemeGroup._scatter",
         (
             "a reduce-scatter is as large as its output",
             "if input.numel() < self.least:",
             "if output.numel() < self.least:",
             f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
         ),
+    ),
+    *planted(
+        "_by_scheme.method",
         (
             "what fully_shard reduces over a group travels as it is",
             "done, handle = self._scatter(output, input, opts)",
@@ -513,13 +573,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/scheme_group.py",
+        "SchemeGroup.allreduce",
         (
             "small tensors are compressed",
             "or tensors[0].numel() < self.least:",
             "or tensors[0].numel() < 2:",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
+    ),
+    *planted(
+        "_is_real",
         (
             "complex numbers that torch hands over as pairs are compressed",
             "pairs = tensor.shape[-1:] == (2,) or",
@@ -534,7 +597,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/agreement.py",
+        "facts_of",
         (
             "the handshake does not look at node sizes",
             "for fact in inside.environment(engine.world_size)",
@@ -543,7 +606,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/saving.py",
+        "take_up",
         (
             "a loaded hook draws by its own seed",
             'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
@@ -552,7 +615,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/group_change.py",
+        "_carry_over",
         (
             "what a rank keeps weighs by the new number of ranks twice",
             "merged(parts, rank, saved_size, change.world_size, resizes)",
@@ -566,17 +629,23 @@ MUTANTS: list[Mutant] = [
             f"{WORLD}::test_a_rank_that_was_away_for_a_change_joins_as_a_new_one",
         ),
         (
-            "shared values do not go to a rank that joins",
-            "sent |= {key for key in own if key not in resizes}",
-            "sent |= set()",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
-        ),
-        (
             "estimates keep the mean of those that are left",
             "    if change.lost:\n        # The mean",
             "    if False:\n        # The mean",
             f"{WORLD}::test_ranks_go_on_without_one_that_died",
         ),
+    ),
+    *planted(
+        "_exchange",
+        (
+            "shared values do not go to a rank that joins",
+            "sent |= {key for key in own if key not in resizes}",
+            "sent |= set()",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+    ),
+    *planted(
+        "_go_on",
         (
             "a rank goes on with its own seed",
             'engine.step, engine.seed = source.step, given["seed"]',
@@ -590,22 +659,19 @@ MUTANTS: list[Mutant] = [
             f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
         (
-            "the largest step decides who goes on",
-            "            len(family(told[rank])),\n            told[rank].world_size,\n",
-            "",
-            f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
-        ),
-        (
             "a hook keeps its place among the ranks before",
             "engine.rank, engine.world_size = group.rank(), group.size()",
             "engine.world_size = group.size()",
             f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
         ),
+    ),
+    *planted(
+        "_who_goes_on",
         (
-            "ranks that handed over are counted as lost",
-            "if told[rank].run == first.run} | set(first.left)",
-            "if told[rank].run == first.run}",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+            "the largest step decides who goes on",
+            "            len(family(told[rank])),\n            told[rank].world_size,\n",
+            "",
+            f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
         ),
         (
             "a rank that was away goes on with what was counted as lost",
@@ -613,6 +679,18 @@ MUTANTS: list[Mutant] = [
             "if told[rank].step >= 0]",
             f"{WORLD}::test_a_rank_that_was_away_for_a_change_joins_as_a_new_one",
         ),
+    ),
+    *planted(
+        "_describe",
+        (
+            "ranks that handed over are counted as lost",
+            "if told[rank].run == first.run} | set(first.left)",
+            "if told[rank].run == first.run}",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+        ),
+    ),
+    *planted(
+        "change_group",
         (
             "the ranks before are given up after the change, not before",
             "        hook._drivers.abandon()\n",
@@ -625,6 +703,9 @@ MUTANTS: list[Mutant] = [
             "            pass",
             f"{WORLD}::test_ranks_go_on_without_one_that_died",
         ),
+    ),
+    *planted(
+        "need_between_steps",
         (
             "ranks change in the middle of a step",
             "    if step is not None and step.passes:",
@@ -633,7 +714,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/leaving.py",
+        "leave",
         (
             "nobody takes over from ranks that leave",
             "heir = staying[leaving.index(number) % len(staying)] if number in leaving else number",
@@ -654,7 +735,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/binding.py",
+        "Binding.adopt",
         (
             "a group that was given is not compared with the model's",
             "self._follows_model = self._process_group is model.process_group",
@@ -663,7 +744,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/torchft.py",
+        "_Follower.start",
         (
             "a replica that recovers counts",
             "self._hook.world_size / manager.num_participants()",
@@ -678,7 +759,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/checkpoint/ranks.py",
+        "merged",
         (
             "fewer ranks apply what was owed twice over",
             "values[key] = _added(key, own, world_size / saved_size)",
@@ -691,12 +772,18 @@ MUTANTS: list[Mutant] = [
             "values[key] = _added(key, everyone, 1.0)",
             f"{CHECKPOINT}::test_memory_on_another_number_of_ranks",
         ),
+    ),
+    *planted(
+        "parts_of_group",
         (
             "a group takes the part of another group",
             "return {part.rank: part for part in parts if part.leader == wanted}",
             "return {part.rank: part for part in parts}",
             f"{CHECKPOINT}::test_groups_of_ranks_have_keys_of_their_own",
         ),
+    ),
+    *planted(
+        "needed_ranks",
         (
             "a rank takes another's part",
             "return [rank] if resizes else []",
@@ -705,7 +792,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/research/wire.py",
+        "decode",
         (
             "a changed message is believed",
             "if flags and crc32(body, zlib.crc32(header[:48] + bytes(16))) != crc:",
@@ -714,7 +801,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/sealed.py",
+        "_opened",
         (
             "a changed payload is believed",
             "or crc != crc32(body.cpu()):",
@@ -723,7 +810,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/ledger.py",
+        "Ledger.add",
         (
             "bytes on the wire are those of payloads",
             "self.wire_bytes += row.wire_bytes",
@@ -732,7 +819,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/local/fragments.py",
+        "Fragment.apply",
         (
             "the local share of a mix is the outer one's",
             "torch.lerp(old, own, mix)",
@@ -747,7 +834,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/optim.py",
+        "OneBitAdam.frozen",
         (
             "OneBitAdam takes a gradient for a momentum",
             "return self._hook.step > self._scheme.freeze_step",
@@ -756,7 +843,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/research/budget.py",
+        "_filled",
         (
             "a budget is not kept",
             "and used + new.nbytes - old.nbytes <= room:",

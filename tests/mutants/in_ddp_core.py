@@ -19,13 +19,22 @@ PARALLEL = f"{DISTRIBUTED}/test_tensor_parallel.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "ddp_core/exchange/streams.py",
+        "Streams.run",
         (
             "a stream's future completes with nothing, which nobody waits for",
             "future.set_result(task.result)",
             "future.set_result(None)",
             f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
+        (
+            "the next step does not wait for the commit of this one",
+            "            self._follow(device)\n",
+            "            pass\n",
+            f"{UNIT}/test_lazy_streams.py::test_steps_that_are_under_way_together_share_no_memory",
+        ),
+    ),
+    *planted(
+        "Streams._side_stream",
         (
             "a side stream does not wait for the caller's",
             "side.wait_stream(module.current_stream(device))",
@@ -39,12 +48,9 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_lazy_streams.py"
             "::test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order",
         ),
-        (
-            "the next step does not wait for the commit of this one",
-            "            self._follow(device)\n",
-            "            pass\n",
-            f"{UNIT}/test_lazy_streams.py::test_steps_that_are_under_way_together_share_no_memory",
-        ),
+    ),
+    *planted(
+        "Streams._exhaust",
         (
             "a stream does not wait for the collective",
             "                work.wait()\n",
@@ -53,13 +59,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/devices.py",
+        "Turns.turn",
         (
             "streams that work on one tensor in turn do not wait for each other",
             "stream.wait_event(self._ends[device])",
             "pass",
             f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
         ),
+    ),
+    *planted(
+        "borrow_memory",
         (
             "memory that another stream reads is given back",
             "tensor.record_stream(stream)",
@@ -68,7 +77,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/plan.py",
+        "BucketPlan.rebuild",
         (
             "saved buckets are taken up by their order only",
             "order, buckets = self.arrival, saved.with_sparse(self._parameters)",
@@ -77,17 +86,32 @@ MUTANTS: list[Mutant] = [
             f"{RESUME}::test_our_class_goes_on_with_buckets_by_registration",
         ),
         (
+            "what ranks could not agree on is forgotten",
+            "        saved = self._to_take_up()\n",
+            "        saved = self._to_take_up()\n        self._saved = None\n",
+            f"{PLAN}::test_what_the_ranks_could_not_agree_on_is_kept",
+        ),
+    ),
+    *planted(
+        "BucketPlan.compare_loaded",
+        (
             "buckets are laid out before the ranks have agreed on what they loaded",
             "            self._saved.agree()",
             "            pass",
             f"{RESUME}::test_a_state_that_one_rank_has_loaded_names_the_others",
         ),
+    ),
+    *planted(
+        "BucketPlan.request",
         (
             "other sizes of buckets are no reason to lay out anew",
             "if other_groups or (other_caps and self.settled):",
             "if other_groups:",
             f"{CORE}::test_a_hook_gets_buckets_of_the_size_it_asks_for",
         ),
+    ),
+    *planted(
+        "BucketPlan.go_on_from",
         (
             "an earlier state's order of gradients stays",
             "list(saved.arrival) if complete else []",
@@ -100,12 +124,18 @@ MUTANTS: list[Mutant] = [
             "self.arrival = []",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
+    ),
+    *planted(
+        "BucketPlan.step_ended",
         (
             "a static graph that goes on learns as if it began",
             "learns_only = self.static_graph and self.stage is Stage.NEW",
             "learns_only = self.static_graph and self._steps == 0",
             f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
+    ),
+    *planted(
+        "BucketPlan._to_take_up",
         (
             "saved buckets win over a layout that was asked for after loading",
             "if saved is None or self._anew or not saved.holds(",
@@ -118,27 +148,27 @@ MUTANTS: list[Mutant] = [
             "if saved.limits:",
             f"{PLAN}::test_the_saved_order_decides_where_the_buckets_do_not_suit",
         ),
+    ),
+    *planted(
+        "BucketPlan._for_splits",
         (
             "a rank that compiles nothing is not asked for buckets",
             "return self.settled and self.splits.open and self._steps > 0",
             "return bool(self.splits.buckets) and self.splits.open and self._steps > 0",
             f"{DISTRIBUTED}/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
         ),
+    ),
+    *planted(
+        "BucketPlan._laid_out",
         (
             "the compiler's splits are laid out by the latest order",
             "order = self._order or self.arrival  # the splits are all that is new",
             "order = self.arrival",
             f"{PLAN}::test_a_compiled_run_that_goes_on_is_laid_out_by_the_order_of_the_first_step",
         ),
-        (
-            "what ranks could not agree on is forgotten",
-            "        saved = self._to_take_up()\n",
-            "        saved = self._to_take_up()\n        self._saved = None\n",
-            f"{PLAN}::test_what_the_ranks_could_not_agree_on_is_kept",
-        ),
     ),
     *planted(
-        "ddp_core/reducer/backward.py",
+        "Backward._learn_static_graph",
         (
             "a static graph's gradients count as complete when their first part comes",
             "by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]",
@@ -147,17 +177,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/unreduced.py",
+        "Unreduced.gradient_came",
         (
             "an optimizer may step by gradients that are held",
             "            self._why = self._why or _HELD\n",
             "",
-            f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
-        ),
-        (
-            "an optimizer may not step after zero_grad",
-            "if id(parameter) in name_of and parameter.grad is not None:",
-            "if id(parameter) in name_of:",
             f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
         ),
         (
@@ -166,6 +190,18 @@ MUTANTS: list[Mutant] = [
             "if self.holding or step.marked:",
             f"{HOLD}::test_a_pass_of_which_one_half_is_inside_is_an_error",
         ),
+    ),
+    *planted(
+        "Unreduced._first_with_gradient",
+        (
+            "an optimizer may not step after zero_grad",
+            "if id(parameter) in name_of and parameter.grad is not None:",
+            "if id(parameter) in name_of:",
+            f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
+        ),
+    ),
+    *planted(
+        "Unreduced.step_landed",
         (
             "what was averaged counts as new",
             "self.came, self._landed = False, step",
@@ -174,7 +210,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/named_point.py",
+        "vote",
         (
             "each rank decides by itself whether there is something to reduce",
             "    if not ranks:\n",
@@ -187,6 +223,9 @@ MUTANTS: list[Mutant] = [
             "    lacks = False\n",
             f"{HOLD}::test_a_parameter_without_gradient_is_an_error_on_all_ranks",
         ),
+    ),
+    *planted(
+        "reduce_at_point",
         (
             "a reduce that raises is not abandoned",
             "        flight.abandon()\n        raise\n",
@@ -195,7 +234,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/unused.py",
+        "Usage.finds",
         (
             "a static graph asks nobody what was used before its first step",
             "return self.at_point and self.counts is None",
@@ -204,13 +243,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/reducer.py",
+        "Reducer.prepare_for_backward",
         (
             "a trainer begins a step within hold",
             "if not self.backward.unreduced.holding:  # else it is a trainer's call",
             "if True:  # else it is a trainer's call",
             f"{HOLD}::test_a_pipeline_of_torchs_is_one_step_per_schedule",
         ),
+    ),
+    *planted(
+        "Reducer.prepare_for_forward",
         (
             "a forward pass without backward makes the first held pass a step",
             "            self.in_flight.step.expecting = False\n",
@@ -219,7 +261,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/forward.py",
+        "ForwardPass.begin_step",
         (
             "buffers are not made equal after hold",
             "            parts.buffers.sync_next = True  # whatever ran within `hold`\n",
@@ -228,13 +270,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/shared_store.py",
+        "SharedStore.ask",
         (
             "a store that does not answer is waited for",
             "        if not asked.answered.wait(limit):\n",
             "        if not asked.answered.wait(20 * limit):\n",
             f"{UNIT}/test_shared_store.py::test_a_silent_store_is_waited_for_as_long_as_the_limit",
         ),
+    ),
+    *planted(
+        "SharedStore.peek",
         (
             "whoever waits for something else waits for a silent store again and again",
             "        if self.is_silent:\n            return None\n",
@@ -243,13 +288,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/agreement.py",
+        "verify_across_ranks",
         (
             "ranks that were built with other arguments train together",
             "    if text is not None:\n",
             "    if False:\n",
             f"{CORE}::test_ranks_that_were_built_differently_are_told",
         ),
+    ),
+    *planted(
+        "module_facts",
         (
             "buffers are not compared",
             '"buffers to synchronise": _described(named) if syncs or taken else [],',
@@ -258,7 +306,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/unreduced.py",
+        "Unreduced.pass_averages",
         (
             "no_sync around backward alone is averaged",
             "            self._errors.only_backward()\n",
@@ -267,7 +315,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/shadow.py",
+        "_exchange_zeros",
         (
             "a shadowed first step of a static graph counts as one of the others'",
             "        usage.learn_of_others()\n",
@@ -277,37 +325,52 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/collectives.py",
+        "AllReduce.combine",
         (
             "the mean sums before it divides",
             "tensors = [tensor * (1.0 / len(tensors)) for tensor in tensors]",
             "tensors = [torch.stack(list(tensors)).sum(0) / len(tensors)]",
             f"{COLLECTIVES}::test_the_mean_scales_before_it_sums",
         ),
+    ),
+    *planted(
+        "AllGather.combine",
         (
             "gathered rows are in another order",
             "for rank in request.ranks or everyone])",
             "for rank in reversed(request.ranks or everyone)])",
             f"{COLLECTIVES}::test_all_gather_stacks_in_rank_order",
         ),
+    ),
+    *planted(
+        "AllToAll.combine",
         (
             "an all-to-all gives every rank its own row",
             "results.append(torch.stack([requests[source].tensor[place] for source in ranks]))",
             "results.append(requests[rank].tensor.clone())",
             f"{COLLECTIVES}::test_all_to_all_transposes_ranks_and_rows",
         ),
+    ),
+    *planted(
+        "AllReduce.wire_nbytes",
         (
             "an all-reduce is counted once",
             "return self.payload_nbytes * 2 * (world_size - 1) / world_size",
             "return self.payload_nbytes * (world_size - 1) / world_size",
             f"{COLLECTIVES}::test_bytes_follow_the_bandwidth_optimal_algorithm",
         ),
+    ),
+    *planted(
+        "AllReduce.signature",
         (
             "what is reduced how is not compared",
-            "return (*super().signature(), self.op)\n\n\ndef nccl_scales",
-            "return super().signature()\n\n\ndef nccl_scales",
+            "return (*super().signature(), self.op)",
+            "return super().signature()",
             f"{COLLECTIVES}::test_ranks_that_ask_for_different_things_are_told",
         ),
+    ),
+    *planted(
+        "Broadcast.combine",
         (
             "a broadcast takes the first rank's",
             "value = requests[requests[0].source].tensor.clone()",
@@ -316,7 +379,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/simulate.py",
+        "simulate",
         (
             "a rank that ends early is not noticed",
             "if requests and returned:",
@@ -325,7 +388,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/layout.py",
+        "assign_buckets",
         (
             "a full bucket stays open",
             "if fill[kind] >= limits[min(position, len(limits) - 1)]:",
@@ -333,22 +396,19 @@ MUTANTS: list[Mutant] = [
             f"{LAYOUT}::test_assignment_is_that_of_torch",
         ),
         (
-            "every rank decides by itself whether buckets stay",
-            "return agreed, bool(stays)",
-            "return agreed, final",
-            f"{CORE}::test_ranks_agree_on_the_first_ones_buckets",
-        ),
-        (
-            "the first step launches in registration order",
-            "        return buckets[::-1]\n",
-            "        return buckets\n",
-            f"{LAYOUT}::test_first_step_takes_reverse_registration_order",
-        ),
-        (
             "every bucket has the first one's limit",
             "limits[min(position, len(limits) - 1)]",
             "limits[0]",
             f"{LAYOUT}::test_assignment_is_that_of_torch",
+        ),
+    ),
+    *planted(
+        "agree_on",
+        (
+            "every rank decides by itself whether buckets stay",
+            "return agreed, bool(stays)",
+            "return agreed, final",
+            f"{CORE}::test_ranks_agree_on_the_first_ones_buckets",
         ),
         (
             "the last rank's buckets are everyone's",
@@ -358,7 +418,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/bucket.py",
+        "arrange",
+        (
+            "the first step launches in registration order",
+            "        return buckets[::-1]\n",
+            "        return buckets\n",
+            f"{LAYOUT}::test_first_step_takes_reverse_registration_order",
+        ),
+    ),
+    *planted(
+        "GradBucket.parameters",
         (
             "a bucket's parameters are its own list",
             "return list(self._parameters)",
@@ -367,7 +436,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/flat.py",
+        "FlatBucket._scale",
         (
             "a whole bucket is not divided",
             "            self.buffer.mul_(1.0 / divisor)\n",
@@ -376,7 +445,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/left_alone.py",
+        "LeftAlone.within",
         (
             "a parameter that no rank uses is said to have been written",
             "if unused[slot] and not (used.in_views",
@@ -391,7 +460,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/precision.py",
+        "Precision.begin_forward",
         (
             "accumulated gradients are forgotten",
             "                parameter.data = data\n            self._full, self._versions",
@@ -399,17 +468,14 @@ MUTANTS: list[Mutant] = [
             "            self._full, self._versions",
             f"{PRECISION}::test_mixed_precision_accumulates_in_full_precision",
         ),
+    ),
+    *planted(
+        "Precision.restore",
         (
             "parameters stay low",
             "                parameter.grad = None\n                parameter.data = data\n",
             "                parameter.grad = None\n",
             f"{PRECISION}::test_mixed_precision_computes_low_and_leaves_full_precision",
-        ),
-        (
-            "parameters stay low where no backward pass comes",
-            "        if not is_nested() if after_backward else backward_number() == NO_BACKWARD:",
-            "        if False:",
-            f"{PRECISION}::test_mixed_precision_is_restored_where_no_backward_pass_ends",
         ),
         (
             "updates of the low-precision copies are lost in silence",
@@ -419,13 +485,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/delayed.py",
+        "Precision._user_gone",
+        (
+            "parameters stay low where no backward pass comes",
+            "        if not is_nested() if after_backward else backward_number() == NO_BACKWARD:",
+            "        if False:",
+            f"{PRECISION}::test_mixed_precision_is_restored_where_no_backward_pass_ends",
+        ),
+    ),
+    *planted(
+        "DelayedAllReduce._adopt",
         (
             "a replaced gradient stays this rank's own",
             "if parameter.grad is not view:",
             "if False:",
             f"{STEPS}::test_delayed_parameters_are_averaged",
         ),
+    ),
+    *planted(
+        "DelayedAllReduce._gradient_came",
         (
             "the trigger starts the all-reduce, whatever has come",
             "if self._triggered and len(self._arrived) == len(self._parameters):",
@@ -434,7 +512,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/parts.py",
+        "Parts.change_group",
         (
             "a model goes to other ranks though its hook does not",
             "                self.replica.group = group_before\n",
@@ -444,7 +522,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/collective.py",
+        "Overlap.finish",
         (
             "what work raises is lost",
             "            raise self._error\n",
@@ -459,19 +537,32 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/lanes.py",
+        "Lanes._issue",
         (
             "an exchange goes on before its work is done",
             "            events.put(ticket)  # the work comes before the collective's own event\n",
             "            future.add_done_callback(lambda _: events.put(ticket))\n",
             f"{DISTRIBUTED}/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
         ),
+    ),
+    *planted(
+        "_drive",
         (
             "work waits for its collective",
             "                alive._work_beside(event)",
             "                pass",
             f"{DISTRIBUTED}/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
         ),
+        (
+            "closing leaves other ranks waiting",
+            "done = stops and (alive is None or not alive._under_way)",
+            "done = stops",
+            f"{DISTRIBUTED}/test_lanes.py"
+            "::test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it",
+        ),
+    ),
+    *planted(
+        "_give_up",
         (
             "a group is dropped with a collective under way",
             "        left -= isinstance(events.get(), tuple)  # and not a ticket with work\n",
@@ -486,6 +577,9 @@ MUTANTS: list[Mutant] = [
             "tests/unit/test_overlap.py"
             "::test_lanes_that_are_given_up_keep_their_groups_until_their_collectives_have_ended",
         ),
+    ),
+    *planted(
+        "Lanes._fail_all",
         (
             "exchanges that were given up never end",
             "            task.give_up()",
@@ -493,16 +587,9 @@ MUTANTS: list[Mutant] = [
             f"{DISTRIBUTED}/test_other_ranks.py"
             "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
         ),
-        (
-            "closing leaves other ranks waiting",
-            "done = stops and (alive is None or not alive._under_way)",
-            "done = stops",
-            f"{DISTRIBUTED}/test_lanes.py"
-            "::test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it",
-        ),
     ),
     *planted(
-        "ddp_core/reducer/optimizer.py",
+        "take_over",
         (
             "optimizers in backward also step with a rank's own gradient",
             "            handle.remove()\n",
@@ -511,7 +598,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/uneven.py",
+        "common_rank",
         (
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",
@@ -521,13 +608,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/pairs.py",
+        "exchange_pairs",
         (
             "rows are stored as of another rank",
             "(receive[p], ranks[p]) for",
             "(receive[(p + 1) % size], ranks[p]) for",
             f"{DISTRIBUTED}/test_pairs.py::test_rows_arrive_where_they_belong",
         ),
+    ),
+    *planted(
+        "future_after",
         (
             "threads still have messages while the interpreter ends",
             "    _waiters.add(waiter)\n",
@@ -536,13 +626,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/clocks.py",
+        "_DeviceClock.now",
         (
             "elapsed times count from the first moment for ever",
             "if host - self._origin_set > _ORIGIN_SECONDS:",
             "if False:",
             "tests/unit/test_on_cuda.py::test_moments_far_apart_are_as_exact",
         ),
+    ),
+    *planted(
+        "Moment.seconds",
         (
             "times are read before the device has come there",
             "if origin is not None and self._event.query() and origin._event.query():",
@@ -552,7 +645,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/sparse_sum.py",
+        "SparseSum._add",
         (
             "sparse parts are padded, and the padding is summed",
             "indices[rank, :count].t(),\n                values[rank, :count],",
@@ -561,7 +654,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/sparse.py",
+        "SparseBucket.fill",
         (
             "gradients that share their values are divided twice",
             "values.clone() if divisor is None else values / divisor",
@@ -571,13 +664,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/launch.py",
+        "Launcher._all_reduce",
         (
             "complex gradients are handed to a group as reals",
             "as_numbers(bucket.buffer, bucket.parameters[0])",
             "bucket.buffer",
             "tests/distributed/test_process_group.py::test_complex_numbers_travel_exactly",
         ),
+    ),
+    *planted(
+        "Outcome.is_done",
         (
             "what is enqueued on a GPU counts as done",
             'if not self.future.done() or self.device.type == "cpu":',
@@ -586,25 +682,34 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/abandoned.py",
+        "Abandonments._outcome",
         (
             "a rank that dropped a step elsewhere goes on",
             "        if theirs != mine:\n            return decide",
             "        if False:\n            return decide",
             f"{UNIT}/test_abandonments.py::test_only_ranks_that_have_dropped_alike_go_on",
         ),
+    ),
+    *planted(
+        "Abandonments.look",
         (
             "a rank that waits for another's dropped bucket waits on",
             "elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):",
             "elif outcome is None and theirs[:2] < (0, 0):",
             f"{ABANDONED}::test_hooks_with_memory",
         ),
+    ),
+    *planted(
+        "Abandonments.agree",
         (
             "dropped steps stay in the store",
             "                self._forget(self._number - 1)\n",
             "",
             f"{ABANDONED}::test_ranks_that_raise_alike_go_on_again_and_again",
         ),
+    ),
+    *planted(
+        "Abandonments.note",
         (
             "a rank that came to the others counts all its steps",
             "_Dropped(step - self.first_step, launched, told)",
@@ -613,7 +718,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/watch.py",
+        "Watch.look",
         (
             "the group is aborted and the loop goes on",
             "        _raise_in(pending.thread, self._error)\n",
@@ -629,7 +734,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/tensor_parallel.py",
+        "localize",
         (
             "a parameter that modules share becomes two",
             "if id(parameter) not in locals_of:",
@@ -643,35 +748,50 @@ MUTANTS: list[Mutant] = [
             f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
         ),
         (
-            "all shards count as equally large",
-            "        shape=spec.shape,\n        stride=spec.stride,\n",
-            "",
-            f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
-        ),
-        (
             "DTensors of a forward pass that raised stay",
             "always_call=True",
             "always_call=False",
             f"{PARALLEL}::test_a_forward_pass_that_raised_leaves_no_old_tensors",
         ),
+    ),
+    *planted(
+        "_distributed",
+        (
+            "all shards count as equally large",
+            "        shape=spec.shape,\n        stride=spec.stride,\n",
+            "",
+            f"{PARALLEL}::test_shared_uneven_and_frozen_parameters_stay_what_they_are",
+        ),
+    ),
+    *planted(
+        "_save",
         (
             "a model of shards is saved as plain tensors",
             "state[prefix + place.name] = _distributed(local, place.spec)",
             "state[prefix + place.name] = local",
             f"{PARALLEL}::test_a_checkpoint_is_the_same_on_every_mesh",
         ),
+    ),
+    *planted(
+        "_distributed_state.distributed",
         (
             "moments of shards are saved as plain tensors",
             "            return _distributed(value, spec)\n        if value.numel()",
             "            return value\n        if value.numel()",
             f"{PARALLEL}::test_a_checkpoint_is_the_same_on_every_mesh",
         ),
+    ),
+    *planted(
+        "_shard_of",
         (
             "every rank takes the first piece of a whole tensor",
             "value = value.narrow(dim, min(begin, value.shape[dim]), size)",
             "value = value.narrow(dim, 0, size)",
             f"{PARALLEL}::test_a_checkpoint_is_the_same_on_every_mesh",
         ),
+    ),
+    *planted(
+        "_step_begins",
         (
             "an optimizer keeps DTensors that it loaded before its first step",
             "        _load_state(optimizer)  # what was loaded",
@@ -680,7 +800,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/reduction.py",
+        "ReductionMethods.reduce",
         (
             "delayed parameters are left out of a reduce",
             "            if parts.delayed is not None:\n                parts.delayed.reduce()\n",
@@ -695,7 +815,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/named_point.py",
+        "reduce_at_point",
         (
             "a rank whose gradients were dropped has something to reduce",
             "came = unreduced.came and len(missing) < len(flight.parameters)",
@@ -704,7 +824,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/delayed.py",
+        "DelayedAllReduce._all_reduce",
         (
             "delayed gradients are summed",
             "        self._buffer.div_(self.group.size())\n",
@@ -713,13 +833,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/exchange/collectives.py",
+        "ReduceScatter.combine",
         (
             "simulated ranks scatter the first rank's part to all",
             "[total[rank].clone() for rank in range(len(requests))]",
             "[total[0].clone() for rank in range(len(requests))]",
             f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
         ),
+    ),
+    *planted(
+        "AllReduce.issue",
         (
             "a mean of three ranks has other bits than torch's",
             "self.tensor.mul_(1.0 / group.size())",
@@ -727,6 +850,9 @@ MUTANTS: list[Mutant] = [
             f"{DISTRIBUTED}/test_host_bits.py"
             "::test_without_a_scheme_hosts_and_calls_give_their_own_bits[3]",
         ),
+    ),
+    *planted(
+        "ReduceScatter.issue",
         (
             "a mean is scattered as a sum",
             'op = dist.ReduceOp.AVG if self.op == "mean" else dist.ReduceOp.SUM',
@@ -735,7 +861,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/in_flight.py",
+        "InFlight.begin",
         (
             "futures of buffer hooks are kept for ever",
             "            self._effective, self._futures = None, []\n",
@@ -743,6 +869,9 @@ MUTANTS: list[Mutant] = [
             "tests/distributed/test_ddp_parity.py"
             "::test_a_scenario_ends_with_the_bits_of_torch[buffer-hook-after]",
         ),
+    ),
+    *planted(
+        "InFlight.send",
         (
             "a bucket is the last one where another one follows",
             "not any(needed[bucket.number + 1 :])",
@@ -751,7 +880,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/flat.py",
+        "FlatBucket._scale",
         (
             "views are not divided where others are copied",
             "        if in_place:\n            foreach_divide",

@@ -17,13 +17,16 @@ QUORUM = f"{TORCHFT}::test_a_hook_follows_the_quorum[int8]"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/hosts/fsdp2.py",
+        "_keeps_units",
         (
             "memory is in units of what FSDP2 has divided",
             "    return hook._engine.keeps_memory\n",
             "    return False\n",
             "tests/distributed/test_hsdp.py::test_memory_is_in_units_of_the_gradient[inside-2]",
         ),
+    ),
+    *planted(
+        "BetweenNodes.__call__",
         (
             "another layer gets the memory that is averaged between nodes",
             "        borrow_memory(reduced)\n",
@@ -32,7 +35,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/calls.py",
+        "Calls._counted",
         (
             "others get the memory that a call still reads",
             "                borrow_memory(tensor)",
@@ -47,13 +50,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/hosted.py",
+        "Hosted.state_dict",
         (
             "rank 0 saves its own state only",
             "return self._hook.state_dict(gather=True, to=self._to)",
             "return self._hook.state_dict()",
             f"{HOSTED}::test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it",
         ),
+    ),
+    *planted(
+        "Hosted.attach",
         (
             "a state that came before the hook is dropped",
             "            self._hook.load_state_dict(self._held)\n",
@@ -74,7 +80,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/accelerate.py",
+        "CommHook.__init__",
         (
             "a function as comm_hook is ignored here, too",
             'if getattr(given, "value", given) not in (None, "no"):',
@@ -83,13 +89,13 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "nodes that keep a copy keep an empty one",
-            "            self._to = None",
-            "            self._to = 0",
+            "project_configuration.save_on_each_node:\n            self._to = None",
+            "project_configuration.save_on_each_node:\n            self._to = 0",
             f"{HOSTED}::test_every_rank_has_the_state_where_each_node_saves_a_copy",
         ),
     ),
     *planted(
-        "commhooks/hosts/lightning.py",
+        "CommHook.setup",
         (
             "the hook that Lightning leaves out on a CPU passes",
             'if stage == "fit" and getattr(',
@@ -98,7 +104,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/transformers.py",
+        "CommHook.on_train_begin",
         (
             "the checkpoint of another run is taken",
             'self._file = f"commhooks-{uuid.uuid4().hex[:8]}.pt"',
@@ -113,7 +119,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/backend.py",
+        "Settings.compare",
         (
             "ranks may differ in what they compress",
             '"least": self.least}',
@@ -122,13 +128,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/scheme_group.py",
+        "SchemeGroup.allreduce",
         (
             "a mean is summed",
             "name, op=op, async_op=True)",
             "name, async_op=True)",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
         ),
+    ),
+    *planted(
+        "SchemeGroup.shutdown",
         (
             "what runs a scheme stays after its group",
             "        self.hook._close()\n",
@@ -137,13 +146,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/scheme_group.py",
+        "SchemeGroup.__init__",
         (
             "a group draws by a seed of its own",
             "self.hook = _UnnamedCalls(scheme, inside, seed=seed)",
             "self.hook = _UnnamedCalls(scheme, inside)",
             f"{GROUP}::test_two_ranks_without_a_hook_get_what_a_hook_gives",
         ),
+    ),
+    *planted(
+        "SchemeGroup._warn",
         (
             "what a group does not compress is not told of",
             "        self._told.add(call)\n",
@@ -152,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/torchft_quorum.py",
+        "calls_of",
         (
             "a function stays with the first quorum",
             "if inside is not before:",
@@ -161,7 +173,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/torchft_collectives.py",
+        "reduce_scatter_quantized",
         (
             "rows that are missing are those of others",
             "missing = -len(one) % ranks",
@@ -170,13 +182,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/attachment.py",
+        "Attendance._pass_begins",
         (
             "a hook that another object stands for is not watched",
             'getattr(one, "stands_for", one)',
             "one",
             f"{TORCHFT}::test_a_loss_computed_beside_the_wrapper_warns_at_the_end",
         ),
+    ),
+    *planted(
+        "Attendance._pass_ended",
         (
             "gradients beside torch's wrapper are silent",
             "if self.calls != self._called_before or self._expects or self._is_local:",
@@ -190,12 +205,6 @@ MUTANTS: list[Mutant] = [
             f"{FINE}[DistributedDataParallel-int8_0-half_inside]",
         ),
         (
-            "an average of a wrapped model is not evaluated",
-            "            if not module.training:  # an average",
-            "            if False:  # an average",
-            f"{ATTACHMENT}::test_a_copy_is_evaluated_and_not_trained",
-        ),
-        (
             "a layer that comes twice in reentrant passes is not told of",
             "            self._doubtful = twice_error(self._names[place], place)\n",
             "",
@@ -203,7 +212,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/running.py",
+        "AttachmentGuard.__call__",
+        (
+            "an average of a wrapped model is not evaluated",
+            "            if not module.training:  # an average",
+            "            if False:  # an average",
+            f"{ATTACHMENT}::test_a_copy_is_evaluated_and_not_trained",
+        ),
+    ),
+    *planted(
+        "Running.start",
         (
             "a hook that was registered by hand is not guarded",
             "            self._guard_model()\n",
@@ -212,7 +230,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/known.py",
+        "KnownParameters.check",
         (
             "parameters that are other objects are not noticed",
             "            self._look_for_others()\n        if not self._nodes:",
@@ -232,17 +250,23 @@ MUTANTS: list[Mutant] = [
             f"{ATTACHMENT}::test_a_converted_layer_whose_memory_is_the_same_by_chance_is_found",
         ),
         (
-            "tensors of functional_call are taken for new parameters",
-            "module._parameters.get(key) is not came",
-            "False",
-            f"{FINE}[DistributedDataParallel-int8_1-functional]",
-        ),
-        (
             "whoever tries again trains a model that was converted",
             "            looks = [i for i in changed",
             "            self._pointers = pointers\n            looks = [i for i in changed",
             f"{ATTACHMENT}::test_a_converted_model_is_found_behind_layers_that_are_frozen_now",
         ),
+    ),
+    *planted(
+        "KnownParameters._refuse_gradient.refuse",
+        (
+            "tensors of functional_call are taken for new parameters",
+            "module._parameters.get(key) is not came",
+            "False",
+            f"{FINE}[DistributedDataParallel-int8_1-functional]",
+        ),
+    ),
+    *planted(
+        "has_another_wrapper",
         (
             "a module that is wrapped again is refused by the first wrapper",
             "        known |= {id(other): weakref.ref(one) for other in one.module.parameters()}\n",
@@ -251,7 +275,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/unreduced.py",
+        "Unreduced.gradient_came",
         (
             "a gradient without a forward pass stays local, silently",
             "elif not self.is_shared(self._parameters[index].parameter):",
@@ -260,7 +284,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/checks.py",
+        "need_none_accumulated",
         (
             "a frozen layer is taken for a pass within no_sync",
             "    ddp.reducer.check_finished()  # names",
@@ -269,7 +293,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/composable.py",
+        "register_on_composable",
         (
             "a hook is put on a list that nobody reads any more",
             "takes_hooks: Any = composable_ddp(state) if state.has_initialized else model",
@@ -282,6 +306,9 @@ MUTANTS: list[Mutant] = [
             "    if False:\n",
             f"{GROUP}::test_a_module_of_replicate_is_registered_before_and_after_its_first_forward",
         ),
+    ),
+    *planted(
+        "_group",
         (
             "replicas of a mesh are averaged with everyone",
             "found: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()",
@@ -290,7 +317,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/functions.py",
+        "collectives_of",
         (
             "options of an earlier call are taken",
             "repr(sorted(options.items())))",
@@ -305,19 +332,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/call.py",
+        "Call.is_plain",
         (
             "whole numbers are rounded by a scheme",
             "return not travels_coded(self.given) or type(scheme) is Dense",
             "return type(scheme) is Dense",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
         ),
+    ),
+    *planted(
+        "Call.exchange",
         (
             "a reduce-scatter overwrites its input",
             "raw = raw if exact else raw.clone()",
             "raw = raw",
             f"{FUNCTIONS}::test_a_switch_sends_what_was_held_of_parts_and_leaves_the_input_alone",
         ),
+    ),
+    *planted(
+        "_unrounded.run",
         (
             "a mean without a scheme is a sum",
             'op: Literal["sum", "mean"] = "sum" if total else "mean"',
@@ -326,13 +359,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/calls.py",
+        "Calls.run",
         (
             "the compiler looks into calls",
             "    @not_traced\n    def run(",
             "    def run(",
             f"{FUNCTIONS}::test_graphs_of_compiled_functions_break_at_calls",
         ),
+    ),
+    *planted(
+        "Calls.ranks_changed",
         (
             "calls of other ranks that failed are raised where the ranks have changed",
             "self._pending.clear()",
@@ -340,18 +376,27 @@ MUTANTS: list[Mutant] = [
             "tests/distributed/test_other_ranks.py"
             "::test_calls_that_failed_are_forgotten_where_the_ranks_change",
         ),
+    ),
+    *planted(
+        "Calls._start",
         (
             "a call does not wait for the one before of its name",
             "            self._wait_for(name)\n            self._drivers.join()\n",
             "            pass\n",
             f"{FUNCTIONS}::test_calls_that_overlap_give_what_they_give_one_after_the_other",
         ),
+    ),
+    *planted(
+        "Calls._counted",
         (
             "calls that were not finite are not counted",
             "self._engine.skipped += engine.skipped",
             "self._engine.skipped = engine.skipped",
             f"{FUNCTIONS}::test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any",
         ),
+    ),
+    *planted(
+        "Calls.switch",
         (
             "a switch waits for no call",
             "        self.wait()\n        super().switch(scheme, **options)",
@@ -360,19 +405,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/torchft.py",
+        "_Follower.start",
         (
             "a replica that recovers sends its gradients",
             "                    buffer.zero_()\n",
             "                    pass\n",
             QUORUM,
         ),
+    ),
+    *planted(
+        "_Follower._follow",
         (
             "a hook follows the first quorum only",
             "if group is not self._group:",
             "if self._group is None:",
             QUORUM,
         ),
+    ),
+    *planted(
+        "_Follower._outcome",
         (
             "the manager does not hear of a collective that failed",
             "            self._manager.report_error(error)\n            return buffer",
@@ -381,7 +432,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/local/diloco.py",
+        "DiLoCo.change_group",
         (
             "what was sent to the ranks before is applied on some of those now",
             "self._pending, change = [], move(self.hook, group)",
@@ -390,7 +441,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/local/other_ranks.py",
+        "share",
         (
             "a rank that joins trains from its own parameters",
             "            fragment.restore()\n",
@@ -399,7 +450,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/ledger.py",
+        "Ledger.add",
         (
             "a total of dense bytes counts those that were sent",
             "self.dense_wire_bytes += row.dense_wire_bytes",
@@ -408,7 +459,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/state.py",
+        "HookState.residual",
         (
             "a residual that was asked for changes with later steps",
             "self._parameters.in_order(name, value).clone()",

@@ -9,23 +9,20 @@ EQUAL = "test_kernels_equal_the_definition"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "kernels/_blockwise_definition.py",
+        "_dithered",
         (
             "a dither moves zeros",
             "taken = sums.abs() > d * 0.5 * d + 0.375",
             "taken = sums.abs() >= 0.5",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "_codes",
         (
             "integers are cut off",
             "return y.round().to(torch.int32) & (1 << form.bits) - 1",
             "return y.floor().to(torch.int32) & (1 << form.bits) - 1",
-            f"{KERNELS}/test_blockwise.py::{EQUAL}",
-        ),
-        (
-            "a short block's mean magnitude is of a whole one",
-            "return total * (torch.full_like(counts, block) / counts)",
-            "return total",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
         (
@@ -34,6 +31,18 @@ MUTANTS: list[Mutant] = [
             "return (y <= 0).to(torch.int32)",
             f"{KERNELS}/test_blockwise.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "_mean_magnitude",
+        (
+            "a short block's mean magnitude is of a whole one",
+            "return total * (torch.full_like(counts, block) / counts)",
+            "return total",
+            f"{KERNELS}/test_blockwise.py::{EQUAL}",
+        ),
+    ),
+    *planted(
+        "encode",
         (
             "a block that is not finite arrives as zeros",
             "torch.where(dead, 0.0, scale), torch.nan)",
@@ -153,13 +162,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/philox.py",
+        "_ROUNDS",
         (
             "random bits have a round less",
             "_ROUNDS = 7  #",
             "_ROUNDS = 6  #",
             f"{KERNELS}/test_blockwise.py::test_philox_gives_the_known_answer",
         ),
+    ),
+    *planted(
+        "centred",
         (
             "random numbers are never below a half",
             "return (2 * half_words - 65535).to(torch.float32)",
@@ -168,7 +180,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/hadamard.py",
+        "transform",
         (
             "the definition's rotation is not orthonormal",
             "rows = rows * torch.tensor(block**-0.5,",
@@ -177,7 +189,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/dct.py",
+        "_four",
         (
             "the first cosine of a half is too long",
             "return torch.cat([a[:, :1] * root,",
@@ -186,7 +198,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/sparse.py",
+        "top_k_op",
         (
             "of equal magnitudes one is missing",
             "first = equal.cumsum(0) <= k - above.sum()",
@@ -195,7 +207,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/scatter.py",
+        "scatter_sum_op",
         (
             "added entries are not weighted",
             "total[places] += entries[:count] * factor",
@@ -299,7 +311,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/levels.py",
+        "quantize_levels_op",
         (
             "the scale of levels is biased",
             "unit * (square / product)",
@@ -338,7 +350,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/shared.py",
+        "_magnitudes_cuda",
         (
             "the largest magnitude of a long block begins with what was there",
             "        out.zero_()  # several",
@@ -386,7 +398,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/parts.py",
+        "squared_norms_op",
         (
             "a norm is of the largest chunk",
             "out[index] = summed(chunks[None], _THREADS)[0]",
@@ -416,7 +428,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/votes.py",
+        "count_votes_op",
         (
             "a tie of votes is negative",
             ">= len(messages)",
@@ -440,7 +452,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/norms.py",
+        "quantize_norms_op",
         (
             "a code is of the square of the norm",
             "places = (y * (top / root)[:, None])",
@@ -464,7 +476,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/shared.py",
+        "quantize_shared_op",
         (
             "shared integers are clipped a level early",
             "units = torch.where(units < levels, units, float(levels))",
@@ -473,7 +485,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/affine.py",
+        "dequantize_affine_op",
         (
             "an affine level's zero is lost",
             "entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]",
@@ -482,13 +494,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/random_k.py",
+        "gather_random_op",
         (
             "what was taken is left, too",
             "        unsent.view(-1)[places] = 0.0\n",
             "        pass\n",
             f"{KERNELS}/test_random_k.py::{EQUAL}",
         ),
+    ),
+    *planted(
+        "scatter_random_op",
         (
             "what is put back is not weighted",
             "= (values.flatten() * factor).to",
@@ -518,7 +533,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/cast.py",
+        "stochastic",
         (
             "random bits of a cast are not cut off",
             "cut = (magnitude + noise) & ~0xFFFF",
@@ -527,13 +542,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/orthonormal.py",
+        "orthonormalize_op",
         (
             "a row is projected once",
             "            for _ in range(2):\n                for first",
             "            for _ in range(1):\n                for first",
             f"{KERNELS}/test_orthonormal.py::test_orthonormal_for_any_condition",
         ),
+    ),
+    *planted(
+        "unit_rows_op",
         (
             "dead rows stay dead",
             "torch.where(dead, run.right(fresh), rows",
@@ -542,7 +560,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "kernels/_low_rank_definition.py",
+        "expand_op",
         (
             "a product that is not finite is returned",
             "if finite is not None:\n            product",

@@ -15,7 +15,7 @@ FAR = f"{DISTRIBUTED}/test_link.py::test_a_long_delay_leaves_the_bandwidth_known
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/predict/pipeline.py",
+        "pipelined",
         (
             "work beside a message delays it",
             "begin = np.maximum(link_free, sends)",
@@ -24,7 +24,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/split.py",
+        "best_split",
         (
             "the second scheme of a plan has the first buckets",
             "np.arange(count)[:, None] < count - cases[2], cases[0], cases[1])",
@@ -37,6 +37,9 @@ MUTANTS: list[Mutant] = [
             "buckets.names[:lasting]",
             f"{ADVISE}::test_a_split_names_the_parameters_of_its_last_buckets",
         ),
+    ),
+    *planted(
+        "split_scheme",
         (
             "a name is taken for a pattern",
             "Rule(last, name=glob.escape(name))",
@@ -45,7 +48,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/advise.py",
+        "advise",
         (
             "the budget of error is not kept",
             "if errors[name] <= error or name",
@@ -60,13 +63,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/auto.py",
+        "AutoHook.load_state_dict",
         (
             "a run that stopped before the decision keeps what it tried",
             'if plan.get("undecided"):',
             'if plan.get("undecided") is None:',
             f"{AUTO}::test_a_run_that_stopped_before_the_decision_searches_anew",
         ),
+    ),
+    *planted(
+        "AutoHook._saved_choice",
         (
             "a candidate of the same class is taken for the saved one",
             "if describe(scheme) == saved:",
@@ -75,7 +81,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/search.py",
+        "Search._keep_or_race_again",
         (
             "a choice that has become slower is kept",
             "if seconds <= self._dense_s:",
@@ -84,19 +90,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/search.py",
+        "_chooses_sizes",
         (
             "auto tries sizes of buckets that stay as they are",
             "return free and isinstance(model, CoreDDP)",
             "return isinstance(model, CoreDDP)",
             f"{AUTO}::test_buckets_that_the_user_has_sized_stay_so",
         ),
+    ),
+    *planted(
+        "_sizes",
         (
             "the largest of a list of sizes is the last one",
             "cap = listed[-1] if listed else",
             "cap = max(listed) if listed else",
             f"{AUTO}::test_buckets_that_the_user_has_sized_stay_so",
         ),
+    ),
+    *planted(
+        "_SAME",
         (
             "auto takes a scheme that is 2 % slower",
             "_SAME = 0.01",
@@ -105,7 +117,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/pipeline.py",
+        "pipelined",
         (
             "first and later computations take the same from backward",
             "np.where(number == 0, contention.first, contention.later)",
@@ -120,7 +132,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/advise.py",
+        "advise",
         (
             "the first bucket of an advice has 1 MiB",
             "cap_mb if first_mb is None else first_mb",
@@ -135,13 +147,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/contention.py",
+        "_share_on_gpu",
         (
             "the side's stream queues behind the step's",
             "priority=-1",
             "priority=0",
             "tests/unit/test_contention.py::test_on_a_gpu_two_streams_are_compared",
         ),
+    ),
+    *planted(
+        "_Side.__exit__",
         (
             "an error on the side is lost",
             "raise self._error",
@@ -151,18 +166,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/race.py",
+        "Race._end_round",
         (
             "noise decides a race",
             "if slower > max(noise, _CLOSE * best.median):",
             "if slower > _CLOSE * best.median:",
             "tests/unit/test_race.py::test_noise_does_not_decide",
-        ),
-        (
-            "a race ends when differences of 2 % are known",
-            "_CLOSE = 0.01",
-            "_CLOSE = 0.02",
-            "tests/unit/test_race.py::test_without_noise_one_round_decides",
         ),
         (
             "the order of turns is never reversed",
@@ -184,12 +193,6 @@ MUTANTS: list[Mutant] = [
             "tests/unit/test_race.py::test_a_race_that_noise_never_lets_end_ends_after_six_rounds",
         ),
         (
-            "many steps are as noisy as few",
-            "return 1.48 * 1.25 * spread / math.sqrt(len(self.times))",
-            "return 1.48 * 1.25 * spread",
-            "tests/unit/test_race.py::test_the_error_of_a_median_shrinks_with_the_number_of_steps",
-        ),
-        (
             "candidates that have lost run again",
             "self._order = [entry for entry in self.entries if entry.runs]",
             "self._order = list(self.entries)",
@@ -197,25 +200,52 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/search.py",
+        "_CLOSE",
+        (
+            "a race ends when differences of 2 % are known",
+            "_CLOSE = 0.01",
+            "_CLOSE = 0.02",
+            "tests/unit/test_race.py::test_without_noise_one_round_decides",
+        ),
+    ),
+    *planted(
+        "Entry.deviation",
+        (
+            "many steps are as noisy as few",
+            "return 1.48 * 1.25 * spread / math.sqrt(len(self.times))",
+            "return 1.48 * 1.25 * spread",
+            "tests/unit/test_race.py::test_the_error_of_a_median_shrinks_with_the_number_of_steps",
+        ),
+    ),
+    *planted(
+        "Search._times_of_slowest",
         (
             "a step takes as long as on the fastest rank",
             "return [float(max(ranks)) for ranks in",
             "return [float(min(ranks)) for ranks in",
             f"{AUTO}::test_a_step_takes_as_long_as_on_its_slowest_rank",
         ),
+    ),
+    *planted(
+        "Search._decide",
         (
             "dense steps go on in the buckets that were tried last",
             'Stage.DONE, None, make("none")',
             'Stage.DONE, self.cap_mb, make("none")',
             f"{AUTO}::test_where_no_scheme_is_faster_none_runs_on_all_ranks",
         ),
+    ),
+    *planted(
+        "Search._agreed_on",
         (
             "each rank tries what it has predicted itself",
             "self._of_all(mine)[0]",
             "mine",
             f"{AUTO}::test_all_ranks_try_what_rank_0_has_predicted",
         ),
+    ),
+    *planted(
+        "Search._step_begins",
         (
             "steps that warm up are timed",
             "if before == self._hook.step - 1 and since > 2:",
@@ -224,7 +254,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/link.py",
+        "_Measurement._grow",
         (
             "a long delay ends the measurement before the bandwidth shows",
             "if not fits and (shows or size.took > _PATIENCE * self._budget):",
@@ -237,12 +267,18 @@ MUTANTS: list[Mutant] = [
             "shows = seconds >= sum(found[_SIZES[0]].seconds)",
             FAR,
         ),
+    ),
+    *planted(
+        "_Measurement._highest",
         (
             "times are the mean over ranks",
             'AllReduce(tensor, "max").issue(self._parts[-1].group).wait()',
             'AllReduce(tensor, "mean").issue(self._parts[-1].group).wait()',
             FAR,
         ),
+    ),
+    *planted(
+        "_Measurement._nodes",
         (
             "ranks are counted as on every other node",
             'f"node {global_rank // int(local)}"',
@@ -251,7 +287,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/local.py",
+        "predict_local",
         (
             "a delay hides what is before the first message",
             "waits = first + max(0.0, seconds - delay * workload.compute_s)",
@@ -266,7 +302,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/workload.py",
+        "Workload.accumulated",
         (
             "each of several passes has an optimizer step",
             "(passes - 1) * (self.forward_s + self.backward_s)",
@@ -275,7 +311,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/device.py",
+        "ThisDevice.parts",
         (
             "schemes are timed with messages of all ranks",
             "self._rates(scheme, min(ranks, _RANKS))",
@@ -284,7 +320,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/codec.py",
+        "_moments",
         (
             "the time of a part begins before the message",
             "            begin = leave()\n            request",
@@ -293,7 +329,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/gaps.py",
+        "Gap.is_large",
         (
             "what is within the noise counts",
             "self.seconds > max(self.noise_s, _SMALL * kind.median_s)",
@@ -302,13 +338,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/link_fit.py",
+        "_nearest.distance",
         (
             "one odd time moves the fit",
             "np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum()",
             "((_modelled(layout, part, name, sizes, fabric) - np.exp(logs)) ** 2).sum()",
             f"{UNIT}/test_link.py::test_a_few_odd_times_move_nothing",
         ),
+    ),
+    *planted(
+        "fitted",
         (
             "one rank of each node tells the bandwidth of all",
             "max(few.bandwidth, whole.bandwidth)",
@@ -317,7 +356,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/pipeline.py",
+        "pipelined",
         (
             "links carry two messages at once",
             "begin = np.maximum(link_free, sends)",
@@ -340,7 +379,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/collectives.py",
+        "_gloo_all_reduce",
         (
             "Gloo sends all segments at once",
             "np.maximum(pairs - 1, 0)",
@@ -350,7 +389,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/link_overlap.py",
+        "shared",
         (
             "messages that follow each other are taken to share their latency",
             "2 - statistics.median(two / one",
@@ -360,7 +399,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/cli/arguments.py",
+        "fabrics_of",
         (
             "two files of commhooks link keep the one name that both have",
             "if names.count(one.name) > 1 else one",
@@ -369,7 +408,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/tried.py",
+        "tried_of",
         (
             "a second race is taken for the first",
             "if before is None else (before, raced)",

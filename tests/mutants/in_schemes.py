@@ -16,19 +16,25 @@ INTEGER = f"{UNIT}/test_integer_sum.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/schemes/random_levels.py",
+        "_decoded",
         (
             "random levels arrive a 256th too large",
             "dequantize(payload[None], out, format, block, segments=segments)",
             "dequantize(payload[None], out, format, block, segments=segments, factor=1.00390625)",
             f"{LAWS}[qsgd]",
         ),
+    ),
+    *planted(
+        "TernGrad.encode",
         (
             "TernGrad rounds to nearest",
             'quantize(_in_float32(gradient), payload, "int2", self.block, random=random)',
             'quantize(_in_float32(gradient), payload, "int2", self.block)',
             f"{LAWS}[terngrad]",
         ),
+    ),
+    *planted(
+        "QSGD.encode",
         (
             "ranks round to levels alike",
             'random = bucket.random("qsgd", shared=False)',
@@ -37,7 +43,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/onebit_adam.py",
+        "OneBitMomentum.exchange",
         (
             "1-bit Adam switches a step late",
             "if bucket.step < self.freeze_step:",
@@ -52,7 +58,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/_ratio.py",
+        "number_kept",
         (
             "top-k sends half of its entries",
             "return min(n, max(1, int(ratio * n)))",
@@ -61,19 +67,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/agreed.py",
+        "AlignedTopK._directions",
         (
             "AlignedTopK draws the same sketch each step",
             'bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True)',
             'bucket.generator(f"{bucket.layout.names[0]}/sketch", shared=True, step=0)',
             f"{POLICIES}::test_aligned_topk",
         ),
+    ),
+    *planted(
+        "AlignedTopK.take",
         (
             "AlignedTopK keeps what it sends",
             "others = rows.index_fill(0, indices, 0.0).view(-1)",
             "others = rows.view(-1)",
             f"{POLICIES}::test_aligned_topk",
         ),
+    ),
+    *planted(
+        "RandomBlock.take",
         (
             "a random block keeps what it sends",
             "                piece.zero_()\n",
@@ -82,13 +94,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/eden.py",
+        "_MOST",
         (
             "EDEN declares what dense gradients lose",
             "_MOST = (2.0, 0.45, 0.11, 0.029)",
             "_MOST = (0.571, 0.133, 0.0358, 0.0096)",
             f"{EDEN}::test_no_sparse_block_exceeds_the_variance",
         ),
+    ),
+    *planted(
+        "Eden.encode",
         (
             "EDEN says nothing is left",
             "        if piece.unsent is not None:\n            hadamard(",
@@ -98,19 +113,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/dgc.py",
+        "DGC.exchange",
         (
             "DGC keeps the momentum of what it sends",
             "u.masked_fill_(unsent != v, 0.0)",
             "u",
             f"{MOMENTUM}::test_dgc_is_what_the_paper_says",
         ),
+    ),
+    *planted(
+        "DGC._clipped",
         (
             "DGC clips to the norm of all ranks",
             "most = self.clip / math.sqrt(bucket.world_size)",
             "most = self.clip",
             f"{MOMENTUM}::test_dgc_is_what_the_paper_says",
         ),
+    ),
+    *planted(
+        "DenseMomentum.exchange",
         (
             "DenseMomentum is Nesterov's where it should not be",
             "mean + self.momentum * new if self.nesterov else new",
@@ -119,7 +140,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/demo.py",
+        "DeMo.exchange",
         (
             "DeMo's momentum does not decay",
             "bucket.gradient.to(torch.float32) + self.decay * old",
@@ -134,7 +155,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/_low_rank.py",
+        "average_factor.keep_unsent",
         (
             "low-rank schemes keep the difference to the mean, not to a rank's own share",
             "factor, tail = own, None",
@@ -149,7 +170,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/powersgd.py",
+        "PowerSGD.exchange",
         (
             "PowerSGD does not orthonormalise",
             "        orthonormalize(matrices, left)  # the same bits on every rank\n",
@@ -164,7 +185,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/acpsgd.py",
+        "ACPSGD.exchange",
         (
             "ACP-SGD begins with the other factor",
             "even = bucket.step % 2 == 0",
@@ -173,7 +194,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/batched_powersgd.py",
+        "BatchedPowerSGD.exchange.keep_unsent",
         (
             "feedback of one matrix misses the rounding of a cast",
             "sent = own if second.sent is None else second.sent",
@@ -188,13 +209,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/integer_sum.py",
+        "GlobalQSGD.exchange",
         (
             "sums of codes wrap",
             "n, levels, block = bucket.raw.numel(), _TOP // bucket.world_size, self.block",
             "n, levels, block = bucket.raw.numel(), _TOP, self.block",
             f"{INTEGER}::test_the_sum_of_codes_never_wraps",
         ),
+    ),
+    *planted(
+        "IntSGD._remember",
         (
             "IntSGD's average has its weights swapped",
             "new = torch.lerp(new, bucket.read(_NORM), self.decay)",
@@ -203,7 +227,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/signs.py",
+        "SignSGD.repack_shard",
         (
             "votes are counted with the wrong sign in the middle",
             "count_votes(received, total, self.scale, shard=length)",
@@ -212,13 +236,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/gossip.py",
+        "partner_of",
         (
             "gossip meets the same partner each step",
             "rank ^ (1 << step % bits)",
             "rank ^ 1",
             f"{GOSSIP}::test_a_gradient_reaches_all_of_2_to_the_k_ranks_alike_in_k_steps",
         ),
+    ),
+    *planted(
+        "Gossip.exchange",
         (
             "gossip averages gradients only",
             "half = (given + gradient).mul_(0.5)",
@@ -227,7 +254,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/hierarchical.py",
+        "Hierarchical.exchange",
         (
             "ranks of a node dither as in the whole world",
             '"inside/", member=(local_rank, local))',
@@ -242,18 +269,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/quantized.py",
+        "Blockwise.repack_shard",
         (
             "both phases are decoded with the dither of the second",
             "received=self._draws(random.first),",
             "received=self._draws(random),",
             f"{UNIT}/test_quantized.py::test_two_phases_cost_what_their_law_says",
-        ),
-        (
-            "no rank shifts its dither",
-            "                rank=rank,\n",
-            "",
-            f"{UNIT}/test_quantized.py::test_errors_of_equal_gradients_cancel_with_a_dither",
         ),
         (
             "the second rounding of rotated blocks is left rotated",
@@ -281,7 +302,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/bucket.py",
+        "Blockwise.encode",
+        (
+            "no rank shifts its dither",
+            "                rank=rank,\n",
+            "",
+            f"{UNIT}/test_quantized.py::test_errors_of_equal_gradients_cancel_with_a_dither",
+        ),
+    ),
+    *planted(
+        "Bucket.in_float32",
         (
             "a float64 gradient is packed without its residual",
             "raw = self.gradient.float()",
@@ -290,7 +320,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/memory.py",
+        "Memory._without",
         (
             "a flush removes what is kept of a parameter that was left alone",
             "            flat = torch.zeros_like(before)\n",
@@ -298,12 +328,18 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_memory.py"
             "::test_a_flush_leaves_what_is_kept_of_a_parameter_that_was_left_alone",
         ),
+    ),
+    *planted(
+        "Memory.commit",
         (
             "a buffer that is kept is the next scratch",
             "old.shape == flat.shape and not share_storage(flat, old)",
             "old.shape == flat.shape",
             f"{UNIT}/test_memory.py::test_a_scratch_is_not_what_was_read_and_written_back",
         ),
+    ),
+    *planted(
+        "_spare",
         (
             "a buffer that is kept after a bad step is the next scratch",
             "        if not share_storage(flat, kept.flat.get(place)):\n",
@@ -312,7 +348,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/schemes/casts.py",
+        "TwoPhaseCast._cast",
         (
             "16-bit roundings are the same on all ranks",
             "random=random.noise",
@@ -320,6 +356,9 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_halves.py"
             "::test_random_roundings_of_equal_gradients_average_out_over_ranks",
         ),
+    ),
+    *planted(
+        "TwoPhaseCast.pack",
         (
             "the padding of a 16-bit payload is whatever was there",
             "        narrow[n:].zero_()  # padding travels, too: the same bytes in every run\n",
@@ -328,7 +367,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/guard.py",
+        "Guard._judge",
         (
             "the moving average of the guard has its weights swapped",
             "0.8 * before + 0.2 * value",
@@ -343,6 +382,9 @@ MUTANTS: list[Mutant] = [
             f"{UNIT}/test_policies.py"
             "::test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on",
         ),
+    ),
+    *planted(
+        "_less_own",
         (
             "a rank subtracts its shard of the mean for itself only",
             "-= bucket.world_size * mean[",
@@ -351,7 +393,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/classic/_stateless.py",
+        "quantization_perchannel_hook",
         (
             "blocks of quantisation per channel have the size of the default",
             "MinMaxPerChannel(bucket_size)",
@@ -361,7 +403,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/classic/_powersgd.py",
+        "PowerSGDState.maybe_increase_iter",
         (
             "a hook of one's own counts buckets, not steps",
             "if bucket.is_last() and not self._on_models.inners:",

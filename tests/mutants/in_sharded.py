@@ -26,7 +26,7 @@ TOGETHER = "tests/distributed/test_hsdp.py::test_the_states_of_all_ranks_are_put
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/hosts/fsdp2.py",
+        "SchemeReduceScatter.__call__",
         (
             "FSDP2 gets a mean for a sum",
             "output_tensor.mul_(ranks / factor)",
@@ -47,7 +47,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_module.py",
+        "FSDP2Module.layout",
         (
             "a missing gradient is not noticed",
             "if total != numel:",
@@ -62,7 +62,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_differences.py",
+        "DifferencesAllGather.__call__",
         (
             "differences are sent again in backward",
             "if in_backward and for_gradients and self.held is not None:",
@@ -81,6 +81,9 @@ MUTANTS: list[Mutant] = [
             "if self._anew:",
             f"{DIFFERENCES}::test_backward_has_the_weights_of_forward",
         ),
+    ),
+    *planted(
+        "_Differences.exchange",
         (
             "differences are to nothing",
             "packed = packing.take(rows, packed=True).add_(changed)",
@@ -119,7 +122,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_gathered.py",
+        "GatheredParameters.install",
         (
             "a loaded model is sent as differences",
             "begins = OnlyHere(one.begin_anew)",
@@ -132,6 +135,9 @@ MUTANTS: list[Mutant] = [
             "for module in group.modules:",
             f"{DIFFERENCES}::test_loaded_parameters",
         ),
+    ),
+    *planted(
+        "GatheredParameters.switch",
         (
             "parameters are gathered by any scheme",
             "super().switch(self._allowed(make(scheme, **options) if options else scheme))",
@@ -140,13 +146,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_parameters.py",
+        "_FEWEST_BITS",
         (
             "parameters are gathered as signs",
             "_FEWEST_BITS = 4",
             "_FEWEST_BITS = 1",
             f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
+    ),
+    *planted(
+        "_same_each_time",
         (
             "what is inside a cast is not looked at",
             "inside = list(walk(built))",
@@ -155,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/wrappers/parts.py",
+        "whole_of",
         (
             "one finite part stands for all",
             "if len(flags) == len(parts) else None",
@@ -164,7 +173,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/pickling.py",
+        "_origin",
         (
             "a pickle that was asked for its rank is of this rank",
             " or (origin is not None and not hook._agreed)",
@@ -173,13 +182,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_packing.py",
+        "Packing.of",
         (
             "parameters that are not cut share blocks with pieces",
             "(n, cut == every)",
             "(n, True)",
             f"{DIFFERENCES}::test_beside_tensor_parallelism",
         ),
+    ),
+    *planted(
+        "GatherPacked.is_plain",
         (
             "a tensor of the user's own form is taken apart",
             "return unknown or super().is_plain(scheme)",
@@ -188,13 +200,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_register.py",
+        "_guard.has_hook",
         (
             "another reduction of FSDP2 is not noticed",
             "return kind.hook_of(group) is hook",
             "return getattr(group, kind.place) is not None",
             REFUSED,
         ),
+    ),
+    *planted(
+        "register_on_fsdp2",
         (
             "between nodes the ranks of a node are averaged",
             "group = shard_ranks(found) if between is None else replica_ranks(found, between)",
@@ -203,7 +218,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_checks.py",
+        "_averages_itself",
         (
             "replicas that FSDP2 averages over are averaged over again",
             "return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)",
@@ -212,13 +227,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_model.py",
+        "_sharded",
         (
             "every parameter counts as cut along its rows",
             "dtype, parameter.fsdp_placement.dim, trained",
             "dtype, 0, trained",
             f"{FSDP2}::test_parameters_may_be_cut_along_their_columns",
         ),
+    ),
+    *planted(
+        "FSDP2Model.of",
         (
             "all FSDP2 modules have one number",
             "FSDP2Module(number, group, names)",
@@ -227,7 +245,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_register.py",
+        "register_on_fsdp2",
         (
             "between nodes all ranks have the pieces of the first",
             "shards.size(), shards.rank())",
@@ -236,13 +254,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/sharded_parameters.py",
+        "ShardedParameters.layout_of",
         (
             "pieces lie parameter after parameter",
             "for rank in self._ranks() for name in names",
             "for name in names for rank in self._ranks()",
             ADD_UP,
         ),
+    ),
+    *planted(
+        "ShardedParameters.as_saved",
         (
             "padding is saved as a part of the parameter",
             "saved[name] = whole.narrow(dim, 0, length).contiguous()",
@@ -255,6 +276,9 @@ MUTANTS: list[Mutant] = [
             "if whole.shape[dim] < length:",
             f"{FSDP2}::test_a_resumed_run_continues_bit_for_bit",
         ),
+    ),
+    *planted(
+        "ShardedParameters.as_kept",
         (
             "padding of another number of ranks is taken",
             "if rest is None or list(rest.shape) != shape:",
@@ -268,6 +292,9 @@ MUTANTS: list[Mutant] = [
             "kept[self._name(name, rank)] = pieces[rank - 1].contiguous()",
             f"{LOADS}[2-2-ddp-fsdp2]",
         ),
+    ),
+    *planted(
+        "ShardedParameters._piece",
         (
             "pieces are rounded down",
             "-(-shape[parameter.dim] // self._world_size)",
@@ -276,7 +303,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/exchanges.py",
+        "Exchanges.agree",
         (
             "ranks do not agree on whether their shards were finite",
             "        if self._engine.needs_agreement:\n",
@@ -285,7 +312,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/engine.py",
+        "_agreed",
         (
             "a rank commits by the verdict on its own shard",
             "step.finite, step.sharded = [worst[0] == 0], False",
@@ -294,7 +321,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/packed.py",
+        "PackedCodec.reduce_scatter",
         (
             "every rank decodes its shard as the first one",
             "unpack(received, shards, bucket.rank, inside.output,",
@@ -309,7 +336,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_parameters.py",
+        "SchemeAllGather.__call__",
         (
             "the owner of a shard computes with its exact parameters",
             "return self._collectives.run(call, None, async_op)",
@@ -318,12 +345,18 @@ MUTANTS: list[Mutant] = [
             "        output_tensor.view(group.size(), -1)[group.rank()] = kept.view(-1)",
             f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
         ),
+    ),
+    *planted(
+        "_same_each_time",
         (
             "gathered parameters are rounded at random",
             "random = any(getattr(one, name, False)",
             "random = all(getattr(one, name, False)",
             f"{FSDP2}::test_gathered_parameters_are_rounded_alike_on_all_ranks",
         ),
+    ),
+    *planted(
+        "gather_parameters",
         (
             "parameters are gathered over all ranks",
             "GatheredParameters(built, ranks, seed",
@@ -332,7 +365,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_replicate.py",
+        "replicate",
         (
             "modules are exchanged with the rest of the model",
             "for module in [*modules, model]:",
@@ -341,7 +374,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp1_layout.py",
+        "_names",
         (
             "parameters of all units have the same names",
             'plain_name(f"{_prefix(name)}{one}")',
@@ -350,7 +383,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp1.py",
+        "register_on_fsdp1",
         (
             "all units have one number",
             "(hook, number, layout, parameters, beside)",
@@ -364,23 +397,32 @@ MUTANTS: list[Mutant] = [
             BESIDE,
         ),
         (
-            "a penalty on the parameters of a whole unit is refused",
-            "        beside.hook_ran_in = backward_number()\n",
-            "        pass\n",
-            BESIDE,
-        ),
-        (
             "whole gradients are padded as if they were cut",
             "1 if _is_whole(unit) else group.size()",
             "group.size()",
             f"{FSDP1}::test_whole_gradients_have_no_padding",
         ),
+    ),
+    *planted(
+        "reduce_unit",
+        (
+            "a penalty on the parameters of a whole unit is refused",
+            "        beside.hook_ran_in = backward_number()\n",
+            "        pass\n",
+            BESIDE,
+        ),
+    ),
+    *planted(
+        "register_on_fsdp1.has_hook",
         (
             "another hook of a unit is not noticed",
             "return present is reduce_unit and state[0] is hook",
             "return present is not None",
             f"{FSDP1}::test_what_cannot_run_is_refused",
         ),
+    ),
+    *planted(
+        "_group",
         (
             "hybrid sharding is registered, whose hook never runs",
             'if "HYBRID" in one.sharding_strategy.name:',
@@ -389,7 +431,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/registration.py",
+        "register",
         (
             "a search is registered on a host that chooses its buckets",
             'scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,',
@@ -398,7 +440,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/sharded_bucket.py",
+        "need_shards",
         (
             "hosts that need shards take schemes of whole buckets",
             "    if not scheme.traits.shards:\n",
@@ -407,7 +449,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/sharded_bucket.py",
+        "ShardedBucket.continued",
         (
             "FSDP2's output is not written where a scheme has memory of its own",
             "            mean = into.copy_(mean)\n",
@@ -428,7 +470,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/sharded_parameters.py",
+        "FlatParameters.as_kept",
         (
             "a unit's padding of another number of ranks is taken",
             "if saved is None or saved.shape != piece.shape:",
@@ -438,7 +480,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/runner.py",
+        "Runner._open_for",
         (
             "a bucket after the end of backward begins another step",
             "        if key not in step.buckets:\n",
@@ -453,7 +495,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/attachment.py",
+        "HostGuard.__call__",
         (
             "modules that are sharded later are not missed",
             "{**units, **self._present(module)}",
@@ -468,7 +510,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2.py",
+        "BetweenNodes.__call__",
         (
             "the divide factor does not count replicas",
             "            units *= self.hook.world_size\n",
@@ -477,7 +519,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_model.py",
+        "groups_of",
         (
             "modules that were sharded together are reduced as two",
             "if groups and groups[0] not in found.values():",
@@ -486,7 +528,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/call.py",
+        "Handle",
         (
             "FSDP2 does not wait for handles",
             "class Handle(dist.Work):",
@@ -495,7 +537,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/checkpoint/ranks.py",
+        "with_own_pieces",
         (
             "bytes of another column's pieces are taken",
             "find(whole_name(name)) for name in names",
@@ -510,7 +552,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/checkpoint/form.py",
+        "_part",
         (
             "states of whole parameters are taken for pieces",
             'if "placement" in part or state["version"] > 2:',
@@ -520,7 +562,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/checkpoint/placement.py",
+        "_in_order",
         (
             "a turned mesh has other pieces",
             "sorted(pieces, key=dimension)",
@@ -533,6 +575,9 @@ MUTANTS: list[Mutant] = [
             "sorted(pieces)",
             f"{PLACEMENT}::test_pieces_are_told_alike_on_turned_meshes",
         ),
+    ),
+    *planted(
+        "_cut",
         (
             "rows that are apart are told as rows that are not",
             ' + (f" in steps of {stride}" if stride > 1 else "")',
@@ -541,7 +586,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/exactly.py",
+        "_rounds_alone",
         (
             "what is rounded inside feedback and another wrapper counts as exact",
             "for inside in walk(scheme):\n        traits",
@@ -550,24 +595,20 @@ MUTANTS: list[Mutant] = [
             "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
         ),
         (
-            "what was kept of parameters that travel exactly is lost",
-            "dense = flushing(Dense())",
-            "dense = Dense()",
-            f"{HALVES}::test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once",
-        ),
-        (
             "a guard decides for parameters that are not cut",
             " or isinstance(inside, Guard)",
             "",
             "tests/unit/test_exactly.py"
             "::test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut",
         ),
+    ),
+    *planted(
+        "Exactly.exchange",
         (
-            "one dimension of tensor parallelism that cuts is enough",
-            "Cut()).between != every",
-            "Cut()).between == frozenset()",
-            "tests/unit/test_exactly.py"
-            "::test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it",
+            "what was kept of parameters that travel exactly is lost",
+            "dense = flushing(Dense())",
+            "dense = Dense()",
+            f"{HALVES}::test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once",
         ),
         (
             "uncut parameters travel with the others",
@@ -577,7 +618,17 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/agreement.py",
+        "shared_and_rounded",
+        (
+            "one dimension of tensor parallelism that cuts is enough",
+            "Cut()).between != every",
+            "Cut()).between == frozenset()",
+            "tests/unit/test_exactly.py"
+            "::test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it",
+        ),
+    ),
+    *planted(
+        "_origin",
         (
             "a pickle of another column is taken",
             "            if its != own:",
@@ -586,19 +637,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_model.py",
+        "_sharded",
         (
             "FSDP2 does not say which pieces it has",
             "cut = cut_of(dtensor_spec_before(parameter))",
             'piece = ""',
             f"{COLUMNS}[fsdp2]",
         ),
+    ),
+    *planted(
+        "FSDP2Model.of",
         (
             "modules that are sharded over other ranks are taken",
             "if any(fsdp2_ranks(group) is not ranks for group in groups):",
             "if ranks is None:",
             f"{FSDP2_REFUSED}::test_modules_that_are_sharded_over_different_ranks_are_refused",
         ),
+    ),
+    *planted(
+        "groups_of",
         (
             "parameters on a second mesh are not looked at",
             "if len(groups) > 1:",
@@ -607,7 +664,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_checks.py",
+        "need_free",
         (
             "a reduction of the user's own is replaced",
             "type(present) is not DefaultReduceScatter:",
@@ -616,7 +673,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/resharding.py",
+        "needs_joining",
         (
             "pieces from between nodes are those of a hook within them",
             "if hook._binding.shards is None:",
@@ -625,7 +682,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp1_layout.py",
+        "cuts_in",
         (
             "FSDP1 does not say which pieces it has",
             'cut_of(spec) for one, spec in found if hasattr(spec, "placements")}',
@@ -634,7 +691,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/ddp/tensor_parallel.py",
+        "localize",
         (
             "local shards forget whose they are",
             "setattr(local, _SPEC, dtensor_spec_of(parameter))",

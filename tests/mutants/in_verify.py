@@ -15,7 +15,7 @@ WHOLE = f"{SHARDS}::test_error_cosine_and_norm_are_those_of_whole_parameters"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/hook/engine.py",
+        "_measure",
         (
             "a finding is in the first bucket, wherever it is",
             "what = (number, bucket.layout,",
@@ -30,37 +30,52 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/verdict.py",
+        "_odd_ones",
         (
             "ranks that differ are not found",
             "differ = (hashes != hashes[0]).any(0)",
             "differ = (hashes != hashes).any(0)",
             PLANTED,
         ),
+    ),
+    *planted(
+        "judge_parameters",
         (
             "parameters that differ are not found",
             "for position in (hashes != hashes[0]).any(0).nonzero()",
             "for position in (hashes != hashes).any(0).nonzero()",
             NAMED,
         ),
+    ),
+    *planted(
+        "_dense_norms",
         (
             "the norm of the dense mean is what remains of a larger error",
             "torch.where(error < dense, summed, dense)",
             "summed",
             f"{VERIFY}::test_errors_many_times_the_dense_mean_are_told_as_well",
         ),
+    ),
+    *planted(
+        "judge",
         (
             "residuals are no part of what ranks contribute",
             "sizes = torch.sqrt((own.square() + kept.square()).sum(1))",
             "sizes = torch.sqrt(own.square().sum(1))",
             f"{VERIFY}::test_residuals_larger_than_gradients_break_no_law",
         ),
+    ),
+    *planted(
+        "rows_of",
         (
             "a cosine of NaN is 1",
             "torch.where(known, (dot / both).clamp(-1.0, 1.0), math.nan)",
             "torch.where(known, (dot / both).clamp(-1.0, 1.0), 1.0)",
             f"{VERIFY}::test_what_is_not_finite_has_no_cosine",
         ),
+    ),
+    *planted(
+        "broken_law",
         (
             "the law allows any error",
             "if total <= allowed:",
@@ -69,7 +84,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/sketch.py",
+        "_signs_of",
         (
             "entries are added up without signs",
             "return one[first : first + size] * other[second : second + size]",
@@ -82,6 +97,9 @@ MUTANTS: list[Mutant] = [
             "return one[first : first + size]",
             f"{NORM}[larger and constant]",
         ),
+    ),
+    *planted(
+        "_sketches_of_rows",
         (
             "parts of a vector have the same signs",
             "signs = _signs_of(part, step, number)",
@@ -100,6 +118,9 @@ MUTANTS: list[Mutant] = [
             "pass",
             f"{NORM}[behind the last whole row]",
         ),
+    ),
+    *planted(
+        "_places",
         (
             "sketches are in the order of sizes",
             "[begins[owner] for owner in owners]",
@@ -108,13 +129,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/measurement.py",
+        "Measurement._sent",
         (
             "a residual that shards flush is left out",
             "residual = self._add_residual(self._difference, memory)",
             "residual = self._add_residual(self._difference.clone(), memory)",
             f"{SHARDS}::test_residuals_are_part_of_what_shards_have_to_average",
         ),
+    ),
+    *planted(
+        "Measurement.finish",
         (
             "what the ranks have sent is sketched with the average in it",
             "[sent.sub_(flat)]",
@@ -127,6 +151,9 @@ MUTANTS: list[Mutant] = [
             "        self._difference = self._difference - 0.5 * flat\n        away",
             NEAR,
         ),
+    ),
+    *planted(
+        "Measurement._keep",
         (
             "a copy of the gradient is kept beside its sketch",
             "            del self._difference\n",
@@ -135,7 +162,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/equal.py",
+        "hashes",
         (
             "chunks of a hash count alike",
             "sums.append(found.mul_(2 * number + 1))",
@@ -148,24 +175,36 @@ MUTANTS: list[Mutant] = [
             "own = chunk.add(0.0) if inexact else chunk",
             f"{EQUAL}::test_a_hash_is_of_every_bit_whatever_the_dtype",
         ),
+    ),
+    *planted(
+        "hashes_of",
         (
             "hashes are in the order of dtypes",
             "return together[order.argsort().to(device)]",
             "return together",
             f"{EQUAL}::test_a_hash_is_of_every_bit_whatever_the_dtype",
         ),
+    ),
+    *planted(
+        "keeps_equal",
         (
             "a schedule with local steps promises equal parameters",
             "all(one.traits.agrees and one.traits.averages for one in walk(scheme))",
             "scheme.traits.agrees and scheme.traits.averages",
             f"{EQUAL}::test_schemes_that_let_ranks_go_apart_promise_nothing",
         ),
+    ),
+    *planted(
+        "odd_ones",
         (
             "the majority is wrong",
             "if value != usual]",
             "if value == usual]",
             NAMED,
         ),
+    ),
+    *planted(
+        "state_of",
         (
             "an optimizer's settings may differ",
             """found[f"{key!r} of the optimizer's group {number}"] = value""",
@@ -174,7 +213,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/parameters.py",
+        "values_of",
         (
             "low-precision copies of parameters are compared",
             "plain[name]: full.get(id(one), one)",
@@ -183,7 +222,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hosts/fsdp2_register.py",
+        "register_on_fsdp2",
         (
             "replicas of a shard are not compared",
             "    if between is not None:\n        rank = shards.rank()",
@@ -192,13 +231,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/shard_measurement.py",
+        "ShardMeasurement.finish",
         (
             "a rank subtracts its own share of the average only",
             "error[begin:end].sub_(flat, alpha=ranks)",
             "error[begin:end].sub_(flat)",
             WHOLE,
         ),
+    ),
+    *planted(
+        "ShardMeasurement._of_sketches",
         (
             "the error counts twice in a shard's cosine",
             "dots_of(average, away, sizes)",
@@ -213,7 +255,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/verified_step.py",
+        "VerifiedStep.__init__",
         (
             "sketches are added up, and not averaged",
             "requests.append(AllReduce(self._sketches))",
@@ -222,7 +264,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/meeting.py",
+        "Meeting._facts",
         (
             "ranks may compare with other references",
             'getattr(self.verification, "reference", None)',
@@ -231,19 +273,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/hook/verify.py",
+        "Verification.first_bucket_comes",
         (
             "parameters are compared after a scheme that lets them differ",
             "self._apart = self._apart or not keeps_equal(scheme)",
             "self._apart = not keeps_equal(scheme)",
             f"{EQUAL}::test_schemes_that_let_ranks_go_apart_promise_nothing",
         ),
+    ),
+    *planted(
+        "Verification.open",
         (
             "a hook that is dropped tells of no finding",
             "self._disarm = weakref.finalize(owner, self.close).detach",
             "self._disarm = _nothing",
             f"{VERIFY}::test_a_finding_in_the_last_step_is_told_however_a_hook_ends",
         ),
+    ),
+    *planted(
+        "Verification.close",
         (
             "a finding that was looked at is not told when a hook closes",
             'warn_of(self._unraised, self._group.rank(), "warn", self._warned)',
@@ -264,7 +312,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/predict/gaps.py",
+        "Gap.is_impossible",
         (
             "sending less may take longer",
             "return self.seconds < -max(self.noise_s, _SMALL * kind.median_s)",

@@ -12,7 +12,7 @@ LOST = f"{TEST}::test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_par
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "commhooks/schemes/_differences.py",
+        "codec_of_differences",
         (
             "variances that grow are taken",
             "codec.error.variance > 1",
@@ -21,25 +21,34 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shard.py",
+        "BucketShard.__init__",
         (
             "a piece begins at the shard's begin within the bucket, not within the parameter",
             "entries = slice(start - offset, stop - offset)",
             "entries = slice(start - begin, stop - begin)",
             BITS,
         ),
+    ),
+    *planted(
+        "BucketShard.land",
         (
             "a second gradient replaces the first",
             "piece.value.grad += part",
             "piece.value.grad = part",
             f"{PAIRS}[two passes]",
         ),
+    ),
+    *planted(
+        "BucketShard.take_over",
         (
             "loaded parameters go back to the owner's values",
             "torch.where(held == self._left, self.exact, held)",
             "self.exact",
             f"{TEST}::test_parameters_that_are_loaded_later_hold",
         ),
+    ),
+    *planted(
+        "BucketShard._take_back",
         (
             "moments are not taken back",
             "if state:  # an empty one",
@@ -54,7 +63,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/gather.py",
+        "Gather.exchange",
         (
             "differences are given back before a GPU has packed them",
             "        bucket = engine.bucket(own, shard.layout, output=whole)\n"
@@ -66,10 +75,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/hook.py",
-    ),
-    *planted(
-        "commhooks/zero/gather.py",
+        "Gather.exchange",
         (
             "the owner adds its exact values, not what it sent",
             "        return (yield from scheme.all_gather(bucket, shard.spans)).mean\n",
@@ -77,6 +83,9 @@ MUTANTS: list[Mutant] = [
             "        mean[slice(*shard.spans[engine.rank])] = own\n        return mean\n",
             f"{TEST}::test_all_ranks_have_equal_parameters_after_every_step",
         ),
+    ),
+    *planted(
+        "Gather.apply",
         (
             "parameters whose gradient was dropped take what was gathered",
             " if one not in shard.dropped]",
@@ -85,19 +94,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shards.py",
+        "Shards.clip",
         (
             "the norm is this rank's",
             "dist.all_reduce(total, op, group=self._model.process_group)",
             "dist.all_reduce(total.clone(), op, group=self._model.process_group)",
             f"{TEST}::test_clipping_by_the_norm_over_all_shards",
         ),
+    ),
+    *planted(
+        "Shards.step",
         (
             "all gradients are seen by the step of each bucket",
             "_show(dict.fromkeys(gradients))\n        under_way",
             "under_way",
             BITS,
         ),
+    ),
+    *planted(
+        "Shards._step",
         (
             "a step in backward keeps no copy",
             "shard.back_up(self.optimizer.state)",
@@ -106,7 +121,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/saving.py",
+        "load_piece",
         (
             "a piece takes the first entries of its parameter",
             'own = slice(begin - one["begin"], end - one["begin"])',
@@ -115,7 +130,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ddp_core/reducer/reducer.py",
+        "Reducer.keep_registered_buckets",
         (
             "buckets that should stay follow arrival",
             "self.plan.follows_arrival, self.plan.splits.ignored = False, True",
@@ -124,7 +139,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shard.py",
+        "BucketShard._take_back",
         (
             "state that began in a step that overflowed stays",
             "                states.pop(piece.value, None)\n",
@@ -133,7 +148,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shards.py",
+        "Shards.clip",
         (
             "gradients are clipped by the norm of one shard",
             "clip_grads_with_norm_(values, max_norm, total)",
@@ -146,6 +161,9 @@ MUTANTS: list[Mutant] = [
             "own.float()",
             f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
         ),
+    ),
+    *planted(
+        "Shards.zero_grad",
         (
             "a step keeps the gradients that no_sync has accumulated",
             "                piece.value.grad = None\n        self._stand_ins.forget()",
@@ -154,7 +172,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/gather.py",
+        "Gather.apply",
         (
             "differences replace parameters",
             "foreach_add if packed else foreach_copy",
@@ -163,13 +181,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/saving.py",
+        "gathered",
         (
             "parts of a parameter are put together in another order",
             'torch.cat([part["memory"][key][name] for part in parts])',
             'torch.cat([part["memory"][key][name] for part in reversed(parts)])',
             f"{TEST}::test_a_resumed_run_continues_bit_for_bit[True]",
         ),
+    ),
+    *planted(
+        "load_piece",
         (
             "states are taken by position",
             "    one = saved.get(piece.name)\n",
@@ -184,7 +205,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/optimizer.py",
+        "ZeroOptimizer.load_state_dict",
         (
             "the state before a loaded one stays",
             "        self.state.clear()\n",
@@ -197,12 +218,18 @@ MUTANTS: list[Mutant] = [
             "",
             f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
         ),
+    ),
+    *planted(
+        "ZeroOptimizer",
         (
             "what no_sync has accumulated counts in the next step, too",
             "            parameter.grad = None\n\n    @torch.no_grad()\n    def clip",
             "            pass\n\n    @torch.no_grad()\n    def clip",
             f"{TEST}::test_zero_grad_drops_what_was_accumulated",
         ),
+    ),
+    *planted(
+        "ZeroOptimizer.__init__",
         (
             "a scheme that averages whole buckets is taken",
             '        need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")\n',
@@ -212,7 +239,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shards.py",
+        "_on_all_ranks",
         (
             "each rank has a verdict of its own",
             "dist.all_reduce(wrong, dist.ReduceOp.MAX, group=group)",
@@ -221,13 +248,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/gather.py",
+        "Gather.exchange",
         (
             "differences do not have what was not sent before",
             "shard.exact - shard.held()",
             "shard.exact - shard.exact",
             LOST,
         ),
+    ),
+    *planted(
+        "Gather.apply",
         (
             "parameters of 16 bits round the owner's exact values",
             "shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)",
@@ -236,7 +266,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/core/packed.py",
+        "PackedCodec.all_gather",
         (
             "shards are packed with the bits of the first phase",
             "self.pack_shard(Piece.of(inside), shards, bucket.rank, random)",
@@ -245,7 +275,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shards.py",
+        "Shards.drop_with_stand_ins",
         (
             "means stay where the model has dropped its gradients",
             "            self.zero_grad()\n            return\n",
@@ -254,7 +284,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/shard.py",
+        "BucketShard.drop",
         (
             "a parameter without a gradient is stepped",
             "                piece.value.grad = None\n        self._take_back",
@@ -263,13 +293,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/checks.py",
+        "need_elementwise",
         (
             "optimizers that count their calls are taken",
             "[gradient if one is part else None for one in parts]",
             "[*gradients.split(40)]",
             f"{TEST}::test_gradients_of_one_rank_are_no_step",
         ),
+    ),
+    *planted(
+        "need_none_accumulated",
         (
             "gradients of this rank alone are no error",
             "type(one.parameter.grad) is not InShards:",
@@ -278,13 +311,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "commhooks/zero/stand_ins.py",
+        "StandIns.put",
         (
             "a rank's own gradients stay where the mean is expected",
             "parameter.grad = InShards(parameter)",
             "pass",
             f"{TEST}::test_misuse_is_an_error",
         ),
+    ),
+    *planted(
+        "StandIns.make_room",
         (
             "another backward pass drops the mean of the one before",
             "self._away.add(parameter)",

@@ -13,11 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import ROOT, Mutant
 
-__all__ = ["ROOT", "Outcome", "baseline", "run_all"]
+__all__ = ["Outcome", "baseline", "run_all"]
 
-ROOT = Path(__file__).parents[2]
 _PACKAGES = ("commhooks", "ddp_core", "kernels", "tests")
 _TIME_LIMIT = 600.0  # seconds
 _SKIP = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -69,8 +68,8 @@ def _run(mutant: Mutant) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder, "source")
         _copy_to(copy)
-        file = copy / mutant.file
-        file.write_text(mutant.planted_in(file.read_text()))
+        file, source = mutant.planted_in(copy)
+        (copy / file).write_text(source)
         begin = time.monotonic()
         code, text = _pytest(copy, [mutant.test], _TIME_LIMIT)
         verdict = {0: "survived", 1: "killed", None: "no end"}.get(code, "no test")

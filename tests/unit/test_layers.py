@@ -186,12 +186,6 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
     assert not left, sorted(left)
 
 
-@pytest.mark.parametrize("package", ["commhooks", "ddp_core", "kernels"])
-def test_files_are_short_enough_to_read(package: str) -> None:
-    lines = {path.relative_to(ROOT): path.read_text().count("\n") for path in modules(package)}
-    assert not {path: number for path, number in lines.items() if number > 600}
-
-
 def test_no_lower_layer_reaches_up_as_text_either() -> None:
     for layer in ("ddp_core", "kernels"):
         for path in modules(layer):

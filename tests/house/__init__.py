@@ -1,0 +1,1 @@
+"""Counts what a reader of the source has to go through."""
