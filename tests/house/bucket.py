@@ -24,7 +24,7 @@ class Counter:
     def __init__(self) -> None:
         self.active = False
         self.calls = self.frames = 0
-        self.functions: set[tuple[str, str]] = set()
+        self.functions: set[tuple[str, int]] = set()
         self.files: list[str] = []
         threading.setprofile(self)
 
@@ -35,7 +35,7 @@ class Counter:
         if not file.startswith(FOLDERS):
             return
         self.calls += 1
-        self.functions.add((file, frame.f_code.co_qualname))
+        self.functions.add((file, frame.f_code.co_firstlineno))
         if file not in self.files:
             self.files.append(file)
         if not self.frames and f"{os.sep}schemes{os.sep}" in file:
@@ -103,7 +103,7 @@ def main() -> None:
     *cases, rank, world_size, store = sys.argv[1:]
     counter = Counter()
     import torch.distributed as dist
-    from torch.distributed import FileStore
+    from torch.distributed.distributed_c10d import FileStore
 
     dist.init_process_group(
         "gloo",
