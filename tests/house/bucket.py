@@ -103,11 +103,10 @@ def main() -> None:
     *cases, rank, world_size, store = sys.argv[1:]
     counter = Counter()
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import FileStore
 
     dist.init_process_group(
         "gloo",
-        store=FileStore(store, int(world_size)),
+        init_method=f"file://{store}",
         rank=int(rank),
         world_size=int(world_size),
     )
