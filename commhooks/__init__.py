@@ -67,6 +67,7 @@ from commhooks.hosts import (
 from commhooks.local import DiLoCo
 from commhooks.predict.headroom import headroom
 from commhooks.research import Simulation
+from commhooks.verify import Verification
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
 from commhooks.zero import ZeroOptimizer
@@ -93,6 +94,7 @@ __all__ = [
     "Slot",
     "Traits",
     "Unbiased",
+    "Verification",
     "ZeroOptimizer",
     "__version__",
     "all_gather",

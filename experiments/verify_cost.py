@@ -1,18 +1,16 @@
-"""Measures what ``register(verify_every=...)`` adds to the step time, in alternating runs.
+"""Measures what ``register(verify=...)`` adds to the step time, in alternating runs.
 
 Run ``python -m experiments.verify_cost``. Two Gloo ranks train a small convolutional network and
 200 tiny layers. Two hooks of one scheme take turns on two copies of the model, one with
-verification and one without; the order is reversed in every second turn. The result is compared
-with a sketch of the dense mean, and with the dense mean (``verify_with``).
+verification and one without; the order is reversed in every second turn.
 
 Two runs of 100 steps of the same code differ by more than one verified step adds. So blocks have 8
-steps, with ``verify_every=8``: ``verified_ms`` is what a verified step adds, the median difference
+steps, with ``verify=8``: ``verified_ms`` is what a verified step adds, the median difference
 of the two blocks of a turn, with quartiles, which includes the messages under the plain steps
-behind it. ``added`` is ``verified_ms / (100 plain_ms)``, the share at ``verify_every=100``.
+behind it. ``added`` is ``verified_ms / (100 plain_ms)``, the share at ``verify=100``.
 
 ``--rates 0,1000,200`` adds lines of 1 Gbit/s and 200 Mbit/s between two hosts, which need what
-``experiments/namespaces.py`` needs; 0 is the loopback device. ``line_ms`` is the time of a dense
-all-reduce at the rate of the line, which ``verify_with="dense"`` adds at most, beside arithmetic.
+``experiments/namespaces.py`` needs; 0 is the loopback device.
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,7 +33,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.hook.verify import VerifyWith
 from experiments.hosts import joined, messages_from_hosts
 from experiments.models import Model
 from experiments.namespaces import reason_not_to_run
@@ -47,7 +43,6 @@ TABLE_WIDTH = 140
 EVERY = 100  # of which the share is told
 BLOCK = 8  # steps, of which one is verified
 SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
-REFERENCES: tuple[VerifyWith, ...] = ("sketch", "dense")
 
 
 def _small_cnn() -> nn.Module:
@@ -70,20 +65,19 @@ def compare(
     rank: int, world_size: int, send: Callable[[Any], None], model: str, turns: int
 ) -> None:
     """Runs blocks of steps with and without verification in turn, for every scheme, in a rank."""
-    numel = sum(parameter.numel() for parameter in MODELS[model].build().parameters())
-    for scheme, reference in product(SCHEMES, REFERENCES):
-        plain, added = _turns(model, scheme, reference, turns)
-        row = {"model": model, "scheme": scheme, "verify_with": reference}
+    for scheme in SCHEMES:
+        plain, added = _turns(model, scheme, turns)
+        row: dict[str, Any] = {"model": model, "scheme": scheme}
         row["plain_ms"] = 1e3 * statistics.median(plain)
         low, middle, high = (1e3 * BLOCK * one for one in statistics.quantiles(added, n=4))
         row |= {"verified_ms": middle, "verified_q1": low, "verified_q3": high}
         row["added"] = middle / (EVERY * row["plain_ms"])
         if rank == 0:
-            send(row | {"dense_mb": 4e-6 * numel, "turns": turns})
+            send(row | {"turns": turns})
 
 
 def run_rank(task: dict[str, Any]) -> None:
-    """Compares in the process of a host; prints an object for each scheme and reference."""
+    """Compares in the process of a host; prints an object for each scheme."""
     with joined() as rank:
         compare(rank, 2, lambda row: print(json.dumps(row), flush=True), **task)
 
@@ -99,17 +93,14 @@ def _rows(model: str, mbit: float, turns: int) -> Iterator[dict[str, Any]]:
     else:
         found = run_ranks(compare, 2, model, turns, own_cores=True)
     for row in found:
-        # Two ranks: each sends every byte once.
-        yield {"mbit": mbit} | row | {"line_ms": 8e3 * row["dense_mb"] / mbit if mbit else 0.0}
+        yield {"mbit": mbit} | row
 
 
-def _turns(
-    model: str, scheme: str, reference: VerifyWith, turns: int
-) -> tuple[list[float], list[float]]:
+def _turns(model: str, scheme: str, turns: int) -> tuple[list[float], list[float]]:
     """Returns per turn the seconds of a plain step, and what one in ``BLOCK`` adds on average."""
     build, make_input, batch = MODELS[model]
     runners: dict[str, tuple[DistributedDataParallel, commhooks.HookState]] = {}
-    verified: dict[str, Any] = {"verify_every": BLOCK, "verify_with": reference}
+    verified: dict[str, Any] = {"verify": BLOCK}
     for kind, arguments in (("plain", {}), ("verified", verified)):
         torch.manual_seed(0)
         ddp = DistributedDataParallel(build(), gradient_as_bucket_view=True)
@@ -166,17 +157,17 @@ def main(
     if console.width < TABLE_WIDTH:  # rich wraps lines at 80 columns if the output is a pipe
         console = Console(width=TABLE_WIDTH)
     with Progress(console=console) as progress:
-        cases = len(lines) * len(MODELS) * len(SCHEMES) * len(REFERENCES)
+        cases = len(lines) * len(MODELS) * len(SCHEMES)
         bar = progress.add_task("measuring", total=cases)
         for mbit in lines:
             where = f"{mbit:g} Mbit/s" if mbit else "loopback"
             for row in (row for model in MODELS for row in _rows(model, mbit, turns)):
                 rows.append(row)
                 progress.console.print(
-                    f"{where}, {row['model']}, {row['scheme']}, {row['verify_with']}: a verified "
-                    f"step adds {row['verified_ms']:.1f} ms ({row['verified_q1']:.1f} to "
+                    f"{where}, {row['model']}, {row['scheme']}: a verified step "
+                    f"adds {row['verified_ms']:.1f} ms ({row['verified_q1']:.1f} to "
                     f"{row['verified_q3']:.1f}) to {row['plain_ms']:.1f} ms, "
-                    f"{100 * row['added']:.2f} % at verify_every={EVERY}"
+                    f"{100 * row['added']:.2f} % at verify={EVERY}"
                 )
                 progress.update(bar, advance=1, description=f"{row['model']}: {row['scheme']}")
     table = pd.DataFrame(rows)

@@ -7,16 +7,12 @@ from commhooks.hook.ledger import Ledger
 from commhooks.hook.registration import register, unregister
 from commhooks.hook.reporting import Tried
 from commhooks.hook.state import HookState
-from commhooks.hook.verdict import Finding
-from commhooks.hook.verify import Verification
 
 __all__ = [
-    "Finding",
     "GroupChange",
     "HookState",
     "Ledger",
     "Tried",
-    "Verification",
     "as_hook",
     "comm_hook",
     "load_dcp",

@@ -9,10 +9,10 @@ import torch
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hook.brief import brief
 from commhooks.schemes.noop import Noop
 from commhooks.wrappers.base import Coalesced
 from commhooks.wrappers.cast import Cast
+from commhooks.wrappers.make import brief
 
 __all__ = ["need_bucket", "need_no_capture"]
 

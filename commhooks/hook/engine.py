@@ -23,13 +23,12 @@ from commhooks.core.shards import Span
 from commhooks.core.step_info import Counters, StepInfo
 from commhooks.errors import SchemeError
 from commhooks.hook.exactly import Exactly
-from commhooks.hook.measurement import Measurement, Observer
-from commhooks.hook.shard_measurement import ShardMeasurement
 from commhooks.kernels import all_finite
+from commhooks.verify.measure import Measurement, Observer, ShardMeasurement
 from ddp_core import AllReduce, Exchange
 from ddp_core._torch import sparse_values
 
-__all__ = ["Engine", "measures_densely"]
+__all__ = ["Engine"]
 
 
 @dataclass(eq=False)
@@ -206,7 +205,6 @@ class Engine:
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
-                    yield from measurement.compare()
             if self.judges(values):
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
@@ -290,12 +288,6 @@ def _agreed(step: _Step, onward: Engine | None = None) -> Exchange:
     return worst
 
 
-def measures_densely(engine: Engine) -> bool:
-    """Whether shards of this step are compared with the dense mean, by one more collective."""
-    observer = engine.observer
-    return observer is not None and observer.dense and observer.wants(engine.step, engine.scheme)
-
-
 def _measure(engine: Engine, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
     """Begins to measure a bucket, if an observer wants that."""
     observer = engine.observer
@@ -303,9 +295,9 @@ def _measure(engine: Engine, step: _Step, number: int, bucket: Bucket) -> Measur
         return None
     what = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
     one = (
-        Measurement(*what, dense=observer.dense)
+        Measurement(*what)
         if bucket.shards is None
-        else ShardMeasurement(*what, bucket.shards, engine.rank, dense=observer.dense)
+        else ShardMeasurement(*what, bucket.shards, engine.rank)
     )
     # In the order of launches, which is the same on all ranks; exchanges may end in another.
     step.measured.append(one)

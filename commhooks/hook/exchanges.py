@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks.core.layout import Layout
 from commhooks.hook.coalesce import Coalescer, Group
-from commhooks.hook.engine import Engine, measures_densely
+from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.sharded_bucket import ShardedBucket
 from commhooks.hook.step import Step
@@ -94,8 +94,7 @@ class Exchanges:
             waits, dense_sends = bucket.waits, bucket.dense_sends
             step.left_alone.update(bucket.left_alone)
             exchange = bucket.continued(exchange)
-            further_rounds += bucket.then is not None
-            further_rounds += bucket.shards is not None and measures_densely(self._engine)
+            further_rounds = int(bucket.then is not None)
         return self.start(
             step,
             exchange,

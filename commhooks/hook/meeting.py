@@ -24,7 +24,7 @@ from commhooks.hook.engine import Engine
 from commhooks.hook.exactly import Exactly, shared_and_rounded
 from commhooks.hook.handshake import handshake
 from commhooks.hook.parameters import Parameters
-from commhooks.hook.verify import Verification
+from commhooks.verify import Verification
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import Drivers, MismatchError, MissingRankError
 
@@ -38,9 +38,8 @@ _SHARED = (
     "commhooks version",
     "seed",
     "step",
-    "verify_every",
     "verify",
-    "verify_with",
+    "action of verify",
 )
 
 
@@ -124,9 +123,8 @@ class Meeting:
         to_come = self._continuation.to_come(self._agreed)
         facts = facts_of(scheme, self._engine, self._binding, to_come)
         return facts | {
-            "verify_every": getattr(self.verification, "every", None),
-            "verify": getattr(self.verification, "action", None),
-            "verify_with": getattr(self.verification, "reference", None),
+            "verify": getattr(self.verification, "every", None),
+            "action of verify": getattr(self.verification, "action", None),
             # Also of frozen ones, which are no facts without verification.
             "parameters to compare": list(self._binding.values()) if self.verification else [],
         }

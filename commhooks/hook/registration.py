@@ -13,14 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import comm_hooks, forward_pre_hooks
 from commhooks.core.scheme import Scheme
-from commhooks.errors import OptionError, RegistrationError
+from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import AttachmentGuard
 from commhooks.hook.bucket_groups import BucketLayout, group_function, layout_facts
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import find_ddp
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification, Verify, VerifyWith, attach
+from commhooks.verify import Verification, verification_of
 from commhooks.wrappers.feedback import keeps_residual
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -35,9 +35,7 @@ def register(
     layout: BucketLayout | None = None,
     seed: int = 0,
     history: int = 100_000,
-    verify_every: int | None = None,
-    verify: Verify = "warn",
-    verify_with: VerifyWith = "sketch",
+    verify: int | Verification | None = None,
     between: Any = None,
     **options: Any,
 ) -> HookState:
@@ -58,12 +56,9 @@ def register(
             shape, all vectors together), or a function of name and parameter; None: any.
         seed: base of the scheme's random draws, the same on every rank.
         history: rows kept for ``report``, one per bucket and round; totals count all rows.
-        verify_every: number of steps after which the result is compared with the dense mean, see
-            :class:`commhooks.hook.Verification`; None: never. Not for ``replicate()``.
-        verify: what happens where ranks differ, or an error breaks the scheme's law: "warn" or
-            "raise".
-        verify_with: "sketch": compares with a sketch of the dense mean, a small message; "dense":
-            with the dense mean itself.
+        verify: number of steps after which the result is compared with the dense mean and across
+            ranks; what is wrong is a warning. A :class:`commhooks.Verification` can raise instead.
+            None: never. Not for ``replicate()``.
         between: for FSDP2: replicas to average over after FSDP2 has reduced within a node (HSDP), a
             process group or a mesh of one dimension; any scheme.
         options: options of the scheme, see :func:`commhooks.make`.
@@ -85,22 +80,16 @@ def register(
         raise RegistrationError(
             "register: no process group; call torch.distributed.init_process_group first"
         )
-    if verify_every is None:
-        for name, given, default in (("", verify, "warn"), ("_with", verify_with, "sketch")):
-            if given != default:
-                raise OptionError(
-                    f"register(verify{name}={given!r}): nothing is verified without "
-                    f"verify_every=..., a number of steps"
-                )
+    verification = verification_of(verify, history)
     if host := _host_of(model):
         _need_defaults(
             process_group=process_group,
             layout=layout,
-            verify_every=verify_every if host == "DDP" else None,
+            verify=verify if host == "DDP" else None,
             scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,
         )
-        if host != "DDP" and verify_every is not None:
-            options["verification"] = Verification(verify_every, verify, history, verify_with)
+        if host != "DDP":
+            options["verification"] = verification
         if host == "FSDPModule":
             options["between"] = between
         elif between is not None:
@@ -131,8 +120,7 @@ def register(
     state = _make_state(scheme)(
         ddp, process_group=process_group, seed=seed, history=history, **options
     )
-    if verify_every is not None:
-        attach(state, Verification(verify_every, verify, history, verify_with))
+    state._verify_with(verification)
     group = None if layout is None else group_function(layout, state)
     facts: dict[str, Any] = {
         "DistributedDataParallel": f"{type(ddp).__module__}.{type(ddp).__qualname__}"

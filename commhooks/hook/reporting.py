@@ -7,9 +7,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from commhooks.hook.brief import brief
 from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import without_flush
+from commhooks.wrappers.make import brief
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -92,7 +92,7 @@ class Reporting(Running):
         ``verify/findings``     number of findings of the verification so far
         ======================= =================================================================
 
-        The last four are there with ``register(verify_every=...)``. Times that are not known, as
+        The last four are there with ``register(verify=...)``. Times that are not known, as
         in most steps on a GPU, are left out.
 
         Args:

@@ -22,7 +22,7 @@ from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.meeting import Meeting
 from commhooks.hook.runner import Runner
-from commhooks.hook.verify import Verification, need_verifiable
+from commhooks.verify import Verification, need_verifiable
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers
 
@@ -64,6 +64,12 @@ class Running(Meeting):
         self.stays = ""  # why its host does not let the hook change its ranks
         self.compared_with = "all-reduce"  # what its bytes are compared with, if it is dense
         self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
+
+    def _verify_with(self, verification: Verification | None) -> None:
+        """Takes what verifies steps, before the hook meets the other ranks."""
+        self.verification = self._engine.observer = verification
+        if verification is not None:
+            verification.take()
 
     @property
     def calls(self) -> int:

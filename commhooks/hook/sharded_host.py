@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.sharded_bucket import need_shards
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification, attach
+from commhooks.verify import Verification
 
 __all__ = ["fit_to_host"]
 
@@ -48,8 +48,5 @@ def fit_to_host(
         need_shards(hook.scheme, shards_for)
         hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
     hook._binding.adopt_sharded(model, known, group, device, values)
-    if verification is not None:
-        # The dense mean of a shard travels in the bucket's own exchange.
-        further_rounds = int(bool(shards_for) and verification.dense)
-        attach(hook, verification, further_rounds=further_rounds)
+    hook._verify_with(verification)
     hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,14 +16,13 @@ from commhooks.core.settings import fitting, shown
 from commhooks.errors import RegistrationError
 from commhooks.hook import pickling, saving
 from commhooks.hook.binding import need_group
-from commhooks.hook.brief import brief
-from commhooks.hook.equal import need_equal, state_of
-from commhooks.hook.handshake import MEETING
+from commhooks.hook.handshake import MEETING, handshake
 from commhooks.hook.moving import Moving
 from commhooks.hook.parameters import names_of, shared_buffers
 from commhooks.hook.sharded_bucket import need_shards
+from commhooks.verify.equal import need_equal, state_of
 from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual
-from commhooks.wrappers.make import describe, make
+from commhooks.wrappers.make import brief, describe, make
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -154,7 +154,7 @@ class HookState(Moving):
     ) -> None:
         """Raises on every rank if some have other parameters than the others; all ranks call it.
 
-        Compares every bit, by 8 bytes of each parameter. With ``register(verify_every=...)`` ranks
+        Compares every bit, by 8 bytes of each parameter. With ``register(verify=...)`` ranks
         do so for parameters while they train.
 
         Args:
@@ -187,7 +187,7 @@ class HookState(Moving):
         if optimizer is not None:
             told |= state_of(optimizer, names_of(model))
         with self._binding.on_device():
-            need_equal(call, told, self._binding.group())
+            need_equal(call, told, partial(handshake, call, {}, self._binding.group(), MEETING))
 
     def close(self) -> None:
         """Stops the driver thread and destroys the extra process groups. Safe to call twice."""

@@ -33,8 +33,8 @@ from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification
 from commhooks.hosts.fsdp1_layout import cuts_in, originals, pieces
+from commhooks.verify import Verification
 from ddp_core.reducer.accumulators import (
     NO_BACKWARD,
     backward_number,

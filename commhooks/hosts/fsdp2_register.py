@@ -24,7 +24,6 @@ from commhooks.hook.handshake import MEETING
 from commhooks.hook.sharded_host import fit_to_host
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameters
 from commhooks.hook.state import HookState
-from commhooks.hook.verify import Verification
 from commhooks.hosts.fsdp2 import BetweenNodes, Replacement, SchemeReduceScatter
 from commhooks.hosts.fsdp2_checks import (
     need_between,
@@ -35,6 +34,7 @@ from commhooks.hosts.fsdp2_checks import (
 )
 from commhooks.hosts.fsdp2_model import FSDP2Model, groups_of
 from commhooks.hosts.fsdp2_module import FSDP2Module
+from commhooks.verify import Verification
 from commhooks.wrappers.make import describe
 
 __all__ = ["register_on_fsdp2"]

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commhooks.hook.brief import brief
 from commhooks.report.colours import BLUE, GREY, RED
 from commhooks.report.page import Page
 from commhooks.report.timeline import draw
 from commhooks.wrappers.feedback import without_flush
+from commhooks.wrappers.make import brief
 from ddp_core import needs
 
 if TYPE_CHECKING:
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
     from commhooks.hook.reporting import Tried
     from commhooks.hook.state import HookState
-    from commhooks.hook.verdict import Finding, Verified
-    from commhooks.hook.verify import Verification
+    from commhooks.verify import Finding, Verification, Verified
 
 __all__ = ["write_page"]
 
@@ -155,12 +154,11 @@ def _errors(page: Page, verification: Verification) -> None:
             (row.parameter, row.bucket, f"{row.error:.3g}", f"{row.cosine:.5f}", f"{row.norm:.3g}")
             for row in worst
         ]
-        caption = f"{len(worst)} of {len(rows)} parameters, the largest errors first."
-        if not verification.dense:
-            caption += (
-                " Errors of parameters of more than 61 entries are estimates by sketches, with a "
-                "standard deviation of 2 to 9 %."
-            )
+        caption = (
+            f"{len(worst)} of {len(rows)} parameters, the largest errors first. Errors of "
+            f"parameters of more than 61 entries are estimates by sketches, with a standard "
+            f"deviation of 2 to 9 %."
+        )
         page.table(("parameter", "bucket", "error", "cosine", "norm of dense mean"), shown, caption)
     else:
         page.text(

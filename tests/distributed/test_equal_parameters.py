@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import MismatchError, RegistrationError, VerificationError
-from commhooks.hook.equal import _CHUNK, hashes_of, keeps_equal
-from commhooks.hook.verify import Verification
+from commhooks.verify import Verification
+from commhooks.verify.equal import _CHUNK, hashes_of, keeps_equal
 from commhooks.wrappers import Schedule
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
@@ -99,7 +99,7 @@ class _Part(nn.Module):
 
 def _moved(rank: int, world_size: int, kind: str, action: Any) -> tuple[list[Any], str]:
     ddp = KINDS[kind](_Part(), bucket_cap_mb=0.001)
-    hook = commhooks.register(ddp, "int8", verify_every=2, verify=action)
+    hook = commhooks.register(ddp, "int8", verify=Verification(2, action))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     text = ""
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
@@ -155,7 +155,7 @@ def _modes(rank: int, world_size: int) -> None:
         else:
             optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         ddp = CoreDDP(module, bucket_cap_mb=0.001, **options)
-        hook = commhooks.register(ddp, "none", verify_every=1)
+        hook = commhooks.register(ddp, "none", verify=1)
         for step in range(4):
             torch.manual_seed(10 * step + rank)
             if step == 3 and rank:
@@ -191,7 +191,7 @@ def _meshes(rank: int, world_size: int) -> list[list[Any]]:
         else:
             model = sharded(model_of((33, 64, 7)), mesh["shard"])
             options = {"between": mesh["replicate"]}
-        hook = commhooks.register(model, "int8", verify_every=1, **options)
+        hook = commhooks.register(model, "int8", verify=1, **options)
         for step in range(2):
             backward(model, step, rank // 2)
             if step == 0 and rank == 3:

@@ -459,7 +459,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     model = sharded(model_of())
     with pytest.raises(commhooks.errors.OptionError, match="did you mean 'candidates'"):
         commhooks.register(model, "auto", candidate=["int8"])
-    with pytest.raises(commhooks.errors.OptionError, match="without verify_every"):
+    with pytest.raises(commhooks.errors.OptionError, match="a number of steps"):
         commhooks.register(model, "int8", verify="raise")
     with pytest.raises(RegistrationError, match="got 'replicate'"):
         commhooks.register(model, "int8", between="replicate")

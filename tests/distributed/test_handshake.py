@@ -100,18 +100,17 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "environment":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if odd else "1")
         _agree(scheme="sdp4bit")
-    elif field.startswith("verify"):
-        verified = {"verify_every": 3, **({field: VERIFIED[field]} if odd else {})}
-        commhooks.register(DistributedDataParallel(mlp()), "none", **verified)
+    elif "verify" in field:
+        other = 2 if field == "verify" else commhooks.Verification(3, "raise")
+        commhooks.register(DistributedDataParallel(mlp()), "none", verify=other if odd else 3)
     elif field == "parameters":
         _register_own(None, name="zero" if odd else "0")
     elif field == COMPARED:
         frozen, name = mlp(), "odd" if odd else "even"
         frozen.register_parameter(name, nn.Parameter(torch.zeros(2), requires_grad=False))
-        commhooks.register(DistributedDataParallel(frozen), "none", verify_every=3)
+        commhooks.register(DistributedDataParallel(frozen), "none", verify=3)
 
 
-VERIFIED = {"verify_every": 2, "verify": "raise", "verify_with": "dense"}
 COMPARED = "parameters to compare"
 SKIPPED = "trained before, with buckets that torch skips"
 FIELDS = [
@@ -131,7 +130,8 @@ FIELDS = [
     "buffers to synchronise",
     "arguments of DistributedDataParallel",
     "environment",
-    *VERIFIED,
+    "verify",
+    "action of verify",
     COMPARED,
     "parameters",
 ]

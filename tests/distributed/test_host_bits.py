@@ -19,9 +19,9 @@ import commhooks
 import ddp_core
 from commhooks import Scheme
 from commhooks.core.scheme import slots_of
-from commhooks.hook.verdict import law_of
 from commhooks.hosts import torchcomms as torchcomms_backend
 from commhooks.hosts.megatron import ReduceScatter
+from commhooks.verify.judge import law_of
 from tests.distributed import comms
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, mlp

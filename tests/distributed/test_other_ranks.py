@@ -121,7 +121,7 @@ def _changes(rank: int, world_size: int, host: str, names: list[str], verify: bo
 def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tensor]:
     scheme, options = SCHEMES[name]
     resizes = resizes_of(commhooks.make(scheme, **options))
-    register = {**options, "verify_every": 1 if verify else None}
+    register = {**options, "verify": 1 if verify else None}
     model = wrapped(host, dist.group.WORLD)
     hook = commhooks.register(model, scheme, **register)
     seen: list[Tensor] = []
@@ -211,7 +211,7 @@ def _dies(
     scheme, options = SCHEMES[name]
     model = wrapped(host, dist.group.WORLD)
     if verify:
-        options = {**options, "verify_every": 1}
+        options = {**options, "verify": 1}
     hook = commhooks.register(model, scheme, **options)
     for number in range(3):
         step(model, number, rank)
@@ -408,7 +408,7 @@ def _sockets() -> int:
 
 def _back_and_forth(rank: int, world_size: int) -> Any:
     model = wrapped("core", dist.group.WORLD)
-    hook = commhooks.register(model, "powersgd", rank=1, verify_every=1)
+    hook = commhooks.register(model, "powersgd", rank=1, verify=1)
     counts = []
     for number in range(6):
         group = dist.new_group([0, 1])

@@ -296,7 +296,9 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             continue
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            hook = commhooks.register(model, given, verify_every=2, verify="raise", **options)
+            hook = commhooks.register(
+                model, given, verify=commhooks.Verification(2, "raise"), **options
+            )
             if name == "switched":
                 hook.switch("int4")
         ours = [one for one in caught if "have in common" in str(one.message)]

@@ -145,3 +145,9 @@ def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, 
     except Exception as error:  # the test looks at its type
         return type(error).__name__, str(error)
     return None
+
+
+def row_of(found: Tensor, mean: Tensor) -> tuple[float, float, float]:
+    """Error, cosine and norm of an average, beside the mean that it should be."""
+    cosine = float(torch.dot(found.reshape(-1), mean.reshape(-1)) / (found.norm() * mean.norm()))
+    return float((found - mean).norm() / mean.norm()), cosine, float(mean.norm())

@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "rows_of",
+        "_rows_of",
         (
             "a cosine of NaN is 1",
             "torch.where(known, (dot / both).clamp(-1.0, 1.0), math.nan)",
@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "broken_law",
+        "_broken_law",
         (
             "the law allows any error",
             "if total <= allowed:",
@@ -156,8 +156,8 @@ MUTANTS: list[Mutant] = [
         "Measurement._keep",
         (
             "a copy of the gradient is kept beside its sketch",
-            "            del self._difference\n",
-            "            pass\n",
+            "        del self._difference\n",
+            "",
             f"{VERIFY}::test_no_copy_of_the_gradient_is_kept_beside_sketches",
         ),
     ),
@@ -240,7 +240,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ShardMeasurement._of_sketches",
+        "ShardMeasurement.compared",
         (
             "the error counts twice in a shard's cosine",
             "dots_of(average, away, sizes)",
@@ -255,7 +255,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "VerifiedStep.__init__",
+        "_VerifiedStep.__init__",
         (
             "sketches are added up, and not averaged",
             "requests.append(AllReduce(self._sketches))",
@@ -266,8 +266,8 @@ MUTANTS: list[Mutant] = [
     *planted(
         "Meeting._facts",
         (
-            "ranks may compare with other references",
-            'getattr(self.verification, "reference", None)',
+            "ranks may do other things about what they find",
+            'getattr(self.verification, "action", None)',
             "None",
             "tests/distributed/test_handshake.py::test_every_field_that_differs_is_named",
         ),

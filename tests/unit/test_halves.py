@@ -18,9 +18,9 @@ from commhooks.core.shards import Span, equal_shards
 from commhooks.errors import SchemeError
 from commhooks.hook.engine import Engine
 from commhooks.hook.exactly import Exactly
-from commhooks.hook.verdict import law_of
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.schemes.minmax import MinMaxPerChannel
+from commhooks.verify.judge import law_of
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
 from commhooks.wrappers.feedback import FlushResidual
 from ddp_core import simulate

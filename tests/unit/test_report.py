@@ -20,13 +20,13 @@ from torch.testing import assert_close
 import commhooks
 from commhooks.core.dense import Dense
 from commhooks.hook.ledger import Ledger
-from commhooks.hook.verdict import Finding, Verified
 from commhooks.predict.advise import Option
 from commhooks.predict.race import Race
 from commhooks.predict.step import Step
 from commhooks.report import Page
 from commhooks.report.labels import spread
 from commhooks.report.timeline import chrome_trace, draw, spans
+from commhooks.verify import Finding, Verification, Verified
 from ddp_core import RoundRecord
 
 
@@ -246,7 +246,7 @@ def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("group")
 def test_the_metrics_are_the_documented_ones() -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    hook = commhooks.register(ddp, "int8", verify_every=1)
+    hook = commhooks.register(ddp, "int8", verify=1)
     ddp(torch.randn(2, 8)).sum().backward()
     assert hook.verification is not None
     hook.verification.report()
@@ -261,7 +261,7 @@ def test_the_metrics_are_the_documented_ones() -> None:
 def _verified(found: list[Finding], rows: list[Verified]) -> commhooks.HookState:
     """A hook of which one step was verified, with these results."""
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    hook = commhooks.register(ddp, "int8", verify_every=1, verify="raise")
+    hook = commhooks.register(ddp, "int8", verify=Verification(1, "raise"))
     ddp(torch.randn(2, 8)).sum().backward()
     assert hook.verification is not None
     hook.verification.latest(wait=True)
@@ -298,7 +298,7 @@ def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["int8", "demo"])
 def test_a_page_of_a_run_without_errors(name: str, tmp_path: Path) -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
-    hook = commhooks.register(ddp, name, verify_every=10)
+    hook = commhooks.register(ddp, name, verify=10)
     hook.page(tmp_path / "early.html")
     assert "No step was verified yet" in (tmp_path / "early.html").read_text()
     ddp(torch.zeros(2, 8)).sum().backward()  # a gradient of zero, whose cosine is not known

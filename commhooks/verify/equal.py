@@ -7,18 +7,16 @@ device, so that ranks compare 8 bytes of each.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import RegistrationError, VerificationError
-from commhooks.hook.handshake import MEETING, handshake
 
 __all__ = [
     "hashes",
@@ -165,19 +163,21 @@ def others_in_words(which: Sequence[int], count: int) -> str:
 # ---- once, on request
 
 
-def need_equal(call: str, told: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Raises on every rank if ranks have other values; all ranks of ``group`` call it.
+def need_equal(
+    call: str, told: Mapping[str, Any], gather: Callable[..., list[dict[str, str]]]
+) -> None:
+    """Raises on every rank if ranks have other values; all ranks call it.
 
     Args:
         call: the name of the public call.
         told: tensors, or what is compared by its text, by name.
+        gather: returns what all ranks pass as ``tells``.
 
     Raises:
         VerificationError: values differ; names the first, and the ranks that differ from most.
         MissingRankError: not all ranks came.
     """
-    own = _described(told)
-    everyone: list[dict[str, str]] = handshake(call, {}, group, MEETING, tells=own)
+    everyone = gather(tells=_described(told))
     wrong = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "nothing") for theirs in everyone]

@@ -11,26 +11,23 @@ import torch
 from torch import Tensor
 
 from commhooks.core.scheme import Scheme, children, walk
-from commhooks.hook.brief import brief
-from commhooks.hook.equal import odd_ones, others_in_words
-from commhooks.hook.measurement import ROWS, Measurement
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
+from commhooks.verify.equal import odd_ones, others_in_words
+from commhooks.verify.measure import ROWS, Measurement, ShardMeasurement
 from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
+from commhooks.wrappers.make import brief
 from commhooks.wrappers.schedules import running_at
 
 __all__ = [
     "Finding",
     "Law",
     "Verified",
-    "broken_law",
     "judge",
     "judge_parameters",
+    "judge_shards",
     "law_of",
-    "lost_values",
-    "rows_of",
-    "text_of_lost",
 ]
 
 # A declared variance is an expectation. The squared error of one draw is far below this multiple of
@@ -207,38 +204,74 @@ def judge(
     error, balance, dense = one.errors(sketches)
     averaged = mean.square().mean(0)
     dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
-    norms = _dense_norms(error.square(), dots, averaged, None if dense is None else dense.square())
-    rows = rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
+    norms = _dense_norms(error.square(), dots, averaged, dense.square())
+    rows = _rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
     if finite:
-        if lost := lost_values(mean):
+        if lost := _lost_values(mean):
             position, which = lost
-            find(position, "not finite", which, text_of_lost(law))
+            find(position, "not finite", which, _text_of_lost(law))
             return rows, findings
         sizes = torch.sqrt((own.square() + kept.square()).sum(1))
         measured = balance if balance is not None else error
-        if text := broken_law(law, dtype, sizes, measured, layout.numel):
+        if text := _broken_law(law, dtype, sizes, measured, layout.numel):
             find(int(measured.argmax()), "error", list(range(len(sizes))), text)
     return rows, findings
 
 
-def _dense_norms(error: Tensor, dots: Tensor, mean: Tensor, dense: Tensor | None) -> Tensor:
+def judge_shards(
+    law: Law, step: int, one: ShardMeasurement, ranks: Tensor, sketches: Tensor
+) -> tuple[list[Verified], list[Finding]]:
+    """Returns the rows and findings of one bucket; the same on every rank.
+
+    Args:
+        law: of the scheme.
+        step: its number.
+        one: the bucket.
+        ranks: the rows of all ranks, float64 of shape ``(ranks, rows, parameters)``.
+        sketches: of the bucket, their mean over ranks.
+    """
+    own, kept, mean, *_ = ranks.unbind(1)
+    findings: list[Finding] = []
+
+    def find(name: str, kind: str, which: list[int], text: str) -> None:
+        findings.append(Finding(step, one.bucket, name, kind, tuple(which), text))
+
+    for name, ill in zip(one.names, (~own.isfinite()).T.tolist(), strict=True):
+        if any(ill):
+            which = [rank for rank, bad in enumerate(ill) if bad]
+            find(name, "not finite", which, "the gradient is not finite there before averaging")
+    if not law.averages:
+        return [], findings
+    compared = one.compared(ranks, sketches)
+    rows = _rows_of(step, one.bucket, one.names, *compared[:4])
+    if own.isfinite().all() and kept.isfinite().all():
+        if lost := _lost_values(mean):
+            position, which = lost
+            find(one.names[position], "not finite", which, _text_of_lost(law))
+            return rows, findings
+        sizes = torch.sqrt((own.square() + kept.square()).sum(1))
+        if text := _broken_law(law, one.dtype, sizes, compared.parts, one.layout.numel):
+            name, which = compared.place(int(compared.parts.argmax()))
+            find(name, "error", which, text)
+    return rows, findings
+
+
+def _dense_norms(error: Tensor, dots: Tensor, mean: Tensor, dense: Tensor) -> Tensor:
     """Returns the norms of the dense mean, which is average + error.
 
     Args:
         error: squared norms of the error.
         dots: products of dense mean and average.
         mean: squared norms of the average.
-        dense: squared norms of the dense mean by its sketch; None if the error is exact.
+        dense: squared norms of the dense mean by its sketch.
     """
     summed = (error + 2 * (dots - mean) + mean).clamp_min(0.0)  # below zero by rounding only
-    if dense is None:
-        return summed.sqrt()
     # Both are off by a share, of the error and of the dense mean: with error feedback, the error
     # may be many times the dense mean.
     return torch.where(error < dense, summed, dense).sqrt()
 
 
-def rows_of(
+def _rows_of(
     step: int,
     bucket: int,
     names: Sequence[str],
@@ -263,12 +296,12 @@ def rows_of(
     return [Verified(step, bucket, *row) for row in zip(names, *columns, strict=True)]
 
 
-def text_of_lost(law: Law) -> str:
-    """Returns what is said of values that ``lost_values`` finds."""
+def _text_of_lost(law: Law) -> str:
+    """Returns what is said of values that ``_lost_values`` finds."""
     return f"the average is not finite, though the gradients of all ranks are ({law.name})"
 
 
-def lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
+def _lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
     """Returns the first parameter whose average is not finite, and on which ranks.
 
     Args:
@@ -281,7 +314,7 @@ def lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
     return position, bad[:, position].nonzero().view(-1).tolist()
 
 
-def broken_law(
+def _broken_law(
     law: Law, dtype: torch.dtype, sizes: Tensor, measured: Tensor, numel: int
 ) -> str | None:
     """Returns in words by how much a bucket's error is larger than the law allows.
