@@ -29,8 +29,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks.auto import AutoHook
 from commhooks.predict import (
-    AutoHook,
     Recorder,
     ThisDevice,
     Workload,

@@ -70,14 +70,6 @@ def advise_on(
             candidates=candidates,
             error=math.inf,
         )
-        options = advise(
-            workload,
-            ranks=ranks,
-            fabric=links,
-            device=computing,
-            candidates=candidates,
-            error=error,
-        )
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
     console = Console(markup=False)  # names come from files
@@ -88,6 +80,7 @@ def advise_on(
         highlight=False,
     )
     beyond = [one for one in every if one.error > error and one.name not in ("none", "bf16")]
+    options = [one for one in every if one not in beyond]
     console.print(_table(options, beyond, error))
     best = best_of(options)
     for text in (_by_size(best.name, options), *_advice(best, options, workload, error)):
@@ -165,17 +158,6 @@ def _advice(
     gain = f", {_bf16(options) / best.step.step_s:.2f} times as fast as bf16"
     yield f"\nTake {best}: {step}{'' if best.name == 'bf16' else gain}, {over}."
     yield wrap
-    if best.split is not None:
-        made = [
-            f"{name!r}: commhooks.make({_arguments(name)})"
-            for name in (best.split.first, best.split.last)
-        ]
-        yield "    # Finds such a plan by measurement:"
-        yield f"    candidates = {{{', '.join(made)}}}".replace("'", '"')
-        yield (
-            f'    hook = commhooks.register(model, "auto", candidates=candidates, error={error:g})'
-        )
-        return
     yield f"    hook = commhooks.register(model, {_arguments(best.name)})".replace("'", '"')
 
 

@@ -48,8 +48,7 @@ def register(
             composable ``replicate()``, or a model of FSDP2 (``fully_shard``) or FSDP1, whose
             reduce-scatter the scheme replaces.
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
-            see :class:`commhooks.predict.AutoHook`. On FSDP2 it times "none", "bf16", "int8",
-            "eden" and ``candidates=...`` in turns.
+            see :class:`commhooks.auto.AutoHook`.
         process_group: ranks to average over; by default the model's.
         layout: which parameters may share a bucket, on ``ddp_core.DistributedDataParallel``:
             "scheme" (those that the scheme treats in the same way), "shape" (matrices of one
@@ -147,7 +146,7 @@ def register(
 def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
     if scheme == "auto":
         # By its name: it predicts with hooks, so that its module is above this one.
-        made: Callable[..., HookState] = resolve_name("commhooks.predict.auto:AutoHook")
+        made: Callable[..., HookState] = resolve_name("commhooks.auto:AutoHook")
         return made
     return partial(HookState, scheme)
 

@@ -19,18 +19,16 @@ __all__ = ["Reporting", "Tried"]
 
 
 class Tried(NamedTuple):
-    """Holds a candidate of ``register(model, "auto")``; NaN: not predicted, or not measured.
+    """Holds a candidate of ``register(model, "auto")``; NaN: not measured.
 
     Attributes:
-        candidate: the scheme and its bucket size, in words.
-        predicted_s: seconds that a step was predicted to take.
-        measured_s: seconds that it took when candidates ran in turns, the median.
+        candidate: name of the scheme.
+        measured_s: seconds that a step took when candidates ran in turns, the median.
         again_s: the same where the choice was compared with dense steps once more.
         steps: number of steps that ``measured_s`` is the median of.
     """
 
     candidate: str
-    predicted_s: float
     measured_s: float
     again_s: float
     steps: int
@@ -55,7 +53,7 @@ class Reporting(Running):
 
     @property
     def tried(self) -> Sequence[Tried]:
-        """Returns what ``register(model, "auto")`` has predicted and measured; empty without it."""
+        """Returns what ``register(model, "auto")`` has measured; empty without it."""
         return ()
 
     def report(self) -> pd.DataFrame:

@@ -168,9 +168,9 @@ def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
         shards: it runs as FSDP2's reduce-scatter.
     """
     if scheme == "auto":
-        # By its name: it predicts with hooks, so that its module is above this one.
-        kind: Any = resolve_name("commhooks.predict.sharded_auto:ShardedAutoHook")
-        return partial(kind, shards=shards)
+        # By its name: it is a hook, so that its module is above this one.
+        kind: Any = resolve_name("commhooks.auto:AutoHook")
+        return partial(kind, shards_for="FSDP2" if shards else "")
     return partial(HookState, scheme)
 
 

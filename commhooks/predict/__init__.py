@@ -1,7 +1,6 @@
 """Predicts what compression would save, on any fabric, with the schemes themselves."""
 
 from commhooks.predict.advise import CANDIDATES, Option, advise, best_of, error_of
-from commhooks.predict.auto import AutoHook
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.contention import Contention, measure_contention
 from commhooks.predict.counted import counted
@@ -23,7 +22,6 @@ __all__ = [
     "DEVICES",
     "MODELS",
     "PRESETS",
-    "AutoHook",
     "Buckets",
     "Comparison",
     "Contention",

@@ -15,7 +15,6 @@ from commhooks.errors import OptionError
 from commhooks.predict.device import Device
 from commhooks.predict.fabric import Fabric
 from commhooks.predict.planned import PredictionError
-from commhooks.predict.split import Split, best_split, split_scheme
 from commhooks.predict.step import Step, predict_step
 from commhooks.predict.workload import Workload
 from commhooks.research.simulation import Simulation
@@ -30,7 +29,6 @@ __all__ = [
     "best_of",
     "error_of",
     "made_candidates",
-    "scheme_of",
 ]
 
 # By the bits that they send: of each kind, the scheme that costs least to compute.
@@ -38,23 +36,20 @@ CANDIDATES = ("none", "bf16", "int8", "int4", "onebit", "powersgd", "topk")
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 # A scheme has to win by this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
-# Bucket sizes for which plans of two schemes are predicted: those of the fastest single schemes.
-_SPLIT_CAPS = 3
 # Entries on which the error of a scheme is measured.
 _SAMPLE = 2**20
 
 
 @dataclass(frozen=True)
 class Option:
-    """Holds the prediction of one scheme, or of two that share the buckets, with one bucket size.
+    """Holds the prediction of one scheme with one bucket size.
 
     Attributes:
-        name: of the scheme, with options; of both.
+        name: of the scheme, with options.
         scheme: the scheme.
         cap_mb: MiB at which a bucket is full.
         step: the prediction.
-        error: relative squared error of an exchange, the larger one of two.
-        split: which buckets have which scheme; None: all have the same.
+        error: relative squared error of an exchange.
     """
 
     name: str
@@ -62,19 +57,9 @@ class Option:
     cap_mb: float
     step: Step
     error: float
-    split: Split | None = None
 
     def __str__(self) -> str:
         return f"{self.name} in buckets of {self.cap_mb:g} MiB"
-
-    @property
-    def predicted_s(self) -> float:
-        """Returns the seconds of a step; NaN: nothing was predicted."""
-        return self.step.step_s
-
-    def told(self, took: float) -> str:
-        """Returns what a step took, in words, beside what was predicted."""
-        return f"{self}: {1e3 * took:.1f} ms per step, predicted {1e3 * self.step.step_s:.1f} ms"
 
 
 def made_candidates(candidates: Iterable[str] | Mapping[str, Scheme]) -> dict[str, Scheme]:
@@ -134,11 +119,6 @@ def error_of(scheme: Scheme, gradients: Mapping[str, Tensor] | None = None) -> f
     return float((mean - flat).square().sum() / flat.square().sum().clamp_min(1e-30))
 
 
-def scheme_of(name: str, split: Split | None, schemes: Mapping[str, Scheme]) -> Scheme:
-    """Returns the scheme of an option; ``schemes``: the candidates by name."""
-    return schemes[name] if split is None else split_scheme(split, schemes)
-
-
 def advise(
     workload: Workload,
     *,
@@ -149,12 +129,8 @@ def advise(
     error: float = 0.05,
     caps_mb: Sequence[float] = CAPS_MB,
     first_mb: float | None = None,
-    gradients: Mapping[str, Tensor] | None = None,
 ) -> list[Option]:
     """Returns predictions of all candidates within the budget, the fastest first.
-
-    Where one scheme for the first buckets and another one for the last are faster than any scheme
-    alone, that plan is among them.
 
     Args:
         workload: a step without communication.
@@ -162,14 +138,13 @@ def advise(
         fabric: the links.
         device: computes the schemes' part.
         candidates: registered names, or schemes by name.
-        error: largest relative squared error of an exchange, as measured on ``gradients``.
+        error: largest relative squared error of an exchange of normal entries.
         caps_mb: bucket sizes, MiB.
         first_mb: size of the first bucket, MiB. None: that of the others, as with
             ``DistributedDataParallel(bucket_cap_mb=...)``.
-        gradients: of the model; normal entries by default.
     """
     made = made_candidates(candidates)
-    errors = {name: error_of(scheme, gradients) for name, scheme in made.items()}
+    errors = {name: error_of(scheme) for name, scheme in made.items()}
     allowed = {
         name: scheme
         for name, scheme in made.items()
@@ -178,32 +153,19 @@ def advise(
     where: dict[str, Any] = {"ranks": ranks, "fabric": fabric, "device": device}
     firsts = {cap_mb: cap_mb if first_mb is None else first_mb for cap_mb in caps_mb}
     options = []
-    for name, scheme in list(allowed.items()):
+    for name, scheme in allowed.items():
         try:
             steps = [
                 predict_step(scheme, workload, **where, cap_mb=cap, first_mb=first)
                 for cap, first in firsts.items()
             ]
         except PredictionError:
-            del allowed[name]
             continue
         options += [
             Option(name, scheme, cap_mb, step, errors[name])
             for cap_mb, step in zip(firsts, steps, strict=True)
         ]
     options.sort(key=lambda option: option.step.step_s)
-    near = list(dict.fromkeys(option.cap_mb for option in options))[:_SPLIT_CAPS]
-    plans = [
-        (cap, best_split(allowed, workload, **where, cap_mb=cap, first_mb=firsts[cap]))
-        for cap in near
-    ]
-    found = [(*plan, cap_mb) for cap_mb, plan in plans if plan is not None]
-    if found:
-        split, step, cap_mb = min(found, key=lambda one: one[1].step_s)
-        if step.step_s < (1 - MARGIN) * options[0].step.step_s:
-            larger = max(errors[split.first], errors[split.last])
-            scheme = split_scheme(split, allowed)
-            options.insert(0, Option(str(split), scheme, cap_mb, step, larger, split))
     return options
 
 

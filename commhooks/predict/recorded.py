@@ -35,34 +35,22 @@ class Recorder:
 
     Args:
         model: the model, in DistributedDataParallel or not.
-        sample: number of entries, about, of which :meth:`gradients` returns a copy.
     """
 
-    def __init__(self, model: nn.Module, *, sample: int = 0) -> None:
-        # As a hook names them: the rules of a plan go by these names.
+    def __init__(self, model: nn.Module) -> None:
         plain = plain_names(name for name, _ in model.named_parameters())
         self._names = [plain[name] for name, one in model.named_parameters() if one.requires_grad]
         self._parameters = [one for one in model.parameters() if one.requires_grad]
         self._shapes = [tuple(one.shape) for one in self._parameters]
         self._steps: list[_Times] = []
-        self._sampled = _largest([one.numel() for one in self._parameters], sample)
-        self._copies: dict[str, torch.Tensor] = {}
         self._handles: list[Any] = [
             one.register_post_accumulate_grad_hook(partial(self._came, index))
             for index, one in enumerate(self._parameters)
         ]
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
-        if not self._steps:
-            return
-        self._steps[-1].came[index] = time.perf_counter()
-        if index in self._sampled and parameter.grad is not None:
-            # Now, before it is averaged: schemes are given the gradients of single ranks.
-            self._copies[self._names[index]] = parameter.grad.detach().clone()
-
-    def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns copies of the latest gradients of the parameters that are sampled, by name."""
-        return self._copies
+        if self._steps:
+            self._steps[-1].came[index] = time.perf_counter()
 
     def step_begins(self, waited_s: float = 0.0) -> None:
         """Marks the begin of a step.
@@ -168,13 +156,3 @@ def record(model: nn.Module, step: Callable[[], Any], *, steps: int = 5) -> Work
             step()
         recorder.step_begins()
         return recorder.workload(type(model).__name__)
-
-
-def _largest(numels: list[int], sample: int) -> set[int]:
-    """Returns the indices of the largest parameters that have ``sample`` entries together."""
-    taken, total = set[int](), 0
-    for index in sorted(range(len(numels)), key=lambda index: -numels[index]):
-        if total + numels[index] <= sample:
-            taken.add(index)
-            total += numels[index]
-    return taken

@@ -73,12 +73,11 @@ def _timeline(page: Page, hook: HookState) -> None:
 def _tried(page: Page, tried: Sequence[Tried]) -> None:
     columns: dict[str, list[object]] = {
         "candidate": [one.candidate for one in tried],
-        "predicted (ms)": [1e3 * one.predicted_s for one in tried],
         "measured (ms)": [1e3 * one.measured_s for one in tried],
         "steps": [one.steps for one in tried],
         "once more (ms)": [1e3 * one.again_s for one in tried],
     }
-    # On FSDP2 nothing is predicted, and few choices are compared once more.
+    # Few choices are compared once more.
     known = {name: some for name, some in columns.items() if any(one == one for one in some)}
     page.table(
         list(known),

@@ -512,7 +512,7 @@ def test_diloco_takes_a_rank_in() -> None:
 
 def _auto(rank: int, world_size: int) -> Any:
     model = wrapped("core", dist.group.WORLD)
-    hook = commhooks.register(model, "auto", measure_steps=1, link_s=0.1)
+    hook = commhooks.register(model, "auto", measure_steps=1)
     step(model, 0, rank)
     change = hook.change_group(dist.new_group([0, 1]))
     undecided = hook.decided
@@ -520,7 +520,7 @@ def _auto(rank: int, world_size: int) -> Any:
     hook.switch("int8")
     step(model, 2, rank)
     hook.close()
-    return change.step, undecided, hook._search._begun, gradients(model)
+    return change.step, undecided, hook._trials._begun, gradients(model)
 
 
 def test_a_search_begins_anew_where_the_ranks_change() -> None:

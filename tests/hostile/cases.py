@@ -6,7 +6,6 @@ import contextlib
 import copy
 import io
 import json
-import math
 import random
 import struct
 import tempfile
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import commhooks
+from commhooks.auto.hook import _read_plan as plan_of_auto
 from commhooks.checkpoint.checksum import checksum
 from commhooks.cli.app import app
 from commhooks.core.scheme import walk
@@ -33,7 +33,6 @@ from commhooks.errors import CheckpointError, PayloadError
 from commhooks.hook.calls import _tensors_of as tensors_of
 from commhooks.hook.pickling import sealed as sealed_pickle
 from commhooks.local.saving import sealed as sealed_outer
-from commhooks.predict.auto import _read_plan as plan_of_auto
 from commhooks.research.wire import HEADER_BYTES, decode, encode
 from tests.hostile.values import Written, changed, changed_json, damaged
 
@@ -281,11 +280,8 @@ def plan(target: Target, rng: random.Random) -> None:
         told = json.loads(text)
         assert steps == {name: one[0] for name, one in told.get("tensors", {}).items()}
         assert all(type(step) is int and step >= 0 for step in (*steps.values(), first or 0))
-    split = {"first": "none", "last": "int8", "count": 1, "of": 2, "parameters": ["weight"]}
     with contextlib.suppress(CheckpointError):
-        read = plan_of_auto(changed_json({"name": "x", "cap_mb": 4.0, "split": split}, rng))
-        assert read["cap_mb"] is None or 0 < read["cap_mb"] < math.inf
-        assert read["split"] is None or isinstance(hash(read["split"]), int)
+        assert isinstance(plan_of_auto(changed_json({"name": "x"}, rng)), dict)
 
 
 def prediction(target: Target, rng: random.Random) -> None:

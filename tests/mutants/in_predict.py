@@ -24,41 +24,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "best_split",
-        (
-            "the second scheme of a plan has the first buckets",
-            "np.arange(count)[:, None] < count - cases[2], cases[0], cases[1])",
-            "np.arange(count)[:, None] < cases[2], cases[1], cases[0])",
-            f"{ADVISE}::test_the_best_split_is_the_best_of_all",
-        ),
-        (
-            "a plan names the parameters of its first buckets",
-            "buckets.names[count - lasting :]",
-            "buckets.names[:lasting]",
-            f"{ADVISE}::test_a_split_names_the_parameters_of_its_last_buckets",
-        ),
-    ),
-    *planted(
-        "split_scheme",
-        (
-            "a name is taken for a pattern",
-            "Rule(last, name=glob.escape(name))",
-            "Rule(last, name=name)",
-            f"{ADVISE}::test_names_that_look_like_patterns_are_names",
-        ),
-    ),
-    *planted(
         "advise",
         (
             "the budget of error is not kept",
             "if errors[name] <= error or name",
             "if errors[name] >= error or name",
-            f"{ADVISE}::test_options_keep_to_the_budget_and_dense_is_always_one",
-        ),
-        (
-            "a plan of two schemes needs no gain",
-            "if step.step_s < (1 - MARGIN) * options[0].step.step_s:",
-            "if True:",
             f"{ADVISE}::test_options_keep_to_the_budget_and_dense_is_always_one",
         ),
     ),
@@ -77,34 +47,16 @@ MUTANTS: list[Mutant] = [
             "a candidate of the same class is taken for the saved one",
             "if describe(scheme) == saved:",
             'if describe(scheme).partition("(")[0] == saved.partition("(")[0]:',
-            f"{AUTO}::test_a_resumed_run_has_the_settings_and_the_split_that_were_chosen",
+            f"{AUTO}::test_a_resumed_run_has_the_settings_that_were_chosen",
         ),
     ),
     *planted(
-        "Search._keep_or_race_again",
+        "Trials._keep_or_race_again",
         (
             "a choice that has become slower is kept",
             "if seconds <= self._dense_s:",
             "if seconds <= 2 * self._dense_s:",
             f"{AUTO}::test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps",
-        ),
-    ),
-    *planted(
-        "_chooses_sizes",
-        (
-            "auto tries sizes of buckets that stay as they are",
-            "return free and isinstance(model, CoreDDP)",
-            "return isinstance(model, CoreDDP)",
-            f"{AUTO}::test_buckets_that_the_user_has_sized_stay_so",
-        ),
-    ),
-    *planted(
-        "_sizes",
-        (
-            "the largest of a list of sizes is the last one",
-            "cap = listed[-1] if listed else",
-            "cap = max(listed) if listed else",
-            f"{AUTO}::test_buckets_that_the_user_has_sized_stay_so",
         ),
     ),
     *planted(
@@ -137,12 +89,6 @@ MUTANTS: list[Mutant] = [
             "the first bucket of an advice has 1 MiB",
             "cap_mb if first_mb is None else first_mb",
             "first_mb or 1.0",
-            f"{ADVISE}::test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it",
-        ),
-        (
-            "the first bucket of a plan of two schemes has 1 MiB",
-            "best_split(allowed, workload, **where, cap_mb=cap, first_mb=firsts[cap])",
-            "best_split(allowed, workload, **where, cap_mb=cap)",
             f"{ADVISE}::test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it",
         ),
     ),
@@ -218,7 +164,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Search._times_of_slowest",
+        "Trials._times_of_slowest",
         (
             "a step takes as long as on the fastest rank",
             "return [float(max(ranks)) for ranks in",
@@ -227,25 +173,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Search._decide",
-        (
-            "dense steps go on in the buckets that were tried last",
-            'Stage.DONE, None, make("none")',
-            'Stage.DONE, self.cap_mb, make("none")',
-            f"{AUTO}::test_where_no_scheme_is_faster_none_runs_on_all_ranks",
-        ),
-    ),
-    *planted(
-        "Search._agreed_on",
-        (
-            "each rank tries what it has predicted itself",
-            "self._of_all(mine)[0]",
-            "mine",
-            f"{AUTO}::test_all_ranks_try_what_rank_0_has_predicted",
-        ),
-    ),
-    *planted(
-        "Search._step_begins",
+        "Trials._step_begins",
         (
             "steps that warm up are timed",
             "if before == self._hook.step - 1 and since > 2:",
@@ -408,20 +336,30 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "tried_of",
+        "Trials.tried",
         (
             "a second race is taken for the first",
-            "if before is None else (before, raced)",
-            "if before is None else (raced, before)",
-            f"{UNIT}/test_report.py"
-            "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
+            "self._race.entries if self._before is None else self._before",
+            "self._race.entries",
+            f"{UNIT}/test_report.py::test_a_page_tells_what_was_measured_of_candidates",
         ),
+    ),
+    *planted(
+        "Trials._end_stage",
         (
-            "of a scheme that was not tried the last option is told",
-            "best.setdefault(option.name, option)",
-            "best[option.name] = option",
-            f"{UNIT}/test_report.py"
-            "::test_a_page_tells_what_was_predicted_of_candidates_and_what_measured",
+            "the first steps of a run count",
+            "if self._stage is Stage.TRIAL:",
+            "if True:",
+            f"{AUTO}::test_the_first_steps_of_a_run_do_not_count",
+        ),
+    ),
+    *planted(
+        "AutoHook._facts",
+        (
+            "ranks may race other candidates",
+            '{"candidates": self._allowed}',
+            "{}",
+            f"{AUTO}::test_ranks_that_would_race_other_candidates_are_told",
         ),
     ),
 ]

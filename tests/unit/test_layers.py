@@ -65,6 +65,7 @@ FLOORS = {
         "hosts",
         "research",
         "predict",
+        "auto",
         "classic",
         "ddp_comm_hooks",
         "hosts",

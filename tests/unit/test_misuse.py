@@ -30,13 +30,13 @@ from commhooks import (
     make,
     register_scheme,
 )
+from commhooks.auto import AutoHook
 from commhooks.core.registry import _factories
 from commhooks.core.scheme import SchemeExchange
 from commhooks.errors import OptionError, SchemeError
 from commhooks.hook.bucket_groups import group_function
 from commhooks.optim import OneBitAdam
 from commhooks.predict.advise import made_candidates
-from commhooks.predict.auto import AutoHook
 from commhooks.report.page import Page
 from commhooks.research.budget import allocate
 from commhooks.research.trace import replay

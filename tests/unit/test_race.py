@@ -6,15 +6,22 @@ import random
 
 import pytest
 
-from commhooks.predict.race import Entry, Race
+from commhooks.auto.trials import Candidate, Entry, Race
+from commhooks.core.dense import Dense
 
 
-def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> Race[str]:
-    draw, race = random.Random(seed), Race(list(seconds))
+def _race(*names: str) -> Race:
+    return Race([Candidate(name, Dense(), 0.0) for name in names])
+
+
+def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> Race:
+    draw, race = random.Random(seed), _race(*seconds)
     while (entry := race.next()) is not None:
         # A busy machine: whole stretches of steps are slower, whoever runs then.
         slow = 1 + noise * draw.random()
-        times = [seconds[entry.what] * slow * (1 + noise * draw.random()) for _ in range(steps)]
+        times = [
+            seconds[entry.what.name] * slow * (1 + noise * draw.random()) for _ in range(steps)
+        ]
         race.add(times)
     return race
 
@@ -33,22 +40,23 @@ def test_close_ones_run_again_under_noise_and_slow_ones_do_not() -> None:
 
 
 def test_the_order_of_turns_is_reversed_in_every_second_round() -> None:
-    race, order = Race(["a", "b"]), []
+    race, order = _race("a", "b"), []
     for _ in range(4):
         entry = race.next()
         assert entry is not None
-        order.append(entry.what)
+        order.append(entry.what.name)
         race.add([1.0, 2.0])  # too few steps to know anything
     assert order == ["a", "b", "b", "a"]
 
 
 def test_the_error_of_a_median_shrinks_with_the_number_of_steps() -> None:
-    few, many = Entry("few", [1.0, 1.1, 1.2, 1.3]), Entry("many", [1.0, 1.1, 1.2, 1.3] * 16)
+    one = Candidate("a", Dense(), 0.0)
+    few, many = Entry(one, [1.0, 1.1, 1.2, 1.3]), Entry(one, [1.0, 1.1, 1.2, 1.3] * 16)
     assert many.deviation == pytest.approx(few.deviation / 4)
 
 
 def test_with_few_steps_only_what_takes_twice_as_long_is_known_to_be_slower() -> None:
-    race = Race(["fast", "near", "slow"])
+    race = _race("fast", "near", "slow")
     for times in ([1.0, 1.0], [1.9, 1.9], [2.5, 2.5]):
         race.add(times)
     assert [entry.runs for entry in race.entries] == [True, True, False]

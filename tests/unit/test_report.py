@@ -18,11 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import commhooks
+from commhooks.auto.trials import Candidate, Race
 from commhooks.core.dense import Dense
 from commhooks.hook.ledger import Ledger
-from commhooks.predict.advise import Option
-from commhooks.predict.race import Race
-from commhooks.predict.step import Step
 from commhooks.report import Page
 from commhooks.report.labels import spread
 from commhooks.report.timeline import chrome_trace, draw, spans
@@ -74,12 +72,8 @@ def test_a_page_tells_the_plan_of_auto(group: None, tmp_path: Path) -> None:
     assert page.count("<td>plan</td>") == 0
 
 
-def _option(name: str, seconds: float) -> Option:
-    return Option(name, Dense(), 8.0, Step(seconds, 1.0, 0.0, 0.0, 0, 0.0, 1), 0.0)
-
-
-def _raced(*found: tuple[Option, float]) -> Race[Option]:
-    race = Race([option for option, _ in found])
+def _raced(*found: tuple[str, float]) -> Race:
+    race = Race([Candidate(name, Dense(), 0.0) for name, _ in found])
     for _, seconds in found:
         race.add([seconds] * 8)
     return race
@@ -92,25 +86,18 @@ def _rows_of(page: str) -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("group")
-def test_a_page_tells_what_was_predicted_of_candidates_and_what_measured(tmp_path: Path) -> None:
+def test_a_page_tells_what_was_measured_of_candidates(tmp_path: Path) -> None:
     hook: Any = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "auto")
-    fast, dense, slow = _option("int8", 0.0105), _option("none", 0.02), _option("topk", 0.03)
-    # The best one of a scheme is told, also where it was not tried.
-    hook._search._predicted = [fast, dense, slow, _option("topk", 0.04)]
-    hook._search._race = _raced((fast, 0.0245), (dense, 0.022))
+    hook._trials._race = _raced(("int8", 0.0245), ("none", 0.022))
     hook.page(tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "once more" not in page
-    assert _rows_of(page) == [
-        ["none in buckets of 8 MiB", "20.00", "22.00", "8"],
-        ["int8 in buckets of 8 MiB", "10.50", "24.50", "8"],
-        ["topk in buckets of 8 MiB", "30.00", "", "0"],
-    ]
-    hook._search._first, hook._search._race = hook._search._race.entries, _raced((fast, 0.0265))
+    assert _rows_of(page) == [["none", "22.00", "8"], ["int8", "24.50", "8"]]
+    hook._trials._before, hook._trials._race = hook._trials._race.entries, _raced(("int8", 0.0265))
     hook.page(tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "once more (ms)" in page
-    assert [row[-1] for row in _rows_of(page)] == ["", "26.50", ""]
+    assert [row[-1] for row in _rows_of(page)] == ["", "26.50"]
 
 
 @pytest.mark.usefixtures("group")
