@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,12 +20,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-import commhooks.hosts.torchcomms
 import ddp_core
 from commhooks import hosts
 from commhooks.hosts.megatron import ReduceScatter
 from commhooks.hosts.torchft_collectives import allreduce_quantized
-from tests.distributed.comms import SUM, Stand
 from tests.distributed.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
@@ -244,16 +241,6 @@ def megatron(name: str) -> None:
         call(whole.chunk(2)[dist.get_rank()], whole, dist.ReduceOp.SUM, dist.group.WORLD, False)
 
 
-def torchcomms(name: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        stand = Stand(patch)
-        hosts.torchcomms.register_backend(made(name))
-        comm = stand.new_comm("commhooks")
-    for _ in range(STEPS):
-        comm.all_reduce(_tensor(), SUM, False)
-    comm.finalize()
-
-
 def torchft(name: str) -> None:
     scheme: Any = made(name)
     for _ in range(STEPS):
@@ -289,7 +276,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`Collectives.all_reduce`": (collectives, 2),
         "`Collectives.reduce_scatter`": (reduce_scatter, 2),
         "`Collectives.all_gather`": (all_gather, 2),
-        "torchcomms": (torchcomms, 2),
         "torchft, `allreduce_quantized`": (torchft, 2),
     },
 }
@@ -382,7 +368,7 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
         "torch's DDP, so that its column holds for them. DistributedDataParallel asks a group for",
         "sums, FSDP2 for averages, so that `noop` and `signsgd` run there.",
         "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
-        "without error feedback, and rounds to nearest. The adapters of Megatron-Core, torchcomms",
+        "without error feedback, and rounds to nearest. The adapters of Megatron-Core",
         "and torchft are called here as these call them; a hook of",
         "`commhooks.hosts.torchft.register` is one on torch's DDP.",
         "`python -m tests.distributed.host_matrix` writes this page, and a test compares it with",

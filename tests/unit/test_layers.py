@@ -38,7 +38,6 @@ LATER = {
     ("commhooks", "_views.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
-    ("commhooks", "torchcomms.py"): {"torchcomms"},
     ("commhooks", "traced.py"): {"safetensors"},
     ("commhooks", "torchft.py"): {"torchft"},
     ("ddp_core", "timeline.py"): {"pandas", "matplotlib"},
