@@ -23,7 +23,6 @@ import commhooks
 import ddp_core
 from commhooks import hosts
 from commhooks.hosts.megatron import ReduceScatter
-from commhooks.hosts.torchft_collectives import allreduce_quantized
 from tests.distributed.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
@@ -241,12 +240,6 @@ def megatron(name: str) -> None:
         call(whole.chunk(2)[dist.get_rank()], whole, dist.ReduceOp.SUM, dist.group.WORLD, False)
 
 
-def torchft(name: str) -> None:
-    scheme: Any = made(name)
-    for _ in range(STEPS):
-        allreduce_quantized([_tensor()], dist.ReduceOp.SUM, dist.group.WORLD, scheme=scheme).wait()
-
-
 # By table: what runs a scheme, and the number of ranks.
 TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
     "Gradients of a model": {
@@ -276,7 +269,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`Collectives.all_reduce`": (collectives, 2),
         "`Collectives.reduce_scatter`": (reduce_scatter, 2),
         "`Collectives.all_gather`": (all_gather, 2),
-        "torchft, `allreduce_quantized`": (torchft, 2),
     },
 }
 HOSTS = {host: how for table in TABLES.values() for host, how in table.items()}
@@ -368,9 +360,9 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
         "torch's DDP, so that its column holds for them. DistributedDataParallel asks a group for",
         "sums, FSDP2 for averages, so that `noop` and `signsgd` run there.",
         "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
-        "without error feedback, and rounds to nearest. The adapters of Megatron-Core",
-        "and torchft are called here as these call them; a hook of",
-        "`commhooks.hosts.torchft.register` is one on torch's DDP.",
+        "without error feedback, and rounds to nearest. Megatron-Core's adapter is called here",
+        "as Megatron-Core calls it; a hook of `commhooks.hosts.torchft.register` is one on torch's",
+        "DDP.",
         "`python -m tests.distributed.host_matrix` writes this page, and a test compares it with",
         "what runs.",
         "",

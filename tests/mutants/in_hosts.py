@@ -164,24 +164,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "calls_of",
-        (
-            "a function stays with the first quorum",
-            "if inside is not before:",
-            "if before is None:",
-            f"{TORCHFT}::test_tensors_are_reduced_by_a_scheme_in_each_quorum",
-        ),
-    ),
-    *planted(
-        "reduce_scatter_quantized",
-        (
-            "rows that are missing are those of others",
-            "missing = -len(one) % ranks",
-            "missing = len(one) % ranks",
-            f"{TORCHFT}::test_each_rank_gets_its_rows_of_each_tensor",
-        ),
-    ),
-    *planted(
         "Attendance._pass_begins",
         (
             "a hook that another object stands for is not watched",

@@ -22,7 +22,6 @@ ALLOWED = {
 # What a module of a framework may import as well: its framework.
 FRAMEWORKS = {
     "lightning.py": {"lightning"},
-    "torchft_group.py": {"torchft"},
     "transformers.py": {"transformers"},
 }
 # What it may import later, inside a function; "*" stands for all of its modules.

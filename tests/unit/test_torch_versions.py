@@ -33,8 +33,6 @@ STANDARD = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
 FRAMEWORKS = {
     "commhooks/hosts/lightning.py": {"_ddp_kwargs", "_ddp_comm_hook"},
     "commhooks/hosts/torchft.py": {"_pg", "_timeout"},
-    "commhooks/hosts/torchft_collectives.py": {"_pg", "_wrap_work"},
-    "commhooks/hosts/torchft_quorum.py": {"_pg"},
 }
 
 
