@@ -288,34 +288,27 @@ def fsdp1(device: str, group: Any = None) -> None:
             assert hook.step == 2
 
 
-# ---- groups
+# ---- a group
 
 
-def memoryless_groups(device: str, group: Any = None) -> None:
-    """A model over a group of a scheme, made or asked for by name, gets what a hook gives."""
+def memoryless_group(device: str, group: Any = None) -> None:
+    """A model over a group of a scheme gets what a hook gives."""
     rank, ranks = ranks_of(group)
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
     options = {"fp32_sum": True}
-    commhooks.register_backend("bf16", least=1, **options)
-    groups: list[Any] = [
-        commhooks.process_group("bf16", group, least=1, **options),
-        dist.new_group(members, backend="commhooks"),  # of the kinds of the default group
-    ]
-    plain = network("torch", device, group)
+    compressing: Any = commhooks.process_group("bf16", group, least=1, **options)
+    plain, other = network("torch", device, group), network("torch", device, compressing)
     hook = commhooks.register(plain, "bf16", process_group=group, **options)
-    others = [network("torch", device, one) for one in groups]
     for step in range(STEPS):
-        for model in (plain, *others):
+        for model in (plain, other):
             backward(model, device, given(step, rank))
-        wanted = torch.cat([one.view(-1) for one in averages(plain)])
-        for model in others:
-            found = torch.cat([one.view(-1) for one in averages(model)])
-            # On more ranks, dividing and multiplying by their number rounds.
-            assert torch.equal(found, wanted) if ranks <= 2 else off(found, wanted) < 0.02, step
+        wanted, found = (
+            torch.cat([one.view(-1) for one in averages(model)]) for model in (plain, other)
+        )
+        # On more ranks, dividing and multiplying by their number rounds.
+        assert torch.equal(found, wanted) if ranks <= 2 else off(found, wanted) < 0.02, step
     hook.close()
-    del others
-    for one in groups:
-        dist.destroy_process_group(one)
+    del other, model
+    dist.destroy_process_group(compressing)
 
 
 # ---- an optimizer in shards
@@ -407,7 +400,7 @@ HOSTS: dict[str, Callable[..., Any]] = {
     "fsdp2 gathers differences": fsdp2_gathers_differences,
     "fsdp2 between": fsdp2_between,
     "fsdp1": fsdp1,
-    "memoryless groups": memoryless_groups,
+    "memoryless group": memoryless_group,
     "zero optimizer": zero_optimizer,
     "changed group": changed_group,
 }

@@ -82,12 +82,6 @@ def group(name: str) -> None:
     train(DistributedDataParallel(model(), process_group=group))
 
 
-def backend(name: str) -> None:
-    commhooks.register_backend(made(name))
-    group = dist.new_group(backend="commhooks")
-    train(DistributedDataParallel(model(), process_group=group))
-
-
 def on_fsdp2(name: str) -> None:
     group, ranks = commhooks.process_group(made(name)), list(range(dist.get_world_size()))
     mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
@@ -247,7 +241,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`ddp_core`": (core_ddp, 2),
         "`replicate()`, composable": (composable, 2),
         "`process_group`": (group, 2),
-        "backend `commhooks`": (backend, 2),
         "`replicate()` on FSDP2, over a `process_group`": (on_fsdp2, 2),
         "`hosts.replicate` (FSDP2)": (replicated, 2),
         "FSDP2": (fsdp2, 2),

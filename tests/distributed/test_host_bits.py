@@ -98,11 +98,6 @@ def group(scheme: Scheme, net: nn.Module) -> nn.Module:
     return DistributedDataParallel(net, process_group=commhooks.process_group(scheme))
 
 
-def backend(scheme: Scheme, net: nn.Module) -> nn.Module:
-    commhooks.register_backend(scheme)
-    return DistributedDataParallel(net, process_group=dist.new_group(backend="commhooks"))
-
-
 def on_fsdp_over_group(scheme: Scheme, net: nn.Module) -> nn.Module:
     made, ranks = commhooks.process_group(scheme), list(range(dist.get_world_size()))
     mesh = DeviceMesh.from_group(made, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
@@ -188,7 +183,6 @@ WHOLE: dict[str, Host] = {
     "ddp_core": core_ddp,
     "composable replicate()": composable_ddp,
     "process_group": group,
-    "backend": backend,
     "replicate() on FSDP2, over a group": on_fsdp_over_group,
     "hosts.replicate": replicated,
     "between nodes": between,
@@ -210,8 +204,8 @@ SHARD_CALLS: dict[str, Caller] = {
 }
 # These do not know the parameter's name, which memory belongs to.
 NAMELESS = {
-    *("process_group", "backend", "replicate() on FSDP2, over a group", "all_reduce"),
-    *("reduce_scatter", "Megatron-Core"),
+    *("process_group", "replicate() on FSDP2, over a group"),
+    *("all_reduce", "reduce_scatter", "Megatron-Core"),
 }
 # Random bits are keyed by names: that of the parameter, in FSDP2 that of its first piece
 # ("weight#0"), without one that of the call. So these draw others than the first of their kind.
@@ -369,11 +363,6 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     ours, plain = (composable(mlp(32, 4), **small) for _ in range(2))
     commhooks.register(ours, "none")
     found["composable replicate()"] = [_trained(model, rank) for model in (ours, plain)]
-
-    commhooks.register_backend("none", least=1)
-    groups = [dist.new_group(backend=name) for name in ("commhooks", "gloo")]
-    models = [DistributedDataParallel(mlp(32, 4), process_group=one, **small) for one in groups]
-    found["backend"] = [_trained(model, rank) for model in models]
     return found
 
 

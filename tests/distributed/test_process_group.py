@@ -143,7 +143,6 @@ class _Complex(nn.Module):
 
 def _complex(rank: int, world_size: int) -> dict[str, bool]:
     """What torch makes of complex numbers before it calls the group, against a plain group."""
-    commhooks.register_backend("int8")
     x = torch.randn(3000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
 
     def coalesced(given: Tensor, place: Any) -> Tensor:
@@ -183,12 +182,8 @@ def _complex(rank: int, world_size: int) -> dict[str, bool]:
             return model.module.first.grad  # type: ignore[no-any-return]
 
         calls[name] = of_model
-    groups = [commhooks.process_group("int8"), dist.new_group(backend="commhooks")]
-    return {
-        f"{name} {kind}": torch.equal(call(group), call(plain))
-        for name, call in calls.items()
-        for kind, group in zip(("group", "backend"), groups, strict=True)
-    }
+    group = commhooks.process_group("int8")
+    return {name: torch.equal(call(group), call(plain)) for name, call in calls.items()}
 
 
 def test_complex_numbers_travel_exactly() -> None:
@@ -216,6 +211,35 @@ def _subgroups(rank: int, world_size: int) -> list[Any]:
 
 def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
     assert run_ranks(_subgroups, 3) == [[3.0, False] * 3] * 3
+
+
+def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
+    """What a function, a ``Collectives`` and a hook give over a group that compresses."""
+    group: Any = commhooks.process_group("int8", least=1)
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+    total, by_function, by_object = x.clone(), x.clone(), x.clone()
+    dist.all_reduce(total)
+    commhooks.all_reduce(by_function, group=group)
+    commhooks.Collectives(group=group).all_reduce(by_object)
+    means = []
+    for over in (dist.group.WORLD, group):
+        mesh = DeviceMesh.from_group(
+            over, "cpu", mesh=list(range(world_size)), mesh_dim_names=("shard",)
+        )
+        model = fully_shard(mlp(32, 4), mesh=mesh)
+        commhooks.register(model, "none")
+        means.append(local_means(model, rank, STEPS))
+    return {
+        "function": torch.equal(by_function, total),
+        "collectives": torch.equal(by_object, total),
+        "hook": all(map(torch.equal, *means)),
+        "alone": group.hook.calls == 0,
+    }
+
+
+def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group() -> None:
+    for found in run_ranks(_own_scheme, 2):
+        assert all(found.values()), found
 
 
 # ---- DistributedDataParallel without a hook
@@ -306,7 +330,7 @@ EXPECTED = {
     "switch": ("RegistrationError", "keeps memory by parameter"),
     "hook": ("RegistrationError", "runs a scheme already"),
     "twice": ("RegistrationError", "runs in it already"),
-    "own": ("RegistrationError", "commhooks.register_backend"),
+    "own": ("RegistrationError", "commhooks.process_group(scheme, group)"),
     "least": ("MismatchError", "least"),
     "unknown": ("UnknownSchemeError", "int8"),
     "changed": ("RegistrationError", "process_group(scheme, group)"),

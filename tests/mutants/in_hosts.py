@@ -119,11 +119,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Settings.compare",
+        "process_group",
         (
             "ranks may differ in what they compress",
-            '"least": self.least}',
-            '"least": 0}',
+            '"least": least,',
+            '"least": 0,',
             GROUP_REFUSES,
         ),
     ),
@@ -134,6 +134,15 @@ MUTANTS: list[Mutant] = [
             "name, op=op, async_op=True)",
             "name, async_op=True)",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+    ),
+    *planted(
+        "_inside_of",
+        (
+            "a function over a group that compresses is rounded twice",
+            'getattr(group, "inside", group)',
+            "group",
+            f"{GROUP}::test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group",
         ),
     ),
     *planted(
