@@ -191,38 +191,6 @@ def fsdp2_gathers(device: str, group: Any = None) -> None:
     at_once[1].reshard()  # type: ignore[operator]
 
 
-def fsdp2_gathers_differences(device: str, group: Any = None) -> None:
-    """Parameters gathered as differences are near what they are, at once or later; anew, exact."""
-    rank, ranks = ranks_of(group)
-    if ranks == 1:
-        return
-    mesh = mesh_of(device, group)
-    plain, at_once, later = models = [sharded(device, mesh) for _ in range(3)]
-    gathered: Any = [
-        commhooks.hosts.gather_parameters(one, "int8", differences=True) for one in (at_once, later)
-    ]
-    for module in later.modules():
-        module._set_unshard_async_op(True)  # type: ignore[operator]
-    for step in range(STEPS + 1):
-        if step == STEPS:
-            for one in gathered:
-                one.begin_anew()
-        for model in models:
-            pass_backward(model, step, rank)
-        wanted, found = taken(plain), taken(at_once)
-        assert torch.equal(found, taken(later)), step
-        if step in (0, STEPS):
-            assert torch.equal(found, wanted), step
-        else:
-            assert 0 < off(found, wanted) < 0.01, step
-        for model in models:
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
-                change = torch.randn(local.shape, generator=generator, dtype=torch.float32)
-                local.add_(0.01 * change.to(device))
-
-
 def fsdp2_between(device: str, group: Any = None) -> None:
     """Replicas of FSDP2, sharded over one rank each, average by a scheme between them."""
     rank, ranks = ranks_of(group)
@@ -397,7 +365,6 @@ HOSTS: dict[str, Callable[..., Any]] = {
     "fsdp2 continues": fsdp2_continues,
     "fsdp2 offloads": fsdp2_offloads,
     "fsdp2 gathers": fsdp2_gathers,
-    "fsdp2 gathers differences": fsdp2_gathers_differences,
     "fsdp2 between": fsdp2_between,
     "fsdp1": fsdp1,
     "memoryless group": memoryless_group,

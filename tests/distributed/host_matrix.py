@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks import hosts
 from commhooks.hosts.megatron import ReduceScatter
 from tests.distributed.harness import run_ranks
 
@@ -128,18 +127,10 @@ def hsdp_inside(name: str) -> None:
     train(net)
 
 
-def _gathers(name: str, differences: bool) -> None:
-    net = _sharded()
-    hosts.gather_parameters(net, name, differences=differences)
-    train(net)
-
-
 def gathers(name: str) -> None:
-    _gathers(name, False)
-
-
-def gathers_differences(name: str) -> None:
-    _gathers(name, True)
+    net = _sharded()
+    commhooks.hosts.gather_parameters(net, name)
+    train(net)
 
 
 def _fsdp1(name: str, strategy: ShardingStrategy) -> None:
@@ -253,7 +244,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
     },
     "Parameters, and tensors of your own": {
         "`gather_parameters` (FSDP2)": (gathers, 2),
-        "`gather_parameters`, `differences=True`": (gathers_differences, 2),
         "`ZeroOptimizer`, `gather=`": (zero_gathers, 2),
         "`DiLoCo`": (diloco, 2),
         "`all_reduce`": (all_reduce, 2),
@@ -273,11 +263,7 @@ REASONS = {
         "keeps memory, draws random bits or drops entries: forward and backward would not have the "
         "same, or the right, weights",
     ),
-    "bits": (
-        ("fewer than 4 bits",),
-        "has too few bits for parameters themselves; with `differences=True` it runs",
-    ),
-    "nothing": (("rounds nothing",), "rounds nothing, so that differences make up for nothing"),
+    "bits": (("fewer than 4 bits",), "has too few bits for parameters themselves"),
     "coarse": (
         ("would grow",),
         "rounds so coarsely that what is not sent would grow; `eden` runs with 2 bits or more",

@@ -23,13 +23,7 @@ import commhooks
 import ddp_core
 from commhooks.hosts.scheme_group import SchemeGroup
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import (
-    batch,
-    gradients,
-    local_means,
-    mlp,
-    outcome,
-)
+from tests.distributed.training import batch, gradients, mlp, outcome
 
 STEPS = 5
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,6 +37,17 @@ def train(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> li
         model.zero_grad()
         model(batch(step, rank, 8, 32)).square().sum().backward()
         means.append(gradients(model))
+    return means
+
+
+def local_means(model: nn.Module, rank: int) -> list[Tensor]:
+    """This rank's pieces of the averaged gradients of each step, flat, of a model of FSDP2."""
+    means = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(step, rank, 8, 32)).square().sum().backward()
+        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
     return means
 
 
@@ -228,7 +233,7 @@ def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
         )
         model = fully_shard(mlp(32, 4), mesh=mesh)
         commhooks.register(model, "none")
-        means.append(local_means(model, rank, STEPS))
+        means.append(local_means(model, rank))
     return {
         "function": torch.equal(by_function, total),
         "collectives": torch.equal(by_object, total),
@@ -364,14 +369,12 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    found["over the group"] = (
-        near(local_means(model, rank, STEPS), 0.04) and group.hook.calls == 3 * STEPS
-    )
+    found["over the group"] = near(local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
 
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
-        means = local_means(model, rank, STEPS)
+        means = local_means(model, rank)
         found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
         found.setdefault("bits", []).append(means[-1])
     found["wrong mesh"] = outcome(commhooks.hosts.replicate, mlp(), "none", mesh=mesh)
@@ -418,10 +421,10 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         return model
 
-    dense, found = local_means(model_over(dist.group.WORLD), rank, STEPS), {}
+    dense, found = local_means(model_over(dist.group.WORLD), rank), {}
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
         group = commhooks.process_group(name, least=1)
-        means = local_means(model_over(group, dtype), rank, STEPS)
+        means = local_means(model_over(group, dtype), rank)
         errors = [
             float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
         ]
