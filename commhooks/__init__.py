@@ -62,7 +62,6 @@ from commhooks.hosts import (
     all_reduce,
     process_group,
     reduce_scatter,
-    register_backend,
 )
 from commhooks.local import DiLoCo
 from commhooks.predict.headroom import headroom
@@ -111,7 +110,6 @@ __all__ = [
     "process_group",
     "reduce_scatter",
     "register",
-    "register_backend",
     "register_scheme",
     "scheme_names",
     "schemes",

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
         DDPMeshInfo,
         FSDPMeshInfo,
-        TrainingState,
     )
 
 __all__ = [
@@ -56,7 +55,6 @@ __all__ = [
     "OptimizerHookState",
     "ReduceScatter",
     "TorchDispatchMode",
-    "TrainingState",
     "base_of",
     "coalesced_calls",
     "comm_hooks",
@@ -83,7 +81,6 @@ __all__ = [
     "fsdp2_module_name",
     "fsdp2_ranks",
     "fsdp2_state",
-    "fsdp2_training_state",
     "is_in_fsdp1_backward",
     "knows_comm_hooks",
     "logging_data",
@@ -111,7 +108,6 @@ _LATER = {
     "DefaultReduceScatter": f"{_FSDP2}._fsdp_collectives:DefaultReduceScatter",
     "FSDPMeshInfo": f"{_FSDP2}._fsdp_common:FSDPMeshInfo",
     "ReduceScatter": f"{_FSDP2}._fsdp_api:ReduceScatter",
-    "TrainingState": f"{_FSDP2}._fsdp_common:TrainingState",
     "divide_factors": f"{_FSDP2}._fsdp_collectives:_get_gradient_divide_factors",
     "replicate": "torch.distributed._composable.replicate:replicate",
 }
@@ -326,11 +322,6 @@ def fsdp2_gather(group: Any) -> Any:
 def set_fsdp2_gather(group: Any, gather: Any) -> None:
     """Makes a group of parameters gather by ``gather``."""
     group._all_gather_comm = gather
-
-
-def fsdp2_training_state(group: Any) -> Any:
-    """Returns what a group of parameters is at, a ``TrainingState``."""
-    return group._training_state
 
 
 def fsdp2_module_name(group: Any) -> str:

@@ -45,7 +45,7 @@ from ddp_core.exchange.lane_groups import (
     made_in_time,
 )
 from ddp_core.exchange.lanes import Lanes
-from ddp_core.exchange.shared_store import SharedStore, group_store, group_timeout, shared_store
+from ddp_core.exchange.shared_store import SharedStore, group_timeout, shared_store
 from ddp_core.exchange.simulate import simulate
 from ddp_core.exchange.streams import Streams
 from ddp_core.exchange.task import Exchange, RoundRecord, Task
@@ -95,7 +95,6 @@ __all__ = [
     "event_after",
     "first_difference",
     "future_on",
-    "group_store",
     "group_timeout",
     "host_backend",
     "is_gloo",

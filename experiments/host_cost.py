@@ -89,14 +89,6 @@ def _group(with_hook: bool) -> nn.Module:
     return DistributedDataParallel(CharTransformer(64), process_group=group)
 
 
-def _backend(with_hook: bool) -> nn.Module:
-    group = None
-    if with_hook:
-        commhooks.register_backend("none")
-        group = dist.new_group(backend="commhooks")
-    return DistributedDataParallel(CharTransformer(64), process_group=group)
-
-
 def _composable(with_hook: bool) -> nn.Module:
     model: nn.Module = replicate(CharTransformer(64))
     if with_hook:
@@ -122,7 +114,6 @@ HOSTS: dict[str, Callable[[bool], nn.Module]] = {
     "HSDP, one shard": _replicated,
     "FSDP1": _fsdp1,
     "process_group": _group,
-    'backend "commhooks"': _backend,
     "replicate(), composable": _composable,
     "replicate() of FSDP2, hosts.replicate": _replicated_by_fsdp2,
 }

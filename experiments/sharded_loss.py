@@ -58,14 +58,6 @@ def _fsdp2(scheme: Callable[[], Any]) -> Callable[[Any, int], nn.Module]:
     return build
 
 
-def _differences(model: Any, seed: int) -> nn.Module:
-    """Returns SDP4Bit's gathered weights: what has changed in them, in 4 bits."""
-    sharded = _sharded(model, init_device_mesh("cpu", (RANKS,)))
-    commhooks.register(sharded, "int8", seed=seed)
-    commhooks.hosts.gather_parameters(sharded, "int4", differences=True, seed=seed)
-    return sharded
-
-
 def _hsdp(model: Any, seed: int) -> nn.Module:
     """Returns SDP4Bit's two levels: 8 bits within a node, 4 bits with feedback between nodes."""
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
@@ -99,7 +91,6 @@ CASES: dict[str, Callable[[Any, int], nn.Module]] = {
     "FSDP2, none": _fsdp2(lambda: "none"),
     "FSDP2, int8": _fsdp2(lambda: "int8"),
     "FSDP2, int4, 8-bit feedback": _fsdp2(_four_bits),
-    "FSDP2, int8, parameters as int4 differences": _differences,
     "HSDP, int8 inside, int4 between": _hsdp,
     "replicate, powersgd rank 4": _replicated(4),
     "replicate, powersgd rank 8": _replicated(8),

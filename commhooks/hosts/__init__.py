@@ -11,11 +11,9 @@ from __future__ import annotations
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
-from commhooks.hosts.backend import register_backend
 from commhooks.hosts.collectives import Collectives
 from commhooks.hosts.functions import all_gather, all_reduce, reduce_scatter
-from commhooks.hosts.groups import process_group
-from commhooks.hosts.scheme_group import SchemeGroup
+from commhooks.hosts.scheme_group import SchemeGroup, process_group
 
 if TYPE_CHECKING:
     from commhooks.hosts.fsdp2_parameters import gather_parameters
@@ -29,7 +27,6 @@ __all__ = [
     "gather_parameters",
     "process_group",
     "reduce_scatter",
-    "register_backend",
     "replicate",
 ]
 

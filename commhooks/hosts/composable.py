@@ -6,6 +6,7 @@ names, and takes hooks until then.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,9 +26,9 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import Unfrozen, known_parameters
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
-from commhooks.hook.only_here import OnlyHere
 from commhooks.hook.parameters import not_reduced
 from commhooks.hook.state import HookState
+from commhooks.hook.tracing import not_traced
 from ddp_core.reducer.known import KnownParameters
 
 __all__ = ["register_on_composable"]
@@ -70,8 +71,31 @@ def register_on_composable(
         hook.forward_begins()
         unfrozen.warn()
 
-    model.register_forward_pre_hook(OnlyHere(forward_begins))
+    model.register_forward_pre_hook(_OnlyHere(forward_begins))
     return hook
+
+
+class _OnlyHere:
+    """Calls a function before a module's forward pass, and not before that of its copies.
+
+    A module that is copied or pickled takes its hooks along (``copy.deepcopy(model)`` makes
+    averages of weights). The function is for the first module only.
+
+    Args:
+        call: gets module and inputs; None: this is of a copy.
+    """
+
+    def __init__(self, call: Callable[[nn.Module, Any], None] | None) -> None:
+        self._call = call
+
+    # Not traced by torch.compile: it acts on state that changes from step to step.
+    @not_traced
+    def __call__(self, module: nn.Module, inputs: Any) -> None:
+        if self._call is not None:
+            self._call(module, inputs)
+
+    def __reduce__(self) -> tuple[type[_OnlyHere], tuple[None]]:
+        return _OnlyHere, (None,)
 
 
 def _frozen(model: nn.Module, state: Any) -> dict[str, nn.Parameter]:

@@ -1,4 +1,4 @@
-"""Defines ``SchemeGroup``, a process group whose all-reduce and reduce-scatter run a scheme.
+"""Defines ``process_group`` and ``SchemeGroup``: a group whose sums and means run a scheme.
 
 Programs that take a process group and no hook compress with it: DistributedDataParallel without a
 hook, ``replicate()`` and ``fully_shard`` of FSDP2 over a mesh of the group. Everything but the
@@ -9,25 +9,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks._torch import SCATTERING, base_of
+from commhooks._torch import COLLECTIVES, SCATTERING, base_of
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
+from commhooks.core.settings import check_seed, fitting
 from commhooks.errors import RegistrationError
+from commhooks.hook.binding import need_group
 from commhooks.hook.call import Handle
+from commhooks.hook.handshake import MEETING, handshake
 from commhooks.hook.tracing import not_traced
 from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.passing_group import PassingGroup
-from commhooks.wrappers.make import make
+from commhooks.wrappers.make import describe, make
+from ddp_core import group_timeout, made_in_time
+from ddp_core._torch import add_backend, backend_of, device_types
 
-__all__ = ["NAME", "SchemeGroup", "averages", "need_no_memory"]
+__all__ = ["SchemeGroup", "process_group"]
 
-NAME = "commhooks"  # of the backend
+_NAME = "commhooks"  # of the backend
+_NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
 
 # These reduce a list of tensors at once.
 _LISTS = (
@@ -42,7 +49,89 @@ _STAYS = (
 )
 
 
-def need_no_memory(call: str, scheme: Scheme) -> None:
+def process_group(
+    scheme: str | Scheme = "none",
+    group: dist.ProcessGroup | None = None,
+    *,
+    least: int = 1024,
+    seed: int = 0,
+    **options: Any,
+) -> SchemeGroup:
+    """Makes a process group that averages by a scheme; all ranks of ``group`` call it.
+
+    The scheme runs in all-reduce and reduce-scatter, all other collectives are those of ``group``.
+
+    Args:
+        scheme: a name or a scheme that keeps no memory.
+        group: ranks and backends; the default group by default.
+        least: number of entries from which on a floating tensor is compressed; smaller ones and
+            integers travel as they are.
+        seed: base of the scheme's random draws, the same on every rank.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Raises:
+        RegistrationError: there is no process group, ``group`` runs a scheme already, or the
+            scheme keeps memory, which belongs to names that a group does not know.
+        MismatchError: the ranks differ in scheme, options or versions.
+
+    Example:
+        >>> group = commhooks.process_group("int8")
+        >>> model = DistributedDataParallel(module, process_group=group)
+    """
+    need_group(group)
+    inside = group or dist.group.WORLD
+    if inside is None:
+        raise RegistrationError(
+            "process_group: no process group; call torch.distributed.init_process_group first"
+        )
+    if isinstance(inside, SchemeGroup):
+        raise RegistrationError(
+            f"process_group(scheme, group): {inside.hook} runs in it already; pass a group of "
+            f"torch.distributed that runs no scheme (init_process_group or new_group)"
+        )
+    built = make(scheme, **options)
+    _need_no_memory("process_group", built)
+    least, seed = fitting("process_group", "least", least, int), check_seed(seed)
+    facts = {"scheme and options": describe(built), "least": least, "seed": seed}
+    handshake("commhooks.process_group", facts, inside, MEETING)
+    _make_known()
+    ranks = dist.get_process_group_ranks(inside)
+    unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+    new_group = partial(
+        dist.new_group,
+        ranks,
+        timeout=group_timeout(inside),
+        backend=_NAME,
+        pg_options=partial(SchemeGroup, inside, built, least, seed),
+        # Without it, the ranks of other groups would have to come, too.
+        use_local_synchronization=len(ranks) != dist.get_world_size(),
+        **unsorted,
+    )
+    made: SchemeGroup = made_in_time(inside, new_group)
+    made.show_backends()
+    return made
+
+
+@cache
+def _make_known() -> None:
+    """Tells torch the name of the backend, by which it makes groups and knows them."""
+    # Not when commhooks is imported: torch treats "cpu:gloo" and the like in another way once it
+    # knows of any further backend.
+    dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def _create(_: Any, given: Any) -> SchemeGroup:
+    """Makes the group when torch.distributed asks for it."""
+    if not isinstance(given, partial):
+        raise RegistrationError(
+            f"new_group(backend={_NAME!r}): a group of this backend is made of one that carries "
+            f"its bytes; call commhooks.process_group(scheme, group)"
+        )
+    made: SchemeGroup = given()
+    return made
+
+
+def _need_no_memory(call: str, scheme: Scheme) -> None:
     """Raises RegistrationError if a scheme keeps memory by name, since a group knows no names."""
     if slots_of(scheme):
         raise RegistrationError(
@@ -58,11 +147,11 @@ class _UnnamedCalls(Collectives):
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next call on, which keeps no memory."""
         built = make(scheme, **options)
-        need_no_memory("process_group(...).hook.switch", built)
+        _need_no_memory("process_group(...).hook.switch", built)
         super().switch(built)
 
 
-class SchemeGroup(PassingGroup):
+class SchemeGroup(dist.ProcessGroup):
     """Averages by a scheme, and is otherwise the group that it was made of.
 
     The scheme runs in ``all_reduce`` and ``reduce_scatter_tensor`` with ``ReduceOp.SUM`` or ``AVG``
@@ -74,23 +163,23 @@ class SchemeGroup(PassingGroup):
         scheme: what runs; it keeps no memory.
         least: number of entries from which on a tensor is compressed.
         seed: base of random draws.
-        owns: see :class:`PassingGroup`.
 
     Attributes:
+        inside: the group that it was made of.
         hook: what runs the scheme, with ledger and reports: a :class:`commhooks.Collectives`.
     """
 
-    def __init__(
-        self,
-        inside: dist.ProcessGroup,
-        scheme: Scheme,
-        least: int,
-        seed: int,
-        *,
-        owns: bool = False,
-    ) -> None:
-        super().__init__(inside, owns=owns)
-        self.least = least
+    _name = ""
+
+    def __init__(self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
+        super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
+        self.inside, self.least, self._shows_backends = inside, least, False
+        kinds = dist.ProcessGroup.BackendType
+        for device in device_types(inside):
+            backend = backend_of(inside, device)
+            # What is not passed on below goes straight to the backend, in C++.
+            kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
+            add_backend(self, device, kind, backend)
         self.hook = _UnnamedCalls(scheme, inside, seed=seed)
         self.hook.stays = _STAYS
         self._told: set[str] = set()
@@ -100,9 +189,35 @@ class SchemeGroup(PassingGroup):
         return self.hook.scheme  # after a switch another one
 
     def shutdown(self) -> None:
-        """Stops what runs the scheme; a group inside that is somebody else's goes on."""
+        """Stops what runs the scheme; the group inside goes on."""
         self.hook._close()
-        super().shutdown()
+
+    # torch tells its name to a group that it makes. The base class would hand name and description
+    # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
+    # finds groups by name, would then take this group for it.
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        pass
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        """Returns the name by which torch.distributed knows the group."""
+        return self._name
+
+    def getBackendName(self) -> str:
+        """Returns the name of the backend."""
+        return _NAME
+
+    def show_backends(self) -> None:
+        """Hears that torch.distributed has made the group."""
+        self._shows_backends = True
+
+    # torch connects the backends of a group that it makes, if the default group has a device: those
+    # of the group inside would get a second communicator, and leave one behind.
+    def _get_backend(self, device: torch.device) -> Any:
+        return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
 
     @not_traced
     def allreduce(  # type: ignore[override]
@@ -110,7 +225,7 @@ class SchemeGroup(PassingGroup):
     ) -> Any:
         """Reduces by the scheme what it is for, and else by the group inside."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        fits = len(tensors) == 1 and averages(tensors[0], op)
+        fits = len(tensors) == 1 and _averages(tensors[0], op)
         if not fits or tensors[0].numel() < self.least:
             return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
         (tensor,) = tensors
@@ -121,15 +236,11 @@ class SchemeGroup(PassingGroup):
         future = handle.get_future().then(lambda done: [done.value()])
         return Handle(future, tensor.device)
 
-    def getBackendName(self) -> str:
-        """Returns the name of the backend."""
-        return NAME
-
     def _scatter(self, output: Tensor, input: Tensor, opts: Any) -> tuple[bool, Any]:
         """Returns whether the scheme has made a reduce-scatter, and its handle."""
         if input.numel() < self.least:
             return False, None
-        fits = averages(input, opts.reduceOp)
+        fits = _averages(input, opts.reduceOp)
         if not (fits and self._scheme.traits.shards):
             self._warn("reduce_scatter_tensor", [input], opts.reduceOp)
             return False, None
@@ -160,7 +271,7 @@ class SchemeGroup(PassingGroup):
         )
 
 
-def averages(tensor: Tensor, op: Any) -> bool:
+def _averages(tensor: Tensor, op: Any) -> bool:
     """Whether a call asks for the sum or the mean of a tensor that a scheme can take."""
     # ``op`` on the left: torch compares the two kinds of operations in this order only.
     mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
@@ -184,6 +295,15 @@ def _is_tensor(given: Any) -> bool:
     return isinstance(given, Tensor)
 
 
+def _passed_on(name: str) -> Any:
+    # Reducers call collectives while torch.compile looks at every Python function that runs.
+    @not_traced
+    def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
+        return getattr(self.inside, name)(*args, **options)
+
+    return method
+
+
 def _by_scheme(name: str) -> Any:
     @not_traced
     def method(self: SchemeGroup, output: Tensor, input: Tensor, opts: Any = None) -> Any:
@@ -205,7 +325,8 @@ def _for_list(name: str) -> Any:
     return method
 
 
-for _names, _made in ((SCATTERING, _by_scheme), (_LISTS, _for_list)):
+# The last one is for some names of the first.
+for _names, _made in ((COLLECTIVES, _passed_on), (SCATTERING, _by_scheme), (_LISTS, _for_list)):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):
             setattr(SchemeGroup, _name, _made(_name))

@@ -18,7 +18,6 @@ from commhooks._torch import comm_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, comm_hook
-from commhooks.hosts.torchft_quorum import group_inside
 from ddp_core import completed
 
 __all__ = ["register"]
@@ -93,7 +92,7 @@ class _Follower:
 
     def _follow(self) -> None:
         self._manager.wait_quorum()
-        group = group_inside(self._manager._pg)
+        group = _group_inside(self._manager._pg)
         if group is not self._group:
             self._hook.change_group(group)
             self._group = group
@@ -107,6 +106,13 @@ class _Follower:
         except Exception as error:
             self._manager.report_error(error)
             return buffer
+
+
+def _group_inside(group: Any) -> Any:
+    """Returns the group of torch's that torchft's wrappers have inside."""
+    while getattr(group, "_pg", None) is not None:
+        group = group._pg
+    return group
 
 
 def _limit(manager: Any) -> None:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from commhooks._torch import foreach_add
 from commhooks.core.dense import Dense
+from commhooks.core.packed import PackedCodec
 from commhooks.core.scheme import Scheme
+from commhooks.errors import RegistrationError
 from commhooks.hook.engine import Engine
-from commhooks.schemes._differences import codec_of_differences
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.schemes.quantized import Blockwise
+from commhooks.wrappers.make import make
 from commhooks.zero.shard import BucketShard
 from ddp_core import Exchange
 from ddp_core._torch import foreach_copy
 from ddp_core.reducer.views import views_of
 
 __all__ = ["Gather"]
+
+_CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Gather:
@@ -31,7 +40,7 @@ class Gather:
     """
 
     def __init__(self, scheme: str | Scheme) -> None:
-        self.codec = codec_of_differences(scheme, "ZeroOptimizer(gather=...)")
+        self.codec = _codec_of_differences(scheme)
 
     def packs(self, shard: BucketShard) -> bool:
         """Whether differences of this bucket are packed: a small payload would save nothing."""
@@ -63,3 +72,34 @@ class Gather:
             write = foreach_add if packed else foreach_copy
             write([into for into, _ in kept], [view for _, view in kept])
         shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)
+
+
+def _codec_of_differences(scheme: str | Scheme) -> PackedCodec | None:
+    """Returns the codec of a scheme, which rounds to nearest if it comes by its name.
+
+    Returns:
+        The codec; None: the scheme is "none", which rounds nothing.
+
+    Raises:
+        RegistrationError: the scheme packs no shard by itself, or rounds so coarsely that what is
+            not sent would grow.
+    """
+    codec: Any = make(scheme, error_feedback=False)
+    if codec == make("none"):
+        return None
+    if isinstance(scheme, str) and scheme in _CASTS:
+        return TwoPhaseCast(_CASTS[scheme])
+    if not isinstance(codec, PackedCodec) or codec.traits.returns != "mean":
+        raise RegistrationError(
+            f"ZeroOptimizer(gather=...): {codec} does not pack a shard by itself; choose bf16, "
+            f"fp16, int8, int4, fp8, mxfp8, onebit, eden or topk"
+        )
+    if isinstance(scheme, str) and isinstance(codec, Blockwise):
+        # The owner keeps the error: to nearest, which needs no draws, loses nothing.
+        return codec.to_nearest()
+    if not math.isfinite(codec.error.variance) or codec.error.variance > 1:
+        raise RegistrationError(
+            f"ZeroOptimizer(gather=...): {codec} has a variance of {codec.error.variance:.3g}, and "
+            f"what the owner has not sent would grow; use more bits, or one that rounds to nearest"
+        )
+    return codec

@@ -191,38 +191,6 @@ def fsdp2_gathers(device: str, group: Any = None) -> None:
     at_once[1].reshard()  # type: ignore[operator]
 
 
-def fsdp2_gathers_differences(device: str, group: Any = None) -> None:
-    """Parameters gathered as differences are near what they are, at once or later; anew, exact."""
-    rank, ranks = ranks_of(group)
-    if ranks == 1:
-        return
-    mesh = mesh_of(device, group)
-    plain, at_once, later = models = [sharded(device, mesh) for _ in range(3)]
-    gathered: Any = [
-        commhooks.hosts.gather_parameters(one, "int8", differences=True) for one in (at_once, later)
-    ]
-    for module in later.modules():
-        module._set_unshard_async_op(True)  # type: ignore[operator]
-    for step in range(STEPS + 1):
-        if step == STEPS:
-            for one in gathered:
-                one.begin_anew()
-        for model in models:
-            pass_backward(model, step, rank)
-        wanted, found = taken(plain), taken(at_once)
-        assert torch.equal(found, taken(later)), step
-        if step in (0, STEPS):
-            assert torch.equal(found, wanted), step
-        else:
-            assert 0 < off(found, wanted) < 0.01, step
-        for model in models:
-            generator = torch.Generator().manual_seed(step)
-            for parameter in model.parameters():
-                local: Tensor = parameter.detach().to_local()  # type: ignore[attr-defined]
-                change = torch.randn(local.shape, generator=generator, dtype=torch.float32)
-                local.add_(0.01 * change.to(device))
-
-
 def fsdp2_between(device: str, group: Any = None) -> None:
     """Replicas of FSDP2, sharded over one rank each, average by a scheme between them."""
     rank, ranks = ranks_of(group)
@@ -288,34 +256,27 @@ def fsdp1(device: str, group: Any = None) -> None:
             assert hook.step == 2
 
 
-# ---- groups
+# ---- a group
 
 
-def memoryless_groups(device: str, group: Any = None) -> None:
-    """A model over a group of a scheme, made or asked for by name, gets what a hook gives."""
+def memoryless_group(device: str, group: Any = None) -> None:
+    """A model over a group of a scheme gets what a hook gives."""
     rank, ranks = ranks_of(group)
-    members = dist.get_process_group_ranks(group or dist.group.WORLD)
     options = {"fp32_sum": True}
-    commhooks.register_backend("bf16", least=1, **options)
-    groups: list[Any] = [
-        commhooks.process_group("bf16", group, least=1, **options),
-        dist.new_group(members, backend="commhooks"),  # of the kinds of the default group
-    ]
-    plain = network("torch", device, group)
+    compressing: Any = commhooks.process_group("bf16", group, least=1, **options)
+    plain, other = network("torch", device, group), network("torch", device, compressing)
     hook = commhooks.register(plain, "bf16", process_group=group, **options)
-    others = [network("torch", device, one) for one in groups]
     for step in range(STEPS):
-        for model in (plain, *others):
+        for model in (plain, other):
             backward(model, device, given(step, rank))
-        wanted = torch.cat([one.view(-1) for one in averages(plain)])
-        for model in others:
-            found = torch.cat([one.view(-1) for one in averages(model)])
-            # On more ranks, dividing and multiplying by their number rounds.
-            assert torch.equal(found, wanted) if ranks <= 2 else off(found, wanted) < 0.02, step
+        wanted, found = (
+            torch.cat([one.view(-1) for one in averages(model)]) for model in (plain, other)
+        )
+        # On more ranks, dividing and multiplying by their number rounds.
+        assert torch.equal(found, wanted) if ranks <= 2 else off(found, wanted) < 0.02, step
     hook.close()
-    del others
-    for one in groups:
-        dist.destroy_process_group(one)
+    del other, model
+    dist.destroy_process_group(compressing)
 
 
 # ---- an optimizer in shards
@@ -404,10 +365,9 @@ HOSTS: dict[str, Callable[..., Any]] = {
     "fsdp2 continues": fsdp2_continues,
     "fsdp2 offloads": fsdp2_offloads,
     "fsdp2 gathers": fsdp2_gathers,
-    "fsdp2 gathers differences": fsdp2_gathers_differences,
     "fsdp2 between": fsdp2_between,
     "fsdp1": fsdp1,
-    "memoryless groups": memoryless_groups,
+    "memoryless group": memoryless_group,
     "zero optimizer": zero_optimizer,
     "changed group": changed_group,
 }

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -21,12 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, f
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-import commhooks.hosts.torchcomms
 import ddp_core
-from commhooks import hosts
 from commhooks.hosts.megatron import ReduceScatter
-from commhooks.hosts.torchft_collectives import allreduce_quantized
-from tests.distributed.comms import SUM, Stand
 from tests.distributed.harness import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
@@ -86,12 +81,6 @@ def group(name: str) -> None:
     train(DistributedDataParallel(model(), process_group=group))
 
 
-def backend(name: str) -> None:
-    commhooks.register_backend(made(name))
-    group = dist.new_group(backend="commhooks")
-    train(DistributedDataParallel(model(), process_group=group))
-
-
 def on_fsdp2(name: str) -> None:
     group, ranks = commhooks.process_group(made(name)), list(range(dist.get_world_size()))
     mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
@@ -138,18 +127,10 @@ def hsdp_inside(name: str) -> None:
     train(net)
 
 
-def _gathers(name: str, differences: bool) -> None:
-    net = _sharded()
-    hosts.gather_parameters(net, name, differences=differences)
-    train(net)
-
-
 def gathers(name: str) -> None:
-    _gathers(name, False)
-
-
-def gathers_differences(name: str) -> None:
-    _gathers(name, True)
+    net = _sharded()
+    commhooks.hosts.gather_parameters(net, name)
+    train(net)
 
 
 def _fsdp1(name: str, strategy: ShardingStrategy) -> None:
@@ -244,22 +225,6 @@ def megatron(name: str) -> None:
         call(whole.chunk(2)[dist.get_rank()], whole, dist.ReduceOp.SUM, dist.group.WORLD, False)
 
 
-def torchcomms(name: str) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        stand = Stand(patch)
-        hosts.torchcomms.register_backend(made(name))
-        comm = stand.new_comm("commhooks")
-    for _ in range(STEPS):
-        comm.all_reduce(_tensor(), SUM, False)
-    comm.finalize()
-
-
-def torchft(name: str) -> None:
-    scheme: Any = made(name)
-    for _ in range(STEPS):
-        allreduce_quantized([_tensor()], dist.ReduceOp.SUM, dist.group.WORLD, scheme=scheme).wait()
-
-
 # By table: what runs a scheme, and the number of ranks.
 TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
     "Gradients of a model": {
@@ -267,7 +232,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`ddp_core`": (core_ddp, 2),
         "`replicate()`, composable": (composable, 2),
         "`process_group`": (group, 2),
-        "backend `commhooks`": (backend, 2),
         "`replicate()` on FSDP2, over a `process_group`": (on_fsdp2, 2),
         "`hosts.replicate` (FSDP2)": (replicated, 2),
         "FSDP2": (fsdp2, 2),
@@ -280,7 +244,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
     },
     "Parameters, and tensors of your own": {
         "`gather_parameters` (FSDP2)": (gathers, 2),
-        "`gather_parameters`, `differences=True`": (gathers_differences, 2),
         "`ZeroOptimizer`, `gather=`": (zero_gathers, 2),
         "`DiLoCo`": (diloco, 2),
         "`all_reduce`": (all_reduce, 2),
@@ -289,8 +252,6 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`Collectives.all_reduce`": (collectives, 2),
         "`Collectives.reduce_scatter`": (reduce_scatter, 2),
         "`Collectives.all_gather`": (all_gather, 2),
-        "torchcomms": (torchcomms, 2),
-        "torchft, `allreduce_quantized`": (torchft, 2),
     },
 }
 HOSTS = {host: how for table in TABLES.values() for host, how in table.items()}
@@ -302,11 +263,7 @@ REASONS = {
         "keeps memory, draws random bits or drops entries: forward and backward would not have the "
         "same, or the right, weights",
     ),
-    "bits": (
-        ("fewer than 4 bits",),
-        "has too few bits for parameters themselves; with `differences=True` it runs",
-    ),
-    "nothing": (("rounds nothing",), "rounds nothing, so that differences make up for nothing"),
+    "bits": (("fewer than 4 bits",), "has too few bits for parameters themselves"),
     "coarse": (
         ("would grow",),
         "rounds so coarsely that what is not sent would grow; `eden` runs with 2 bits or more",
@@ -382,9 +339,9 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
         "torch's DDP, so that its column holds for them. DistributedDataParallel asks a group for",
         "sums, FSDP2 for averages, so that `noop` and `signsgd` run there.",
         "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
-        "without error feedback, and rounds to nearest. The adapters of Megatron-Core, torchcomms",
-        "and torchft are called here as these call them; a hook of",
-        "`commhooks.hosts.torchft.register` is one on torch's DDP.",
+        "without error feedback, and rounds to nearest. Megatron-Core's adapter is called here",
+        "as Megatron-Core calls it; a hook of `commhooks.hosts.torchft.register` is one on torch's",
+        "DDP.",
         "`python -m tests.distributed.host_matrix` writes this page, and a test compares it with",
         "what runs.",
         "",

@@ -19,10 +19,8 @@ import commhooks
 import ddp_core
 from commhooks import Scheme
 from commhooks.core.scheme import slots_of
-from commhooks.hosts import torchcomms as torchcomms_backend
 from commhooks.hosts.megatron import ReduceScatter
 from commhooks.verify.judge import law_of
-from tests.distributed import comms
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, mlp
 
@@ -100,11 +98,6 @@ def group(scheme: Scheme, net: nn.Module) -> nn.Module:
     return DistributedDataParallel(net, process_group=commhooks.process_group(scheme))
 
 
-def backend(scheme: Scheme, net: nn.Module) -> nn.Module:
-    commhooks.register_backend(scheme)
-    return DistributedDataParallel(net, process_group=dist.new_group(backend="commhooks"))
-
-
 def on_fsdp_over_group(scheme: Scheme, net: nn.Module) -> nn.Module:
     made, ranks = commhooks.process_group(scheme), list(range(dist.get_world_size()))
     mesh = DeviceMesh.from_group(made, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
@@ -147,18 +140,6 @@ def function(scheme: Scheme) -> Called:
     return lambda x, _: commhooks.all_reduce(x, scheme, op=AVG)
 
 
-def _comm(scheme: Scheme) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        stand = comms.Stand(patch)
-        torchcomms_backend.register_backend(scheme)
-        return stand.new_comm("commhooks")
-
-
-def torchcomms(scheme: Scheme) -> Called:
-    comm = _comm(scheme)
-    return lambda x, _: comm.all_reduce(x, comms.AVG, False)
-
-
 # ---- hosts that give each rank its shard of the mean
 
 
@@ -196,18 +177,12 @@ def megatron(scheme: Scheme) -> Called:
     return lambda x, part: call(part, x, AVG, None, False)
 
 
-def torchcomms_shards(scheme: Scheme) -> Called:
-    comm = _comm(scheme)
-    return lambda x, part: comm.reduce_scatter_single(part, x, comms.AVG, False)
-
-
 # The first host of each kind is the one that the others are compared with.
 WHOLE: dict[str, Host] = {
     "torch's DDP": torch_ddp,
     "ddp_core": core_ddp,
     "composable replicate()": composable_ddp,
     "process_group": group,
-    "backend": backend,
     "replicate() on FSDP2, over a group": on_fsdp_over_group,
     "hosts.replicate": replicated,
     "between nodes": between,
@@ -216,7 +191,6 @@ WHOLE: dict[str, Host] = {
 WHOLE_CALLS: dict[str, Caller] = {
     "Collectives.all_reduce": collectives,
     "all_reduce": function,
-    "torchcomms": torchcomms,
 }
 SHARDS: dict[str, Host] = {
     "FSDP2": fsdp2,
@@ -227,12 +201,11 @@ SHARD_CALLS: dict[str, Caller] = {
     "Collectives.reduce_scatter": scattering,
     "reduce_scatter": scattering_function,
     "Megatron-Core": megatron,
-    "torchcomms, shards": torchcomms_shards,
 }
 # These do not know the parameter's name, which memory belongs to.
 NAMELESS = {
-    *("process_group", "backend", "replicate() on FSDP2, over a group", "all_reduce", "torchcomms"),
-    *("reduce_scatter", "Megatron-Core", "torchcomms, shards"),
+    *("process_group", "replicate() on FSDP2, over a group"),
+    *("all_reduce", "reduce_scatter", "Megatron-Core"),
 }
 # Random bits are keyed by names: that of the parameter, in FSDP2 that of its first piece
 # ("weight#0"), without one that of the call. So these draw others than the first of their kind.
@@ -390,34 +363,25 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     ours, plain = (composable(mlp(32, 4), **small) for _ in range(2))
     commhooks.register(ours, "none")
     found["composable replicate()"] = [_trained(model, rank) for model in (ours, plain)]
-
-    commhooks.register_backend("none", least=1)
-    groups = [dist.new_group(backend=name) for name in ("commhooks", "gloo")]
-    models = [DistributedDataParallel(mlp(32, 4), process_group=one, **small) for one in groups]
-    found["backend"] = [_trained(model, rank) for model in models]
     return found
 
 
 def _calls(rank: int, world_size: int) -> dict[str, list[Tensor]]:
     """What calls with "none" give, and torch's function."""
-    comm, made = _comm(SCHEMES["none"]), commhooks.Collectives()
+    made = commhooks.Collectives()
     x = torch.randn(world_size * 500, generator=torch.Generator().manual_seed(rank))
     found = {}
-    for name, of_torch, of_comm in (("sum", SUM, comms.SUM), ("mean", AVG, comms.AVG)):
+    for name, op in (("sum", SUM), ("mean", AVG)):
         calls: dict[str, Any] = {
-            "torch": lambda y, op=of_torch: dist.all_reduce(y, op),
-            "torchcomms": lambda y, op=of_comm: comm.all_reduce(y, op, False),
-            "Collectives": lambda y, op=of_torch: made.all_reduce(y, op=op),
-            "function": lambda y, op=of_torch: commhooks.all_reduce(y, op=op),
+            "torch": lambda y, op=op: dist.all_reduce(y, op),
+            "Collectives": lambda y, op=op: made.all_reduce(y, op=op),
+            "function": lambda y, op=op: commhooks.all_reduce(y, op=op),
         }
         scatters: dict[str, Any] = {
-            "torch": lambda part, op=of_torch: dist.reduce_scatter_tensor(part, x, op),
-            "torchcomms": lambda part, op=of_comm: comm.reduce_scatter_single(part, x, op, False),
-            "Collectives": lambda part, op=of_torch: made.reduce_scatter(part, x, op=op),
-            "function": lambda part, op=of_torch: commhooks.reduce_scatter(part, x, op=op),
-            "Megatron-Core": lambda part, op=of_torch: ReduceScatter("none")(
-                part, x, op, None, False
-            ),
+            "torch": lambda part, op=op: dist.reduce_scatter_tensor(part, x, op),
+            "Collectives": lambda part, op=op: made.reduce_scatter(part, x, op=op),
+            "function": lambda part, op=op: commhooks.reduce_scatter(part, x, op=op),
+            "Megatron-Core": lambda part, op=op: ReduceScatter("none")(part, x, op, None, False),
         }
         results = {who: x.clone() for who in calls}, {who: torch.empty(500) for who in scatters}
         for kind, one in zip((calls, scatters), results, strict=True):

@@ -11,7 +11,7 @@ from tests.distributed import host_matrix
 # Of each mechanism one host at every run; the others before a release.
 QUICK = {
     *("FSDP2", "HSDP, between nodes", "`process_group`", "`ZeroOptimizer`"),
-    "`gather_parameters`, `differences=True`",
+    "`gather_parameters` (FSDP2)",
 }
 HOSTS = [
     pytest.param(host, marks=[] if host in QUICK else [pytest.mark.slow])

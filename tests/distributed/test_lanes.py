@@ -24,11 +24,11 @@ from ddp_core import (
     ReduceScatter,
     Streams,
     Task,
-    group_store,
     group_timeout,
     overlapped,
 )
 from ddp_core.exchange.lane_groups import _pools
+from ddp_core.exchange.shared_store import group_store
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 

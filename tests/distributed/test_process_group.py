@@ -23,13 +23,7 @@ import commhooks
 import ddp_core
 from commhooks.hosts.scheme_group import SchemeGroup
 from tests.distributed.harness import run_ranks
-from tests.distributed.training import (
-    batch,
-    gradients,
-    local_means,
-    mlp,
-    outcome,
-)
+from tests.distributed.training import batch, gradients, mlp, outcome
 
 STEPS = 5
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -43,6 +37,17 @@ def train(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> li
         model.zero_grad()
         model(batch(step, rank, 8, 32)).square().sum().backward()
         means.append(gradients(model))
+    return means
+
+
+def local_means(model: nn.Module, rank: int) -> list[Tensor]:
+    """This rank's pieces of the averaged gradients of each step, flat, of a model of FSDP2."""
+    means = []
+    for step in range(STEPS):
+        model.zero_grad()
+        model(batch(step, rank, 8, 32)).square().sum().backward()
+        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
+        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
     return means
 
 
@@ -143,7 +148,6 @@ class _Complex(nn.Module):
 
 def _complex(rank: int, world_size: int) -> dict[str, bool]:
     """What torch makes of complex numbers before it calls the group, against a plain group."""
-    commhooks.register_backend("int8")
     x = torch.randn(3000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
 
     def coalesced(given: Tensor, place: Any) -> Tensor:
@@ -183,12 +187,8 @@ def _complex(rank: int, world_size: int) -> dict[str, bool]:
             return model.module.first.grad  # type: ignore[no-any-return]
 
         calls[name] = of_model
-    groups = [commhooks.process_group("int8"), dist.new_group(backend="commhooks")]
-    return {
-        f"{name} {kind}": torch.equal(call(group), call(plain))
-        for name, call in calls.items()
-        for kind, group in zip(("group", "backend"), groups, strict=True)
-    }
+    group = commhooks.process_group("int8")
+    return {name: torch.equal(call(group), call(plain)) for name, call in calls.items()}
 
 
 def test_complex_numbers_travel_exactly() -> None:
@@ -216,6 +216,35 @@ def _subgroups(rank: int, world_size: int) -> list[Any]:
 
 def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
     assert run_ranks(_subgroups, 3) == [[3.0, False] * 3] * 3
+
+
+def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
+    """What a function, a ``Collectives`` and a hook give over a group that compresses."""
+    group: Any = commhooks.process_group("int8", least=1)
+    x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+    total, by_function, by_object = x.clone(), x.clone(), x.clone()
+    dist.all_reduce(total)
+    commhooks.all_reduce(by_function, group=group)
+    commhooks.Collectives(group=group).all_reduce(by_object)
+    means = []
+    for over in (dist.group.WORLD, group):
+        mesh = DeviceMesh.from_group(
+            over, "cpu", mesh=list(range(world_size)), mesh_dim_names=("shard",)
+        )
+        model = fully_shard(mlp(32, 4), mesh=mesh)
+        commhooks.register(model, "none")
+        means.append(local_means(model, rank))
+    return {
+        "function": torch.equal(by_function, total),
+        "collectives": torch.equal(by_object, total),
+        "hook": all(map(torch.equal, *means)),
+        "alone": group.hook.calls == 0,
+    }
+
+
+def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group() -> None:
+    for found in run_ranks(_own_scheme, 2):
+        assert all(found.values()), found
 
 
 # ---- DistributedDataParallel without a hook
@@ -306,7 +335,7 @@ EXPECTED = {
     "switch": ("RegistrationError", "keeps memory by parameter"),
     "hook": ("RegistrationError", "runs a scheme already"),
     "twice": ("RegistrationError", "runs in it already"),
-    "own": ("RegistrationError", "commhooks.register_backend"),
+    "own": ("RegistrationError", "commhooks.process_group(scheme, group)"),
     "least": ("MismatchError", "least"),
     "unknown": ("UnknownSchemeError", "int8"),
     "changed": ("RegistrationError", "process_group(scheme, group)"),
@@ -340,14 +369,12 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    found["over the group"] = (
-        near(local_means(model, rank, STEPS), 0.04) and group.hook.calls == 3 * STEPS
-    )
+    found["over the group"] = near(local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
 
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
-        means = local_means(model, rank, STEPS)
+        means = local_means(model, rank)
         found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
         found.setdefault("bits", []).append(means[-1])
     found["wrong mesh"] = outcome(commhooks.hosts.replicate, mlp(), "none", mesh=mesh)
@@ -394,10 +421,10 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         return model
 
-    dense, found = local_means(model_over(dist.group.WORLD), rank, STEPS), {}
+    dense, found = local_means(model_over(dist.group.WORLD), rank), {}
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
         group = commhooks.process_group(name, least=1)
-        means = local_means(model_over(group, dtype), rank, STEPS)
+        means = local_means(model_over(group, dtype), rank)
         errors = [
             float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
         ]

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from commhooks.errors import MismatchError, RegistrationError
+from commhooks.errors import RegistrationError
 from commhooks.hosts import torchft as host
-from commhooks.hosts.torchft_collectives import allreduce_quantized, reduce_scatter_quantized
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, equal_bits, flat, gradients, mlp, residuals
 
@@ -208,127 +207,18 @@ def test_a_loss_computed_beside_the_wrapper_warns_at_the_end(how: str) -> None:
     run_ranks(_never_called, 2, how)
 
 
-# ---- torchft's quantized collectives, by the signature that it publishes
-
-
-def _tensors(rank: int, number: int) -> list[torch.Tensor]:
-    random = torch.Generator().manual_seed(10 * number + rank)
-    return [torch.randn(*shape, generator=random) for shape in ((40, 50), (1700,), (5, 30, 20))]
-
-
-def _quantized(rank: int, world_size: int) -> list[list[torch.Tensor]]:
-    wrapper, manager = Wrapper(), Manager(rank)
-    manager._pg = wrapper
-    options, found = dist.AllreduceOptions(), []
-    options.reduceOp = dist.ReduceOp.AVG
-    for number, ranks in enumerate([[0, 1, 2], [0, 1, 2], [0, 1], [0, 1, 2]]):
-        if rank not in ranks:  # it comes back with the next quorum
-            manager._ranks = []
-            dist.barrier()
-            continue
-        manager.start_quorum(number, ranks)
-        for opts, share in ((options, len(ranks)), (dist.ReduceOp.SUM, 1)):
-            ours = _tensors(rank, number)
-            work = allreduce_quantized(ours, opts, wrapper, None, scheme="int8")
-            assert isinstance(work, dist.Work)
-            work.wait()
-            assert work.get_future().value() == ours
-            for place, one in enumerate(ours):
-                exact = sum(_tensors(other, number)[place] for other in ranks) / share
-                assert 0 < float((one - exact).norm() / exact.norm()) < 0.02
-            found.append(ours)
-        if len(ranks) == 2:
-            dist.barrier()
-    return found
-
-
-def test_tensors_are_reduced_by_a_scheme_in_each_quorum() -> None:
-    found = run_ranks(_quantized, 3, timeout=90)
-    assert [len(one) for one in found] == [8, 8, 6]
-    for number, lists in enumerate(zip(found[0], found[1], strict=True)):
-        assert equal_bits([torch.cat([one.view(-1) for one in ours]) for ours in lists]), number
-    assert equal_bits([torch.cat([one.view(-1) for one in ours[-1]]) for ours in found])
-
-
-def _draws(rank: int, world_size: int) -> list[torch.Tensor]:
-    """Rounds equal values in three quorums; one rank is away in the second."""
-    wrapper, manager = Wrapper(), Manager(rank)
-    manager._pg, found = wrapper, []
-    for number, ranks in enumerate([[0, 1, 2], [0, 1], [0, 1, 2]]):
-        if rank in ranks:
-            manager.start_quorum(number, ranks)
-            one = _tensors(rank, 0)[0]
-            allreduce_quantized([one], dist.ReduceOp.AVG, wrapper, scheme="int8").wait()
-            found.append(one)
-        else:
-            manager._ranks = []
-        dist.barrier()
-    return found
-
-
-def test_random_draws_go_on_with_the_next_quorum() -> None:
-    found = run_ranks(_draws, 3)
-    assert equal_bits([one[-1] for one in found])
-    assert not torch.equal(found[0][0], found[0][-1])
-
-
-def _scattered(rank: int, world_size: int, scheme: str, allowed: float) -> None:
-    inputs = _tensors(rank, 0)
-    sizes = [(-(-len(one) // world_size), *one.shape[1:]) for one in inputs]
-    numels = [torch.Size(one).numel() for one in sizes]
-    wrapper = Wrapper()
-    wrapper._pg = dist.group.WORLD
-    for group in (wrapper._pg, wrapper):
-        output = torch.full((sum(numels),), torch.nan)
-        options: Any = dist.ReduceScatterOptions()
-        options.reduceOp = dist.ReduceOp.SUM
-        reduce_scatter_quantized(output, inputs, options, group, scheme=scheme).wait()
-        for place, part in enumerate(output.split(numels)):
-            exact: Any = sum(_tensors(other, 0)[place] for other in range(world_size))
-            rows = exact[rank * sizes[place][0] : (rank + 1) * sizes[place][0]]
-            expected = torch.zeros(sizes[place])
-            expected[: len(rows)] = rows
-            error = float((part.view(sizes[place]) - expected).norm() / expected.norm())
-            assert error <= allowed, place
-    assert equal_bits([torch.cat([one.view(-1) for one in inputs])] * 2)
-
-
-@pytest.mark.parametrize("scheme", ["none", "int8", "fp8"])
-def test_each_rank_gets_its_rows_of_each_tensor(scheme: str) -> None:
-    run_ranks(_scattered, 3, scheme, {"none": 1e-6, "int8": 0.02, "fp8": 0.05}[scheme])
-
-
-def _quantized_refused(rank: int, world_size: int) -> None:
-    group: Any = dist.group.WORLD
-    one = torch.ones(2000)
-    with pytest.raises(MismatchError, match="scheme"):
-        allreduce_quantized([one], dist.ReduceOp.SUM, group, scheme=("int8", "fp8")[rank])
-    with pytest.raises(RegistrationError, match="does not name tensors"):
-        allreduce_quantized([one], dist.ReduceOp.SUM, group, scheme="topk")
-    with pytest.raises(ValueError, match="schemes average"):
-        allreduce_quantized([one], dist.ReduceOp.MAX, group)
-
-
-def test_what_torchft_cannot_have_is_refused() -> None:
-    run_ranks(_quantized_refused, 2)
-
-
 # ---- torchft itself
 
-_needs_torchft = pytest.mark.skipif(
-    importlib.util.find_spec("torchft") is None, reason="torchft is not installed"
-)
 
-
-def _manager(rank: int, address: str, module: Any, group: Any) -> Any:
-    from torchft import Manager
+def _manager(rank: int, address: str, module: Any) -> Any:
+    from torchft import Manager, ProcessGroupGloo
 
     os.environ["REPLICA_GROUP_ID"] = str(rank)
     # A replica of torchft's has no group of torch.distributed's in common with the others.
     dist.destroy_process_group()
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager: Any = Manager(
-        pg=group,
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         min_replica_size=1,
         load_state_dict=lambda state: module.load_state_dict(state),
         state_dict=module.state_dict,
@@ -345,30 +235,12 @@ def _manager(rank: int, address: str, module: Any, group: Any) -> Any:
     return manager
 
 
-def _among_replicas(worker: Any, ranks: int, *args: Any, may_die: tuple[int, ...] = ()) -> Any:
-    from torchft.coordination import LighthouseServer
-
-    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=3000)
-    try:
-        return run_ranks(
-            worker,
-            ranks,
-            lighthouse.address(),
-            *args,
-            timeout=120,
-            may_die=may_die,
-            ignore_warnings=(".*",),
-        )
-    finally:
-        lighthouse.shutdown()
-
-
 def _replica(rank: int, world_size: int, address: str, scheme: str) -> Any:
-    from torchft import Optimizer, ProcessGroupGloo
+    from torchft import Optimizer
     from torchft.process_group import ProcessGroupDummy
 
     module = mlp(seed=rank)
-    manager = _manager(rank, address, module, ProcessGroupGloo(timeout=timedelta(seconds=5)))
+    manager = _manager(rank, address, module)
     try:
         model = DistributedDataParallel(
             module,
@@ -393,115 +265,20 @@ def _replica(rank: int, world_size: int, address: str, scheme: str) -> Any:
             manager.shutdown(wait=False)
 
 
-@_needs_torchft
+@pytest.mark.skipif(importlib.util.find_spec("torchft") is None, reason="torchft is not installed")
 @pytest.mark.parametrize("scheme", ["topk", "powersgd"])
 def test_torchft_loses_a_replica_and_goes_on(scheme: str) -> None:
-    found = _among_replicas(_replica, 3, scheme, may_die=(2,))
+    from torchft.coordination import LighthouseServer
+
+    lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=3000)
+    options: Any = {"timeout": 120, "may_die": (2,), "ignore_warnings": (".*",)}
+    try:
+        found = run_ranks(_replica, 3, lighthouse.address(), scheme, **options)
+    finally:
+        lighthouse.shutdown()
     for steps, hook_steps, changes, _ in found[:2]:
         assert steps >= 12
         assert hook_steps >= 12
         assert changes[-1][1] == 2
         assert any(lost for _, _, lost in changes)
     assert equal_bits([one[3] for one in found[:2]])
-
-
-def _by_function(manager: Any, tensor: torch.Tensor) -> None:
-    """Does what ``Manager.allreduce`` does on a GPU, where it quantizes."""
-    manager.wait_quorum()
-    if not manager.is_participating():
-        tensor.zero_()
-    try:
-        allreduce_quantized([tensor], dist.ReduceOp.SUM, manager._pg, scheme="int8").wait()
-        tensor /= manager.num_participants()
-    except Exception as error:
-        manager.report_error(error)
-
-
-def _managed(rank: int, world_size: int, address: str, by: str) -> Any:
-    """What a manager averages, by a group that compresses; or what a function reduces in one."""
-    from torchft import ProcessGroupGloo
-
-    from commhooks.hosts.torchft_group import SchemeProcessGroup
-
-    group: Any = ProcessGroupGloo(timeout=timedelta(seconds=5))
-    if by == "group":
-        group = SchemeProcessGroup(group, "int8")
-    manager = _manager(rank, address, mlp(), group)
-    found: dict[int, Any] = {}
-    try:
-        for number in range(30):
-            manager.start_quorum()
-            ours = _tensors(rank, number)[0].view(-1)
-            some = ours[:500].clone()  # fewer than are compressed
-            manager.allreduce(some).wait()
-            if by == "group":
-                manager.allreduce(ours).wait()
-            else:
-                _by_function(manager, ours)
-            if manager.should_commit():
-                error = float((ours[:500] - some).norm() / some.norm())
-                found[manager.current_step()] = (manager.num_participants(), error, ours)
-            if rank == 2 and manager.current_step() == 3:
-                return None  # it leaves without a word
-            if manager.current_step() >= 8:
-                break
-        return found
-    finally:
-        with contextlib.suppress(Exception):
-            manager.shutdown(wait=False)
-
-
-@_needs_torchft
-@pytest.mark.parametrize("by", ["group", "function"])
-def test_a_manager_averages_by_a_scheme_and_loses_a_replica(by: str) -> None:
-    found = _among_replicas(_managed, 3, by, may_die=(2,))[:2]
-    for one in found:
-        assert one[max(one)][0] == 2
-        assert all(0 < error < 0.03 for _, error, _ in one.values())
-    common = found[0].keys() & found[1].keys()  # one may have come later
-    assert len(common) > 3
-    for step in common:
-        assert equal_bits([one[step][2] for one in found])
-
-
-def _diloco(rank: int, world_size: int, address: str) -> Any:
-    from torchft import ProcessGroupGloo
-    from torchft.local_sgd import DiLoCo
-
-    from commhooks.hosts.torchft_group import SchemeProcessGroup
-
-    group = SchemeProcessGroup(ProcessGroupGloo(timeout=timedelta(seconds=5)), "int8", least=1)
-    module = mlp(seed=1)
-    manager = _manager(rank, address, module, group)
-    inner = torch.optim.SGD(module.parameters(), 0.01)
-    outer = torch.optim.SGD(module.parameters(), 0.7, momentum=0.9, nesterov=True)
-    try:
-        with DiLoCo(manager, [module], inner, outer, sync_every=2):
-            for number in range(20):
-                inner.zero_grad()
-                module(batch(number, rank, 4, 16)).square().sum().backward()
-                inner.step()
-                if manager.current_step() >= 3:
-                    break
-        return manager.current_step(), flat(module.parameters())
-    finally:
-        with contextlib.suppress(Exception):
-            manager.shutdown(wait=False)
-
-
-@_needs_torchft
-def test_torchfts_diloco_exchanges_by_a_scheme() -> None:
-    found = _among_replicas(_diloco, 2)
-    assert [steps for steps, _ in found] == [3, 3]
-    assert equal_bits([values for _, values in found])
-
-
-@_needs_torchft
-def test_a_group_that_compresses_refuses_what_torchft_cannot_have() -> None:
-    from torchft import ProcessGroupGloo
-
-    from commhooks.hosts.torchft_group import SchemeProcessGroup
-
-    for name, why in {"topk": "keeps memory", "signsgd": "returns no mean"}.items():
-        with pytest.raises(RegistrationError, match=why):
-            SchemeProcessGroup(ProcessGroupGloo(), name)

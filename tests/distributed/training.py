@@ -77,17 +77,6 @@ def batch(step: int, rank: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * step + rank + 1))
 
 
-def local_means(model: nn.Module, rank: int, steps: int) -> list[Tensor]:
-    """This rank's pieces of the averaged gradients of each step, flat, of a model of FSDP2."""
-    means = []
-    for step in range(steps):
-        model.zero_grad()
-        model(batch(step, rank, 8, 32)).square().sum().backward()
-        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
-    return means
-
-
 def ddp(module: nn.Module, bucket_kb: float = 2.0, **options: Any) -> DistributedDataParallel:
     """The module in DistributedDataParallel with buckets of about ``bucket_kb`` KiB."""
     return DistributedDataParallel(module, bucket_cap_mb=bucket_kb / 1024, **options)

@@ -537,7 +537,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "PassingGroup._set_group_name",
+        "SchemeGroup._set_group_name",
         (
             "a group renames the group inside",
             "        self._name = name\n",
@@ -546,7 +546,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "averages",
+        "_averages",
         (
             "the largest of numbers is averaged",
             "mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",

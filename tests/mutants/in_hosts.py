@@ -119,11 +119,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Settings.compare",
+        "process_group",
         (
             "ranks may differ in what they compress",
-            '"least": self.least}',
-            '"least": 0}',
+            '"least": least,',
+            '"least": 0,',
             GROUP_REFUSES,
         ),
     ),
@@ -134,6 +134,15 @@ MUTANTS: list[Mutant] = [
             "name, op=op, async_op=True)",
             "name, async_op=True)",
             f"{GROUP}::test_all_but_large_sums_of_floats_passes_as_it_is",
+        ),
+    ),
+    *planted(
+        "_inside_of",
+        (
+            "a function over a group that compresses is rounded twice",
+            'getattr(group, "inside", group)',
+            "group",
+            f"{GROUP}::test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group",
         ),
     ),
     *planted(
@@ -161,24 +170,6 @@ MUTANTS: list[Mutant] = [
             "        self._told.add(call)\n",
             "        return\n",
             f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
-        ),
-    ),
-    *planted(
-        "calls_of",
-        (
-            "a function stays with the first quorum",
-            "if inside is not before:",
-            "if before is None:",
-            f"{TORCHFT}::test_tensors_are_reduced_by_a_scheme_in_each_quorum",
-        ),
-    ),
-    *planted(
-        "reduce_scatter_quantized",
-        (
-            "rows that are missing are those of others",
-            "missing = -len(one) % ranks",
-            "missing = len(one) % ranks",
-            f"{TORCHFT}::test_each_rank_gets_its_rows_of_each_tensor",
         ),
     ),
     *planted(

@@ -16,7 +16,7 @@ BETWEEN = f"{FSDP2}::test_between_nodes_what_was_not_sent_is_kept_and_saved"
 OWN_MEMORY = "test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives"
 
 STEPS = "tests/distributed/test_sharded_steps.py"
-DIFFERENCES = "tests/distributed/test_gathered_differences.py"
+GATHERED = "tests/distributed/test_gathered_parameters.py"
 PLACEMENT = "tests/distributed/test_placement.py"
 COLUMNS = (
     f"{PLACEMENT}::test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found"
@@ -62,87 +62,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "DifferencesAllGather.__call__",
-        (
-            "differences are sent again in backward",
-            "if in_backward and for_gradients and self.held is not None:",
-            "if False:",
-            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
-        ),
-        (
-            "a module that runs in backward keeps its old weights",
-            "if in_backward and for_gradients and self.held is not None:",
-            "if in_backward and self.held is not None:",
-            f"{DIFFERENCES}::test_a_module_that_runs_in_backward_has_new_weights",
-        ),
-        (
-            "backward has other weights than forward once the next gather is to be exact",
-            "if self._anew and not in_backward:",
-            "if self._anew:",
-            f"{DIFFERENCES}::test_backward_has_the_weights_of_forward",
-        ),
-    ),
-    *planted(
-        "_Differences.exchange",
-        (
-            "differences are to nothing",
-            "packed = packing.take(rows, packed=True).add_(changed)",
-            "packed = packing.take(rows, packed=True).copy_(changed)",
-            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
-        ),
-        (
-            "differences are to what was sent last, so that errors add up",
-            "own = now - before.to(torch.promote_types(held.dtype, torch.float32))",
-            "own = now - holder.sent.to(torch.promote_types(held.dtype, torch.float32))",
-            f"{DIFFERENCES}::test_errors_are_those_of_the_last_step",
-        ),
-        (
-            "weights change between two forward passes",
-            "packing.take(torch.where(sends, own, 0.0), packed=True)",
-            "packing.take(own, packed=True)",
-            f"{DIFFERENCES}::test_backward_has_the_weights_of_forward",
-        ),
-        (
-            "values that are not finite stay in differences",
-            "held.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
-            "pass",
-            f"{DIFFERENCES}::test_values_that_are_not_finite_do_not_stay",
-        ),
-        (
-            "what has overflowed is not sent again",
-            "(now != holder.sent).any() | ~before.isfinite().all()",
-            "(now != holder.sent).any()",
-            f"{DIFFERENCES}::test_values_that_are_not_finite_do_not_stay",
-        ),
-        (
-            "differences are added up after a gather that failed",
-            "        holder.held = None\n",
-            "",
-            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
-        ),
-    ),
-    *planted(
-        "GatheredParameters.install",
-        (
-            "a loaded model is sent as differences",
-            "begins = OnlyHere(one.begin_anew)",
-            "begins = OnlyHere(None)",
-            f"{DIFFERENCES}::test_loaded_parameters",
-        ),
-        (
-            "a module inside an FSDP2 module loads unnoticed",
-            "for module in _owners(group):",
-            "for module in group.modules:",
-            f"{DIFFERENCES}::test_loaded_parameters",
-        ),
-    ),
-    *planted(
         "GatheredParameters.switch",
         (
             "parameters are gathered by any scheme",
-            "super().switch(self._allowed(make(scheme, **options) if options else scheme))",
+            "super().switch(_same_each_time(make(scheme, **options) if options else scheme))",
             "super().switch(scheme, **options)",
-            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
+            f"{GATHERED}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
     ),
     *planted(
@@ -151,7 +76,7 @@ MUTANTS: list[Mutant] = [
             "parameters are gathered as signs",
             "_FEWEST_BITS = 4",
             "_FEWEST_BITS = 1",
-            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
+            f"{GATHERED}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
     ),
     *planted(
@@ -160,7 +85,7 @@ MUTANTS: list[Mutant] = [
             "what is inside a cast is not looked at",
             "inside = list(walk(built))",
             "inside = [built]",
-            f"{DIFFERENCES}::test_schemes_that_are_refused_and_gathers_that_fail",
+            f"{GATHERED}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
     ),
     *planted(
@@ -187,7 +112,7 @@ MUTANTS: list[Mutant] = [
             "parameters that are not cut share blocks with pieces",
             "(n, cut == every)",
             "(n, True)",
-            f"{DIFFERENCES}::test_beside_tensor_parallelism",
+            f"{GATHERED}::test_beside_tensor_parallelism",
         ),
     ),
     *planted(
@@ -196,7 +121,7 @@ MUTANTS: list[Mutant] = [
             "a tensor of the user's own form is taken apart",
             "return unknown or super().is_plain(scheme)",
             "return super().is_plain(scheme)",
-            f"{DIFFERENCES}::test_what_has_no_known_parts_travels_as_it_is",
+            f"{GATHERED}::test_what_has_no_known_parts_travels_as_it_is",
         ),
     ),
     *planted(
@@ -356,11 +281,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "gather_parameters",
+        "GatheredParameters.__init__",
         (
             "parameters are gathered over all ranks",
-            "GatheredParameters(built, ranks, seed",
-            "GatheredParameters(built, None, seed",
+            "super().__init__(scheme, ranks, seed",
+            "super().__init__(scheme, None, seed",
             f"{FSDP2}::test_parameters_are_gathered_among_the_ranks_that_have_their_shards",
         ),
     ),

@@ -12,7 +12,7 @@ LOST = f"{TEST}::test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_par
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "codec_of_differences",
+        "_codec_of_differences",
         (
             "variances that grow are taken",
             "codec.error.variance > 1",

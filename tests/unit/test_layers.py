@@ -22,7 +22,6 @@ ALLOWED = {
 # What a module of a framework may import as well: its framework.
 FRAMEWORKS = {
     "lightning.py": {"lightning"},
-    "torchft_group.py": {"torchft"},
     "transformers.py": {"transformers"},
 }
 # What it may import later, inside a function; "*" stands for all of its modules.
@@ -38,7 +37,6 @@ LATER = {
     ("commhooks", "_views.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
-    ("commhooks", "torchcomms.py"): {"torchcomms"},
     ("commhooks", "traced.py"): {"safetensors"},
     ("commhooks", "torchft.py"): {"torchft"},
     ("ddp_core", "timeline.py"): {"pandas", "matplotlib"},

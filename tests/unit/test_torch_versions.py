@@ -32,10 +32,7 @@ MIRRORS = ("ddp_core/ddp/torch_names.py", "ddp_core/ddp/torch_methods.py")
 STANDARD = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
 FRAMEWORKS = {
     "commhooks/hosts/lightning.py": {"_ddp_kwargs", "_ddp_comm_hook"},
-    "commhooks/hosts/torchcomms.py": {"_set_device_and_options"},
     "commhooks/hosts/torchft.py": {"_pg", "_timeout"},
-    "commhooks/hosts/torchft_collectives.py": {"_pg", "_wrap_work"},
-    "commhooks/hosts/torchft_quorum.py": {"_pg"},
 }
 
 
