@@ -7,70 +7,49 @@ DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names of PyTor
 :mod:`commhooks.classic`, and can be imported from here.
 """
 
-from commhooks import ddp_comm_hooks, errors, hosts, optim, schemes, wrappers
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from commhooks import errors, schemes, wrappers
 from commhooks._version import __version__
 
 # The names of torch.distributed.algorithms.ddp_comm_hooks: a script that imports them from there
 # runs after a change of the import. They are not in __all__: ``import *`` gives what is new here.
-# ``as`` the same name marks a re-export for type checkers, which __all__ does for the others.
-from commhooks.classic import (
-    PostLocalSGDState as PostLocalSGDState,
+# Not on first use: torch.load, which takes listed functions only, needs their names before.
+from commhooks.classic import (  # noqa: F401
+    PostLocalSGDState,
+    PowerSGDState,
+    allreduce_hook,
+    batched_powerSGD_hook,
+    bf16_compress_hook,
+    bf16_compress_wrapper,
+    fp16_compress_hook,
+    fp16_compress_wrapper,
+    noop_hook,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_perchannel_hook,
+    quantization_pertensor_hook,
 )
-from commhooks.classic import (
-    PowerSGDState as PowerSGDState,
-)
-from commhooks.classic import (
-    allreduce_hook as allreduce_hook,
-)
-from commhooks.classic import (
-    batched_powerSGD_hook as batched_powerSGD_hook,
-)
-from commhooks.classic import (
-    bf16_compress_hook as bf16_compress_hook,
-)
-from commhooks.classic import (
-    bf16_compress_wrapper as bf16_compress_wrapper,
-)
-from commhooks.classic import (
-    fp16_compress_hook as fp16_compress_hook,
-)
-from commhooks.classic import (
-    fp16_compress_wrapper as fp16_compress_wrapper,
-)
-from commhooks.classic import (
-    noop_hook as noop_hook,
-)
-from commhooks.classic import (
-    post_localSGD_hook as post_localSGD_hook,
-)
-from commhooks.classic import (
-    powerSGD_hook as powerSGD_hook,
-)
-from commhooks.classic import (
-    quantization_perchannel_hook as quantization_perchannel_hook,
-)
-from commhooks.classic import (
-    quantization_pertensor_hook as quantization_pertensor_hook,
-)
+from commhooks.collectives import Collectives, all_gather, all_reduce, reduce_scatter
 from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, Unbiased
 from commhooks.core.registry import register_scheme, scheme_names
 from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
-from commhooks.hosts import (
-    Collectives,
-    all_gather,
-    all_reduce,
-    process_group,
-    reduce_scatter,
-)
-from commhooks.local import DiLoCo
-from commhooks.predict.headroom import headroom
-from commhooks.research import Simulation
 from commhooks.verify import Verification
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers.make import make
-from commhooks.zero import ZeroOptimizer
 from ddp_core import AllGather, AllReduce, AllToAll, overlapped
+
+if TYPE_CHECKING:
+    from commhooks import ddp_comm_hooks, fsdp, hosts, optim
+    from commhooks.hosts import process_group
+    from commhooks.local import DiLoCo
+    from commhooks.predict.headroom import headroom
+    from commhooks.research import Simulation
+    from commhooks.zero import ZeroOptimizer
 
 __all__ = [
     "AllGather",
@@ -101,6 +80,7 @@ __all__ = [
     "comm_hook",
     "ddp_comm_hooks",
     "errors",
+    "fsdp",
     "headroom",
     "hosts",
     "load_dcp",
@@ -116,3 +96,29 @@ __all__ = [
     "unregister",
     "wrappers",
 ]
+
+# What one hook on DistributedDataParallel does not need is imported on first use.
+_MODULES = (
+    *("auto", "ddp_comm_hooks", "fsdp", "hosts", "local"),
+    *("optim", "predict", "report", "research", "zero"),
+)
+_NAMES = {
+    "DiLoCo": "commhooks.local",
+    "Simulation": "commhooks.research",
+    "ZeroOptimizer": "commhooks.zero",
+    "headroom": "commhooks.predict.headroom",
+    "process_group": "commhooks.hosts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_NAMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES, *_NAMES})

@@ -99,7 +99,7 @@ def _composable(with_hook: bool) -> nn.Module:
 def _replicated_by_fsdp2(with_hook: bool) -> nn.Module:
     model: Any = CharTransformer(64)
     if with_hook:
-        commhooks.hosts.replicate(model, "none", modules=model.blocks)
+        commhooks.fsdp.replicate(model, "none", modules=model.blocks)
         return model
     mesh = init_device_mesh("cpu", (RANKS,))
     for block in model.blocks:

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks.classic._owner import Group, owner_of
+from commhooks.collectives import functions
 from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hosts import functions
 from commhooks.wrappers.cast import Cast
 
 __all__ = [

@@ -154,8 +154,8 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
 # Classes of modules that reduce gradients themselves, and what registers a hook on them. By name:
 # importing them takes a second, and most models have none.
 _HOSTS = {
-    "FSDPModule": "commhooks.hosts.fsdp2_register:register_on_fsdp2",
-    "FullyShardedDataParallel": "commhooks.hosts.fsdp1:register_on_fsdp1",
+    "FSDPModule": "commhooks.fsdp.fsdp2:register_on_fsdp2",
+    "FullyShardedDataParallel": "commhooks.fsdp.fsdp1:register_on_fsdp1",
     "DDP": "commhooks.hosts.composable:register_on_composable",
 }
 _REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a class "DDP"

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks._torch import coalesced_calls
+from commhooks.collectives.functions import reduce_scatter
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import Attendance
-from commhooks.hosts.functions import reduce_scatter
 from commhooks.wrappers.make import describe, make
 
 __all__ = ["ReduceScatter"]

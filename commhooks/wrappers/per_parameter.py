@@ -126,7 +126,7 @@ class PerParameter(Choice):
             if not isinstance(rule, Rule):
                 raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {shown(rule)}")
         # By name, shape and dtype: a bucket of hundreds of parameters asks in every step.
-        object.__setattr__(self, "_chosen", {})
+        object.__setattr__(self, "_index_of", {})
 
     @property
     def schemes(self) -> list[Scheme]:
@@ -151,7 +151,7 @@ class PerParameter(Choice):
 
     def choose(self, name: str, shape: torch.Size, dtype: torch.dtype) -> int:
         """Returns the index in ``schemes`` of the scheme for a parameter."""
-        chosen: dict[Hashable, int] = self._chosen  # type: ignore[attr-defined]
+        chosen: dict[Hashable, int] = self._index_of  # type: ignore[attr-defined]
         if (name, shape, dtype) not in chosen:
             matching = (rule.scheme for rule in self.rules if rule.matches(name, shape, dtype))
             chosen[name, shape, dtype] = self.schemes.index(next(matching, self.default))

@@ -173,7 +173,7 @@ def fsdp2_gathers(device: str, group: Any = None) -> None:
     mesh = mesh_of(device, group)
     plain, at_once, later = (sharded(device, mesh) for _ in range(3))
     for model in (at_once, later):
-        commhooks.hosts.gather_parameters(model)
+        commhooks.fsdp.gather_parameters(model)
     for module in later.modules():
         module._set_unshard_async_op(True)  # type: ignore[operator]
     for step in range(STEPS):
@@ -206,7 +206,7 @@ def fsdp2_between(device: str, group: Any = None) -> None:
     for policy in (MixedPrecisionPolicy(), NARROW):  # the latter gives reduced gradients back early
         for name, most in (("none", 0.0), ("int8", 0.03), ("powersgd", 1.0)):
             plain, ours = layers(device), layers(device)
-            commhooks.hosts.replicate(
+            commhooks.fsdp.replicate(
                 ours, name, modules=ours, mesh=mesh, fully_shard_options={"mp_policy": policy}
             )
             for step in range(STEPS):

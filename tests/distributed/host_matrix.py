@@ -89,7 +89,7 @@ def on_fsdp2(name: str) -> None:
 
 def replicated(name: str) -> None:
     net = model()
-    commhooks.hosts.replicate(net, made(name), modules=[net[0]])  # type: ignore[index]
+    commhooks.fsdp.replicate(net, made(name), modules=[net[0]])  # type: ignore[index]
     train(net)
 
 
@@ -129,7 +129,7 @@ def hsdp_inside(name: str) -> None:
 
 def gathers(name: str) -> None:
     net = _sharded()
-    commhooks.hosts.gather_parameters(net, name)
+    commhooks.fsdp.gather_parameters(net, name)
     train(net)
 
 

@@ -26,7 +26,7 @@ import commhooks
 from commhooks._torch import fsdp2_groups
 from commhooks.core import Bucket, SchemeExchange
 from commhooks.errors import RegistrationError
-from commhooks.hosts import gather_parameters, replicate
+from commhooks.fsdp import gather_parameters, replicate
 from commhooks.schemes import Dense
 from commhooks.wrappers import AveragedFeedback
 from tests.distributed.harness import run_ranks
@@ -203,7 +203,7 @@ class Elsewhere(Dense):
 def _elsewhere(rank: int, world_size: int) -> None:
     plain, inside, between = sharded(model_of()), sharded(model_of()), model_of()
     commhooks.register(inside, Elsewhere())
-    commhooks.hosts.replicate(between, Elsewhere())
+    commhooks.fsdp.replicate(between, Elsewhere())
     for model in (plain, inside, between):
         backward(model, 0, rank)
     wanted, *others = map(gradients, (plain, inside, between))

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import commhooks
 from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hosts import gather_parameters
+from commhooks.fsdp import gather_parameters
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of, sharded
 

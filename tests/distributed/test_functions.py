@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.collectives import functions
+from commhooks.collectives.calls import Call
 from commhooks.core import Bucket, SchemeExchange
-from commhooks.hook.call import Call
-from commhooks.hosts import functions
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers import ErrorFeedback
 from tests.distributed.harness import run_ranks

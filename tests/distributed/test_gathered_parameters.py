@@ -20,8 +20,8 @@ from torch.distributed.tensor.parallel import (
 
 import commhooks
 from commhooks.errors import RegistrationError
-from commhooks.hosts import gather_parameters
-from commhooks.hosts.fsdp2_parameters import GatherPacked, Packing
+from commhooks.fsdp import gather_parameters
+from commhooks.fsdp.gather import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
 from tests.distributed.harness import run_ranks

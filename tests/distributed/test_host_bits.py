@@ -105,7 +105,7 @@ def on_fsdp_over_group(scheme: Scheme, net: nn.Module) -> nn.Module:
 
 
 def replicated(scheme: Scheme, net: nn.Module) -> nn.Module:
-    commhooks.hosts.replicate(net, scheme)
+    commhooks.fsdp.replicate(net, scheme)
     return net
 
 
@@ -348,7 +348,7 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     """Gradients of each host with "none", and by itself."""
     found = {}
     ours, plain = mlp(32, 4), mlp(32, 4)
-    commhooks.hosts.replicate(ours, modules=[ours[0], ours[2]])  # type: ignore[index]
+    commhooks.fsdp.replicate(ours, modules=[ours[0], ours[2]])  # type: ignore[index]
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
     for module in (plain[0], plain[2], plain):  # type: ignore[index]
         on_fsdp(module, mesh=mesh)

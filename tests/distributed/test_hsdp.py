@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import CheckpointError, MismatchError, RegistrationError
-from commhooks.hosts import replicate
+from commhooks.fsdp import replicate
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, gradients, model_of, sharded
 

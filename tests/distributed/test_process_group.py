@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks.hosts.scheme_group import SchemeGroup
+from commhooks.hosts._process_group import SchemeGroup
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, gradients, mlp, outcome
 
@@ -373,11 +373,11 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
 
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
-        hook = commhooks.hosts.replicate(model, name, modules=[model[0], model[2]])
+        hook = commhooks.fsdp.replicate(model, name, modules=[model[0], model[2]])
         means = local_means(model, rank)
         found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
         found.setdefault("bits", []).append(means[-1])
-    found["wrong mesh"] = outcome(commhooks.hosts.replicate, mlp(), "none", mesh=mesh)
+    found["wrong mesh"] = outcome(commhooks.fsdp.replicate, mlp(), "none", mesh=mesh)
     return found
 
 
@@ -602,7 +602,7 @@ def test_the_backends_of_the_group_inside_are_not_connected_again() -> None:
 def _elsewhere(rank: int, world_size: int) -> Tensor:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 8))
-    hook = commhooks.hosts.replicate(model, "int8", modules=model)
+    hook = commhooks.fsdp.replicate(model, "int8", modules=model)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():

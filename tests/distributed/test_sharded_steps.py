@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hosts import gather_parameters
+from commhooks.fsdp import gather_parameters
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp1 import QUIET
 from tests.distributed.test_fsdp2 import backward, gradients, model_of, sharded
@@ -170,7 +170,7 @@ def _without_reset(rank: int, world_size: int, replicated: bool) -> None:
     for fails in (False, True):
         model: Any = model_of()
         if replicated:
-            hook = commhooks.hosts.replicate(model, "int4", modules=[model[0], model[2]])
+            hook = commhooks.fsdp.replicate(model, "int4", modules=[model[0], model[2]])
         else:
             hook = commhooks.register(sharded(model), "int4", block=64)
         backward(model, 0, rank)

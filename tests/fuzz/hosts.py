@@ -90,12 +90,12 @@ class _GroupOfFsdp2(_Group):
 
 
 class _Replicate(Hosted):
-    """``commhooks.hosts.replicate``."""
+    """``commhooks.fsdp.replicate``."""
 
     def host(self, scheme: Scheme) -> None:
         self.call, layers = self.net, [self.net.first, self.net.out]
         self.hooks = [
-            commhooks.hosts.replicate(
+            commhooks.fsdp.replicate(
                 self.net, scheme, modules=layers, mesh=self._replicas(), seed=self.case.seed
             )
         ]

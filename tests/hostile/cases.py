@@ -28,9 +28,9 @@ import commhooks
 from commhooks.auto.hook import _read_plan as plan_of_auto
 from commhooks.checkpoint.checksum import checksum
 from commhooks.cli.app import app
+from commhooks.collectives.calls import _tensors_of as tensors_of
 from commhooks.core.scheme import walk
 from commhooks.errors import CheckpointError, PayloadError
-from commhooks.hook.calls import _tensors_of as tensors_of
 from commhooks.hook.pickling import sealed as sealed_pickle
 from commhooks.local.saving import sealed as sealed_outer
 from commhooks.research.wire import HEADER_BYTES, decode, encode

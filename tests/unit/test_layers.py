@@ -55,6 +55,8 @@ FLOORS = {
         "checkpoint",
         "verify",
         "hook",
+        "collectives",
+        "fsdp",
         "hosts",
         "zero",
         "report",

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.core.layout import Layout
+from commhooks.fsdp.fsdp2 import BetweenNodes, SchemeReduceScatter
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.sharded_parameters import OwnShards, ShardedParameter, ShardedParameters
-from commhooks.hosts.fsdp2 import BetweenNodes, SchemeReduceScatter
 from commhooks.zero.gather import Gather
 from commhooks.zero.shards import Shards
 from ddp_core import Drivers

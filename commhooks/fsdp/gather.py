@@ -30,15 +30,15 @@ from commhooks._torch import (
     set_fsdp2_gather,
 )
 from commhooks.checkpoint.placement import cut_of
+from commhooks.collectives.calls import Call, write_into
+from commhooks.collectives.functions import Collectives
 from commhooks.core.bytes import as_bytes
 from commhooks.core.dense import Dense
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import RegistrationError
-from commhooks.hook.call import Call, write_into
+from commhooks.fsdp.fsdp2 import FSDP2Model
 from commhooks.hook.engine import Engine
-from commhooks.hosts.collectives import Collectives
-from commhooks.hosts.fsdp2_model import FSDP2Model
 from commhooks.kernels import FORMATS
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
@@ -47,6 +47,7 @@ from commhooks.wrappers.make import make
 from ddp_core import AllGather, Collective, Exchange
 
 __all__ = ["gather_parameters"]
+
 
 _FEWEST_BITS = 4
 
@@ -73,7 +74,7 @@ def gather_parameters(
             already.
 
     Example:
-        >>> gathered = commhooks.hosts.gather_parameters(model)
+        >>> gathered = commhooks.fsdp.gather_parameters(model)
     """
     built = _same_each_time(scheme)
     found = FSDP2Model.of(model, "gather_parameters")

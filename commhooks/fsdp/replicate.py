@@ -47,7 +47,7 @@ def replicate(
         fully_shard_options: such as ``mp_policy``.
 
     Example:
-        >>> hook = commhooks.hosts.replicate(model, "powersgd", modules=model.layers, rank=4)
+        >>> hook = commhooks.fsdp.replicate(model, "powersgd", modules=model.layers, rank=4)
     """
     if not dist.is_initialized():
         raise RegistrationError(

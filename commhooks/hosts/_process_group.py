@@ -18,20 +18,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks._torch import COLLECTIVES, SCATTERING, base_of
+from commhooks.collectives.calls import Handle
+from commhooks.collectives.functions import Collectives
 from commhooks.core.dense import Dense
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import check_seed, fitting
 from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
-from commhooks.hook.call import Handle
 from commhooks.hook.handshake import MEETING, handshake
 from commhooks.hook.tracing import not_traced
-from commhooks.hosts.collectives import Collectives
 from commhooks.wrappers.make import describe, make
 from ddp_core import group_timeout, made_in_time
 from ddp_core._torch import add_backend, backend_of, device_types
 
 __all__ = ["SchemeGroup", "process_group"]
+
 
 _NAME = "commhooks"  # of the backend
 _NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
