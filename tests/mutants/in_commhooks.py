@@ -792,24 +792,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "decode",
-        (
-            "a changed message is believed",
-            "if flags and crc32(body, zlib.crc32(header[:48] + bytes(16))) != crc:",
-            "if flags and not crc:",
-            f"{UNIT}/test_wire.py::test_every_changed_bit_is_found",
-        ),
-    ),
-    *planted(
-        "_opened",
-        (
-            "a changed payload is believed",
-            "or crc != crc32(body.cpu()):",
-            "or not row.numel():",
-            f"{UNIT}/test_wire.py::test_a_payload_changed_on_the_way_names_its_rank",
-        ),
-    ),
-    *planted(
         "Ledger.add",
         (
             "bytes on the wire are those of payloads",
