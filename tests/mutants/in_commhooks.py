@@ -705,33 +705,12 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "need_between_steps",
+        "_need_between_steps",
         (
             "ranks change in the middle of a step",
             "    if step is not None and step.passes:",
             "    if False:",
             f"{WORLD}::test_what_cannot_change_says_why_and_stays_as_it_was",
-        ),
-    ),
-    *planted(
-        "leave",
-        (
-            "nobody takes over from ranks that leave",
-            "heir = staying[leaving.index(number) % len(staying)] if number in leaving else number",
-            "heir = number",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
-        ),
-        (
-            "ranks that stay keep an estimate without those that leave",
-            'else ("mean",)',
-            "else ()",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
-        ),
-        (
-            "ranks that have left go on to be waited for",
-            "    hook._left = tuple(leaving)\n",
-            "",
-            f"{WORLD}::test_what_cannot_change_says_why_and_stays_as_it_was[torch]",
         ),
     ),
     *planted(
