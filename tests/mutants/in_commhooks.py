@@ -681,15 +681,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_describe",
-        (
-            "ranks that handed over are counted as lost",
-            "if told[rank].run == first.run} | set(first.left)",
-            "if told[rank].run == first.run}",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
-        ),
-    ),
-    *planted(
         "change_group",
         (
             "the ranks before are given up after the change, not before",
