@@ -203,8 +203,8 @@ MUTANTS: list[Mutant] = [
         "Guard._judge",
         (
             "the guard rests a step less",
-            "bucket.step + 1 + self.rest",
-            "bucket.step + self.rest",
+            "bucket.step + 1 + _REST",
+            "bucket.step + _REST",
             f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
         ),
     ),
@@ -773,9 +773,9 @@ MUTANTS: list[Mutant] = [
     *planted(
         "Fragment.apply",
         (
-            "the local share of a mix is the outer one's",
-            "torch.lerp(old, own, mix)",
-            "torch.lerp(own, old, mix)",
+            "a late average takes what a rank has learnt meanwhile",
+            "torch.lerp(old, own, _OWN) if late else old",
+            "old",
             f"{POLICIES}::test_outer_steps",
         ),
         (

@@ -25,6 +25,7 @@ from commhooks.core.traits import Traits, Unbiased, composed, worst
 from commhooks.errors import SchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
 from commhooks.wrappers import EF21, Cast, Guard, TwoPhase
+from commhooks.wrappers import guard as _guard
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.traced import Traced
 from ddp_core import AllReduce
@@ -257,8 +258,9 @@ def test_a_wrapper_between_feedback_and_scheme_adds_no_pass_over_the_gradient(in
         assert passes(ErrorFeedback(around)) == alone, around
 
 
-def test_ranks_measure_the_same_entries_under_a_guard():
-    guard = Guard(Dense(), every=1, max_error=1e-6, sample=4)
+def test_ranks_measure_the_same_entries_under_a_guard(monkeypatch):
+    monkeypatch.setattr(_guard, "_SAMPLE", 4)
+    guard = Guard(Dense(), every=1, max_error=1e-6)
     ranks = Simulation(guard, {"p": (4096,)}, world_size=2)
     for _ in range(4):
         ranks.step([torch.arange(4096.0), torch.arange(4096.0)])  # warns if entries differ
