@@ -23,7 +23,6 @@ __all__ = [
     "MissingPackageError",
     "MissingRankError",
     "OptionError",
-    "PayloadError",
     "PeerError",
     "RegistrationError",
     "RoundsError",
@@ -52,10 +51,6 @@ class OptionError(Error, TypeError, ValueError):
 
 class SchemeError(Error, RuntimeError):
     """Raised when a scheme breaks its contract: a wrong shape, dtype or type of result."""
-
-
-class PayloadError(Error, ValueError):
-    """Raised when received bytes cannot be decoded."""
 
 
 class CheckpointError(Error, RuntimeError):

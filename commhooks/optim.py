@@ -14,7 +14,6 @@ from commhooks.hook.state import HookState
 from commhooks.schemes.onebit_adam import OneBitMomentum
 from commhooks.wrappers.base import Coalesced
 from commhooks.wrappers.cast import Cast
-from commhooks.wrappers.sealed import Sealed
 from commhooks.wrappers.traced import Traced
 
 __all__ = ["OneBitAdam"]
@@ -58,7 +57,7 @@ class OneBitAdam(torch.optim.Optimizer):
         # These wrappers change how payloads travel, but not what the optimizer is given. Any other
         # wrapper may, so the scheme inside is not looked for.
         scheme: Scheme | None = hook.scheme if isinstance(hook, HookState) else None
-        while isinstance(scheme, (Cast, Coalesced, Sealed, Traced)):
+        while isinstance(scheme, (Cast, Coalesced, Traced)):
             scheme = scheme.scheme
         if not isinstance(scheme, OneBitMomentum):
             raise TypeError(

@@ -25,7 +25,6 @@ __all__ = [
     "AnyFuture",
     "active_module",
     "add_backend",
-    "assigned",
     "backend_of",
     "backend_timeout",
     "backward_number",
@@ -50,7 +49,6 @@ __all__ = [
     "not_compiled",
     "number_of_entries",
     "optimizers_in_backward",
-    "overlaps",
     "profiler_runs",
     "set_default_backend",
     "set_group_name",
@@ -58,7 +56,6 @@ __all__ = [
     "sparse_values",
     "split_for",
     "splitter_module",
-    "step_shard",
     "store_of",
     "tree_flatten",
     "tree_leaves",
@@ -214,32 +211,3 @@ def set_default_backend(group: Any, kind: Any) -> None:
 def set_group_name(group: Any, name: str) -> None:
     """Names a group that torch.distributed has not made."""
     group._set_group_name(name)
-
-
-# ---- ZeroRedundancyOptimizer
-
-
-def overlaps(zero: Any) -> bool:
-    """Whether it was made with ``overlap_with_ddp=True``."""
-    overlap: bool = zero._overlap_with_ddp
-    return overlap
-
-
-def assigned(zero: Any, describe: Callable[[Any], None]) -> Sequence[Any]:
-    """Returns what each rank owns of each bucket.
-
-    Args:
-        describe: writes the buckets into its argument; called once.
-    """
-    from torch.distributed.optim.zero_redundancy_optimizer import _OverlapStatus
-
-    if zero._overlap_info.status != _OverlapStatus.INITIALIZED:
-        describe(zero._overlap_info)
-        zero._init_zero_for_overlap()
-    owned: Sequence[Any] = zero._bucket_assignments_per_rank
-    return owned
-
-
-def step_shard(zero: Any, gradients: Sequence[Tensor | None]) -> None:
-    """Steps the parameters that this rank owns."""
-    zero._local_step(gradients)

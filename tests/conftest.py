@@ -42,7 +42,6 @@ VARIANTS = {
     "tests/distributed/test_ddp_parity.py::test_every_scheme_trains_as_on_torch": 9,
     "tests/distributed/test_ddp_parity.py::test_twelve_steps_have_the_bits_of_torch": 5,
     "tests/distributed/test_ddp_steps.py::test_delayed_parameters_are_averaged": 2,
-    "tests/distributed/test_ddp_zero.py::test_zero_overlapped_has_the_bits": 2,
     "tests/distributed/test_device_bodies.py::test_every_": 2,
     "tests/distributed/test_diloco.py::test_it_is_what_the_papers_say": 3,
     "tests/distributed/test_failures.py::test_a_mismatch_names_rank_and_field": 2,

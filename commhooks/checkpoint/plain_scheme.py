@@ -22,6 +22,8 @@ __all__ = ["from_plain", "to_plain"]
 
 _CLASS, _SETTINGS = "class", "settings"
 _DEEPEST = 64  # schemes and lists within each other
+# Settings in states of earlier versions.
+_OF_GUARDS = {"max_residual": 100.0, "growth": 10.0, "rest": 1000, "sample": 4096}
 
 
 def to_plain(value: Any) -> Any:
@@ -77,12 +79,24 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
     if name == "commhooks.Blockwise" and isinstance(inner.get("stochastic"), bool):
         before = "stochastic" if inner.pop("stochastic") else "nearest"
         inner.setdefault("rounding", before)
+    if name == "commhooks.Guard":
+        _drop_what_is_fixed(inner)
     try:
         return kind(**inner)
     except Exception as error:  # a constructor may raise anything at settings of any type
         raise CheckpointError(
             f"a saved scheme has settings that it refuses: {printable(str(error))}"
         ) from error
+
+
+def _drop_what_is_fixed(settings: dict[str, Any]) -> None:
+    """Removes the settings of a saved Guard that it has no more, where they are what it does."""
+    for name, fixed in _OF_GUARDS.items():
+        if settings.pop(name, fixed) != fixed:
+            raise CheckpointError(
+                f"a saved scheme is a Guard with another {name!r} than {fixed!r}, which it always "
+                f"has. Save hook.state_dict(), which continues on the scheme that is registered"
+            )
 
 
 def _is_text(value: object) -> bool:

@@ -9,9 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
 
-from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.hook import saving as _checkpoint_hook
 from commhooks.hook.state import HookState
@@ -19,7 +17,6 @@ from commhooks.hook.state import HookState
 __all__ = [
     "continue_from",
     "group_of",
-    "layout_of",
     "load",
     "memory_of",
     "set_seed",
@@ -36,11 +33,6 @@ def group_of(hook: HookState) -> dist.ProcessGroup:
 def memory_of(hook: HookState) -> Memory:
     """Returns the memory of a hook's scheme, by key and parameter name."""
     return hook._engine.memory
-
-
-def layout_of(hook: HookState, parameters: Sequence[Tensor]) -> Layout:
-    """Returns the layout of a bucket with these parameters, by their names in the model."""
-    return hook._parameters.layout(parameters)
 
 
 def step_under_way(hook: HookState) -> bool:

@@ -6,6 +6,7 @@ a hook with the classes themselves and refuses strings.
 
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._torch import comm_hooks
 from commhooks.checkpoint.form import MAX_STEP, check_numbers, need_fields, read, whole_number
+from commhooks.classic._hook_access import memory_of
 from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
 from commhooks.classic._owner import Group
 from commhooks.classic._powersgd_models import OnModels
@@ -25,11 +27,12 @@ from commhooks.classic._powersgd_settings import (
     scheme_of,
 )
 from commhooks.classic._powersgd_stats import CompressionStats
-from commhooks.classic._views import MemoryByBucket
 from commhooks.core.settings import check_seed, declared, fitting
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.parameters import ddp_models
 from commhooks.hook.state import HookState
+from commhooks.schemes import batched_powersgd, powersgd
+from commhooks.wrappers.feedback import RESIDUAL
 
 __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 
@@ -37,7 +40,7 @@ __all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 _PICKLE = "the pickled PowerSGDState"
 
 
-class PowerSGDState(CompressionStats, MemoryByBucket):
+class PowerSGDState(CompressionStats):
     """Holds the settings and the memory of ``powerSGD_hook`` and ``batched_powerSGD_hook``.
 
     One state serves any number of models, with memory and a step count for each. Settings may be
@@ -159,6 +162,51 @@ class PowerSGDState(CompressionStats, MemoryByBucket):
             self._on_models.saved, self._on_models.was_pickled = [(state, strict)], False
         else:
             hook.load_state_dict(state, strict=strict)
+
+    @property
+    def error_dict(self) -> Mapping[str, Tensor]:
+        """Copies of what this rank has not sent yet, by parameter name.
+
+        Raises:
+            RegistrationError: the state is in use on several models.
+        """
+        return self._copied("error_dict", RESIDUAL)
+
+    @property
+    def q_memory_dict(self) -> Mapping[str, Tensor]:
+        """Copies of the right factors that the next step starts from, by parameter name.
+
+        Of shape (rank, side), the transpose of torch's.
+        ``batched_powerSGD_hook`` keeps one per bucket, by the name of its first parameter.
+
+        Raises:
+            RegistrationError: the state is in use on several models.
+        """
+        return self._copied("q_memory_dict", powersgd.KEY, batched_powersgd.KEY)
+
+    @property
+    def p_memory_dict(self) -> Mapping[str, Tensor]:
+        """Always empty: left factors are computed in every step, and are not kept."""
+        return MappingProxyType({})
+
+    @property
+    def rng(self) -> Any:
+        """Returns a NumPy generator seeded by ``random_seed``, as in torch.
+
+        No hook draws from it: random factors depend only on the parameter's name, the step and
+        ``random_seed``, so that a resumed run draws the same ones.
+        """
+        if self._rng is None:
+            from numpy.random import RandomState
+
+            self._rng = RandomState(self.random_seed)
+        return self._rng
+
+    def _copied(self, call: str, *keys: str) -> Mapping[str, Tensor]:
+        inner = self._on_models.only(call)
+        kept = memory_of(inner.hook).items() if inner is not None else ()
+        # Read-only: a script for torch's state that writes here would lose it without a word.
+        return MappingProxyType({name: value.clone() for key, name, value in kept if key in keys})
 
     # ---- copies
 

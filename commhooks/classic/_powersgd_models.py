@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -13,7 +13,6 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from commhooks.classic._hook_access import (
     continue_from,
     group_of,
-    layout_of,
     load,
     set_seed,
     set_step,
@@ -23,20 +22,11 @@ from commhooks.classic._launch import Wires
 from commhooks.classic._owner import Group, Owner, owner_of
 from commhooks.classic._powersgd_settings import Kind, PowerSGDSettings, made_from, scheme_of
 from commhooks.classic._saved_alone import Saved, agree_on_parts
-from commhooks.core.layout import Layout
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.handshake import handshake
 from commhooks.hook.state import HookState
 
-__all__ = ["Counted", "Inner", "OnModels"]
-
-
-class Counted(NamedTuple):
-    """Holds the layout of a bucket, and its entries before and after compression."""
-
-    layout: Layout
-    before: int
-    after: int
+__all__ = ["Inner", "OnModels"]
 
 
 @dataclass(eq=False)
@@ -49,8 +39,7 @@ class Inner:
         runs: the settings that the hook's scheme was made from.
         agreed: whether the ranks have compared what they loaded and how they count.
         restored: the saved state that was loaded, until the ranks have agreed on it.
-        counted: known buckets, by settings and parameters.
-        buckets: buckets of the latest step, by index.
+        counted: entries of known buckets before and after compression, by settings and parameters.
     """
 
     hook: HookState
@@ -58,24 +47,19 @@ class Inner:
     runs: tuple[Any, ...]
     agreed: bool = False
     restored: Saved | None = None
-    counted: dict[Any, Counted] = field(default_factory=dict)
-    buckets: dict[int, Counted] = field(default_factory=dict)
+    counted: dict[Any, tuple[int, int]] = field(default_factory=dict)
 
     def count(
-        self, settings: PowerSGDSettings, kind: Kind, index: int, parameters: Sequence[Tensor]
-    ) -> Counted:
-        """Records a bucket of this step, and returns how many entries it has and sends."""
-        # Called for every bucket: shapes and names are looked up once per bucket and settings.
+        self, settings: PowerSGDSettings, kind: Kind, parameters: Sequence[Tensor]
+    ) -> tuple[int, int]:
+        """Returns how many entries a bucket has and sends."""
+        # Called for every bucket: shapes are looked up once per bucket and settings.
         key = (self.runs, *map(id, parameters))
         counted = self.counted.get(key)
         if counted is None:
             shapes = [parameter.shape for parameter in parameters]
             whole = sum(shape.numel() for shape in shapes)
-            layout = layout_of(self.hook, parameters)
-            counted = self.counted[key] = Counted(layout, whole, kind.numel(settings, shapes))
-        if index == 0:  # the first bucket of a step
-            self.buckets.clear()
-        self.buckets[index] = counted
+            counted = self.counted[key] = (whole, kind.numel(settings, shapes))
         return counted
 
 

@@ -35,9 +35,9 @@ class CompressionStats(PowerSGDSettings):
 
     def _count(self, inner: Inner, kind: Kind, bucket: GradBucket) -> None:
         """Adds a compressed bucket to the statistics; logs them every few steps."""
-        counted = inner.count(self, kind, bucket.index(), bucket.parameters())
-        self.total_numel_before_compression += counted.before
-        self.total_numel_after_compression += counted.after
+        before, after = inner.count(self, kind, bucket.parameters())
+        self.total_numel_before_compression += before
+        self.total_numel_after_compression += after
         if bucket.is_last() and inner.hook.step >= self.next_stats_report:
             self.next_stats_report = inner.hook.step + self.compression_stats_logging_frequency
             rate, before, after = self.compression_stats()

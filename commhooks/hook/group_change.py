@@ -23,7 +23,7 @@ from commhooks.hook.running import Running
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
 
-__all__ = ["GroupChange", "change_group", "need_between_steps", "own_memory"]
+__all__ = ["GroupChange", "change_group"]
 
 CALL = "HookState.change_group"
 _FAULT = "what keeps it from changing"
@@ -39,7 +39,7 @@ class GroupChange(NamedTuple):
         source: the rank whose step, seed and shared values all have taken.
         joined: ranks that came without memory of this run.
         behind: ranks that had not ended the last step, and go on from the source's.
-        lost: number of ranks that are gone without :meth:`HookState.leave`, with what they kept.
+        lost: number of ranks that are gone, with what they kept.
         dropped: keys of what this rank kept and cannot be carried over to other ranks.
     """
 
@@ -70,14 +70,13 @@ class _Told(NamedTuple):
     step: int
     rank: int
     world_size: int
-    left: tuple[int, ...]
     plan: str
     scheme: str
 
 
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
-    fault = need_between_steps(hook)
+    fault = _need_between_steps(hook)
     hook._bind()  # a hook that has never run may not know its model
     # First of all: none of what follows needs the ranks before, which may be gone.
     if not fault:
@@ -91,7 +90,6 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         engine.step,
         max(engine.rank, 0),
         max(engine.world_size, 1),
-        hook._left,
         hook.saved_plan(),
         describe(without_flush(hook.scheme)),
     )
@@ -102,20 +100,21 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         source, stayed = _who_goes_on(told)
         hook.follow_plan(told[source].plan, told[source].scheme)
         change = _describe(told, source, stayed)
-        others = _other_ranks(change, told[source])
+        # Whether these are others than before; their order does not matter.
+        others = bool(change.joined or change.lost or change.before != change.world_size)
         if others:
             change = change._replace(dropped=_dropped(hook))
         received = _exchange(hook, group, change, stayed, carries_over=others)
     if others:
         _carry_over(hook, group.rank(), change, mine.world_size, stayed, received)
     elif change.behind:
-        memory = {**own_memory(hook), **received[source]["memory"]}
+        memory = {**_own_memory(hook), **received[source]["memory"]}
         engine.memory.load(memory)
     _go_on(hook, group, received[source], told[source], change)
     return change
 
 
-def need_between_steps(hook: Running) -> str:
+def _need_between_steps(hook: Running) -> str:
     """Returns why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return "the hook was closed; register another"
@@ -165,7 +164,7 @@ def _who_goes_on(told: Sequence[_Told]) -> tuple[int, list[int]]:
 def _describe(told: Sequence[_Told], source: int, stayed: Sequence[int]) -> GroupChange:
     first = told[source]
     joined = tuple(rank for rank in range(len(told)) if rank not in stayed)
-    known = {told[rank].rank for rank in stayed if told[rank].run == first.run} | set(first.left)
+    known = {told[rank].rank for rank in stayed if told[rank].run == first.run}
     others = sum(told[rank].run != first.run for rank in stayed)
     lost = max(0, first.world_size - len(known) - others)
     return GroupChange(
@@ -179,17 +178,12 @@ def _describe(told: Sequence[_Told], source: int, stayed: Sequence[int]) -> Grou
     )
 
 
-def _other_ranks(change: GroupChange, source: _Told) -> bool:
-    """Whether these are others than before; their order does not matter."""
-    return bool(change.joined or change.lost or source.left or change.before != change.world_size)
-
-
 def _dropped(hook: Running) -> tuple[str, ...]:
     drops = {key for key, resize in resizes_of(hook.scheme).items() if resize == "drop"}
-    return tuple(sorted(drops & set(own_memory(hook))))
+    return tuple(sorted(drops & set(_own_memory(hook))))
 
 
-def own_memory(hook: Running) -> MemoryDict:
+def _own_memory(hook: Running) -> MemoryDict:
     """Returns what this rank keeps, by key and name: no copies, in the order of memory."""
     values: MemoryDict = {}
     for key, name, value in hook._engine.memory.items():
@@ -207,7 +201,7 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     """Returns what each rank sends: values that are the same on all ranks, or whose mean counts."""
     rank, resizes = group.rank(), resizes_of(hook.scheme)
-    own = own_memory(hook) if rank in stayed else {}
+    own = _own_memory(hook) if rank in stayed else {}
     sent = {key for key in own if carries_over and resizes.get(key) == "mean"}
     part: dict[str, Any] = {}
     if rank == change.source:
@@ -246,7 +240,7 @@ def _carry_over(
     for number in stayed:
         memory = dict(received[number]["memory"])
         if number == rank:
-            kept = own_memory(hook)
+            kept = _own_memory(hook)
             memory |= {key: kept[key] for key in kept if key not in shared and key not in memory}
         parts.append(Part(number, number, 0, memory))
     memory = merged(parts, rank, saved_size, change.world_size, resizes)
@@ -270,7 +264,7 @@ def _go_on(
     engine.rank, engine.world_size = group.rank(), group.size()
     engine.step, engine.seed = source.step, given["seed"]
     hook.ledger.rewind(engine.step)
-    hook._run, hook._left = (given["run"], source.run[0]), ()
+    hook._run = (given["run"], source.run[0])
     hook._binding.pickled_on = None
     # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
     # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from commhooks.hook import group_change, leaving
+from commhooks.hook import group_change
 from commhooks.hook.binding import need_group
 from commhooks.hook.group_change import GroupChange
 from commhooks.hook.reporting import Reporting
@@ -34,8 +33,9 @@ class Moving(Reporting):
         residual, scaled so that what is applied stays the same: the mean over ranks. A rank that
         joins, whose hook was registered over a group of its own, begins without a residual, and
         takes the step, the seed and what else is the same on all ranks. The residual of a rank
-        that died is lost, which the result says; a rank that can still speak hands it over by
-        :meth:`leave`. Parameters, optimizer and buffers are the user's to make equal.
+        that does not go on is lost, which the result says. If it can still speak, gather the state
+        of all ranks before, and load it after the change. Parameters, optimizer and buffers are the
+        user's to make equal.
 
         A step whose backward pass has raised is dropped: it leaves memory as it was.
 
@@ -70,23 +70,3 @@ class Moving(Reporting):
         self._since = self.step  # ``summary`` describes what these ranks send
         _logger.info("%s", change)
         return change
-
-    def leave(self, ranks: Sequence[int]) -> None:
-        """Hands over what the ranks that leave keep; all ranks of the present group call it.
-
-        Closes the hook on the ranks that leave. The others call :meth:`change_group` before the
-        next step.
-
-        Args:
-            ranks: those of the present group that leave, the same on all ranks.
-
-        Raises:
-            RegistrationError: a step is under way, or ``ranks`` are not some of the group.
-            MismatchError: the ranks differ in ``ranks`` or are not at the same step.
-
-        Example:
-            >>> hook.leave([3])
-            >>> if rank != 3:
-            ...     hook.change_group(group_of_the_others)
-        """
-        leaving.leave(self, ranks)

@@ -60,7 +60,6 @@ class Running(Meeting):
         self._closed = False
         self._run = ("", "")
         self._further_rounds = 0  # collectives in an exchange besides those of the scheme
-        self._left: tuple[int, ...] = ()  # ranks of the present group that have handed over
         self.stays = ""  # why its host does not let the hook change its ranks
         self.compared_with = "all-reduce"  # what its bytes are compared with, if it is dense
         self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
@@ -96,11 +95,6 @@ class Running(Meeting):
             raise RegistrationError(
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
-            )
-        if self._left:
-            raise RegistrationError(
-                f"HookState.leave: ranks {list(self._left)} have handed over what they kept; call "
-                f"change_group with a group of the others before the next step"
             )
         need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.

@@ -36,7 +36,7 @@ class DiLoCo:
 
     With ``fragments`` and ``delay`` this is streaming DiLoCo: the parts of the model are exchanged
     one after the other, spread over ``every`` steps, and each is applied ``delay`` steps after it
-    was sent, while training continues.
+    was sent, while training continues; half of a rank's own parameters then stays.
 
     Args:
         model: the model that the inner optimizer trains, equal on all ranks at the start.
@@ -45,8 +45,6 @@ class DiLoCo:
         lr, momentum, nesterov: settings of the outer optimizer.
         fragments: number of parts of the model, of about equal size.
         delay: steps between sending and applying, below ``every / fragments``.
-        mix: share of the local parameters that is kept when a fragment is applied, 0 to 1; needs a
-            delay.
         process_group: the ranks to average over. None: the default group.
         seed, options: see :func:`commhooks.register`.
 
@@ -79,7 +77,6 @@ class DiLoCo:
         nesterov: bool = True,
         fragments: int = 1,
         delay: int = 0,
-        mix: float = 0.0,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         **options: Any,
@@ -89,7 +86,6 @@ class DiLoCo:
             every=every,
             fragments=fragments,
             delay=delay,
-            mix=mix,
             lr=lr,
             momentum=momentum,
             nesterov=nesterov,
@@ -151,7 +147,7 @@ class DiLoCo:
             pending.fragment.restore()
             return
         s = self._settings
-        pending.fragment.apply(mean, s.lr, s.momentum, s.nesterov, s.mix)
+        pending.fragment.apply(mean, s.lr, s.momentum, s.nesterov, late=self.delay > 0)
         self.outer_steps += pending.fragment.is_last()  # not once for each dtype
 
     # ---- other ranks

@@ -12,6 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Fragment", "Pending", "fragments_of"]
 
+# Share of a rank's own parameters that stays where training went on since they were measured. Of
+# none, what the rank learnt meanwhile is lost, which with a long delay is nearly all; of all, ranks
+# drift apart. Streaming DiLoCo takes half.
+_OWN = 0.5
 _PIECE = 1 << 16  # entries per thread: those of five tensors are 1.3 MB
 
 
@@ -53,13 +57,15 @@ class Fragment:
         for place, old, new in zip(places, self.outer, self._parameters, strict=True):
             torch.sub(old, new.detach(), out=place.view_as(old))
 
-    def apply(self, mean: Tensor, lr: float, momentum: float, nesterov: bool, mix: float) -> None:
+    def apply(
+        self, mean: Tensor, lr: float, momentum: float, nesterov: bool, *, late: bool
+    ) -> None:
         """Makes one step of the outer optimizer from an averaged distance.
 
         Args:
             mean: the average over ranks, flat.
             lr, momentum, nesterov: as of ``torch.optim.SGD``.
-            mix: share of the local parameters that is kept.
+            late: whether training went on since the distance was measured.
         """
         pieces = mean.split([parameter.numel() for parameter in self._parameters])
         parts = zip(self._parameters, self.outer, self.momentum, pieces, strict=True)
@@ -72,7 +78,7 @@ class Fragment:
                 step = delta.add(speed, alpha=momentum) if nesterov else speed
                 old.sub_(step, alpha=lr)
                 # ``outer`` stays without the local share, so that it is equal on all ranks.
-                own.copy_(torch.lerp(old, own, mix) if mix else old)
+                own.copy_(torch.lerp(old, own, _OWN) if late else old)
 
     def restore(self) -> None:
         """Goes back to the parameters of the last exchange."""

@@ -15,7 +15,6 @@ class OuterSettings(NamedTuple):
     every: int
     fragments: int
     delay: int
-    mix: float
     lr: float
     momentum: float
     nesterov: bool
@@ -26,7 +25,6 @@ def checked(
     every: int,
     fragments: int,
     delay: int,
-    mix: float,
     lr: float,
     momentum: float,
     nesterov: bool,
@@ -41,9 +39,9 @@ def checked(
         fitting("DiLoCo", name, value, int)
         for name, value in (("every", every), ("fragments", fragments), ("delay", delay))
     )
-    lr, momentum, mix = (
+    lr, momentum = (
         fitting("DiLoCo", name, value, float)
-        for name, value in (("lr", lr), ("momentum", momentum), ("mix", mix))
+        for name, value in (("lr", lr), ("momentum", momentum))
     )
     nesterov = fitting("DiLoCo", "nesterov", nesterov, bool)
     for name, value in (("every", every), ("fragments", fragments)):
@@ -61,12 +59,8 @@ def checked(
             f"DiLoCo(delay=...): 0 <= delay < every / fragments = {every // fragments}, "
             f"got {delay!r}"
         )
-    # Without a delay, local parameters have not moved since the exchange was measured: a share of
-    # them would only undo a part of the outer step.
-    if not 0 <= mix <= 1 or (mix and not delay):
-        raise ValueError(f"DiLoCo(mix=...): 0 <= mix <= 1, and 0 without a delay, got {mix!r}")
     if not 0 <= momentum < 1:
         raise ValueError(f"DiLoCo(momentum=...): 0 <= momentum < 1, got {momentum!r}")
     if not lr > 0:  # NaN is refused, too
         raise ValueError(f"DiLoCo(lr=...) is above 0, got {lr!r}")
-    return OuterSettings(every, fragments, delay, mix, lr, momentum, nesterov)
+    return OuterSettings(every, fragments, delay, lr, momentum, nesterov)

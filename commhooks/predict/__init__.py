@@ -8,7 +8,6 @@ from commhooks.predict.device import DEVICES, Device, ThisDevice, device
 from commhooks.predict.fabric import Fabric, Link, load_fabric, save_fabric
 from commhooks.predict.headroom import Headroom
 from commhooks.predict.link import measure_link
-from commhooks.predict.local import LocalStep, predict_local
 from commhooks.predict.models import MODELS, Model, model
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
 from commhooks.predict.presets import PRESETS, fabric
@@ -30,7 +29,6 @@ __all__ = [
     "Headroom",
     "Layer",
     "Link",
-    "LocalStep",
     "Message",
     "Model",
     "Option",
@@ -57,7 +55,6 @@ __all__ = [
     "measure_link",
     "model",
     "planned",
-    "predict_local",
     "predict_step",
     "predict_steps",
     "record",

@@ -61,8 +61,6 @@ class Fabric:
             SHARP). None: it cannot.
         tree_nbytes: size up to which NCCL takes its double tree between nodes, which it decides by
             what it assumes about the links. None: the faster of ring and tree.
-        start_s: seconds that a job's first collective takes more. No prediction counts it: it is
-            one wait of a run, whatever the number of steps.
         core_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
             much, where processors move the bytes (TCP); backward waits for as long on a full
             machine.
@@ -82,7 +80,6 @@ class Fabric:
     library: Library = "nccl"
     multicast: Bound | None = None
     tree_nbytes: Bound | None = None
-    start_s: float = 0.0
     core_s_per_byte: float = 0.0
     overlap: float = 0.0
     source: str = ""
@@ -95,10 +92,10 @@ class Fabric:
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
-        if not all(0 <= one <= MOST_SECONDS for one in (self.start_s, self.core_s_per_byte)):
+        if not 0 <= self.core_s_per_byte <= MOST_SECONDS:
             raise ValueError(
-                f"Fabric(start_s, core_s_per_byte): seconds, from 0 to {MOST_SECONDS:.0g}, got "
-                f"{self.start_s!r} and {self.core_s_per_byte!r}"
+                f"Fabric(core_s_per_byte=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
+                f"{self.core_s_per_byte!r}"
             )
         if self.multicast is not None and not self.multicast >= 1:
             raise ValueError(

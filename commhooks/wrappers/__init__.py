@@ -8,7 +8,6 @@ from commhooks.wrappers.feedback import ErrorFeedback, FlushResidual, Scaled
 from commhooks.wrappers.guard import Guard
 from commhooks.wrappers.per_parameter import PerParameter, Rule, role_of
 from commhooks.wrappers.schedules import DelayedStart, PeriodicDense, Schedule
-from commhooks.wrappers.sealed import Sealed
 from commhooks.wrappers.traced import Traced
 from commhooks.wrappers.two_phase import TwoPhase
 
@@ -27,7 +26,6 @@ __all__ = [
     "Rule",
     "Scaled",
     "Schedule",
-    "Sealed",
     "Traced",
     "TwoPhase",
     "Wrapper",

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket, SchemeExchange
 from commhooks.core.scheme import Scheme
-from commhooks.core.settings import Bound
 from commhooks.core.slot import Number, Slot
 from commhooks.core.traits import Traits
 from commhooks.wrappers.base import Wrapper
@@ -21,7 +20,14 @@ from ddp_core import AllReduce
 __all__ = ["Guard"]
 
 _UNTIL, _ERROR, _RESIDUAL = map(Number, ("guard.dense_until", "guard.error", "guard.residual"))
-_FOREVER = 2**62  # a step that no run reaches, exact in float64
+# In units of the gradient's norm: what is held back for a hundred steps is applied to a model that
+# has moved on.
+_MAX_RESIDUAL = 100.0
+# Of a measure over its moving average: from look to look both vary by a small factor where the
+# scheme works, so that ten times as much is no noise.
+_GROWTH = 10.0
+_REST = 1000  # dense steps, as many as ten looks are apart; then the scheme is tried again
+_SAMPLE = 4096  # entries: their norm is known to 1 / sqrt(2 * 4096), 1 %, for 32 KB of float64
 
 
 @dataclass(frozen=True)
@@ -29,21 +35,17 @@ class Guard(Wrapper):
     """Watches a scheme, and averages densely for a while where its error or residual grows.
 
     Every ``every`` steps the ranks compare some contiguous entries of each averaged bucket with
-    their exact average, and average the size of the residual (one more all-reduce, of ``sample``
-    entries and two). Where either is too large, the guard warns, sends the residual, and averages
-    the bucket densely for ``rest`` steps; all ranks come to the same decision. A step that is not
-    finite is not measured.
+    their exact average, and average the size of the residual (one more all-reduce, of 4096 entries
+    and two). Where the error is above ``max_error``, the residual above a hundred gradients, or
+    either above ten times its moving average, from the fourth measurement on, the guard warns,
+    sends the residual, and averages the bucket densely for 1000 steps; all ranks come to the same
+    decision. A step that is not finite is not measured.
 
     Args:
         scheme: the scheme to watch.
         every: steps between two measurements.
         max_error: largest relative error of the average; None: no bound. The error of sparse
             schemes with feedback is usually about 1.
-        max_residual: largest norm of the residual, in units of the gradient's norm.
-        growth: largest ratio of error or residual to its moving average, from the fourth
-            measurement on; both ``growth`` and ``max_residual`` may be infinite.
-        rest: number of dense steps after a warning; None: all further steps.
-        sample: number of entries that are compared.
 
     Example:
         >>> hook = register(ddp_model, Guard(make("onebit"), every=100))
@@ -52,24 +54,16 @@ class Guard(Wrapper):
     scheme: Scheme
     every: int = 100
     max_error: float | None = None
-    max_residual: Bound = 100.0
-    growth: Bound = 10.0
-    rest: int | None = 1000
-    sample: int = 4096
 
     # Kept per parameter, with one value for all of a bucket: buckets change, names do not.
     keeps = (_UNTIL, _ERROR, _RESIDUAL)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("every", "sample", "rest"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"Guard({name}=...) is a whole number, 1 or more, got {value!r}")
-        for name in ("max_residual", "growth", "max_error"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"Guard({name}=...) is above 0, got {value!r}")
+        if self.every < 1:
+            raise ValueError(f"Guard(every=...) is a whole number, 1 or more, got {self.every!r}")
+        if self.max_error is not None and not self.max_error > 0:
+            raise ValueError(f"Guard(max_error=...) is above 0, got {self.max_error!r}")
         if self.scheme.traits.returns != "mean":
             raise ValueError(
                 f"Guard({type(self.scheme).__name__}(...)): it does not give the average of "
@@ -89,7 +83,7 @@ class Guard(Wrapper):
         if (bucket.step + 1) % self.every or not n:
             return (yield from self.scheme.exchange(bucket))
         # Other entries at each measurement, the same on all ranks.
-        size = min(self.sample, n)
+        size = min(_SAMPLE, n)
         generator = bucket.generator(f"{bucket.layout.names[0]}/guard")
         begin = int(torch.randint(n - size + 1, (), generator=generator, device="cpu"))
         part = slice(begin, begin + size)
@@ -124,16 +118,15 @@ class Guard(Wrapper):
         reasons = []
         if self.max_error is not None and error > self.max_error:
             reasons.append(f"the error of the average is {error:.3g}, at most {self.max_error:.3g}")
-        if residual > self.max_residual:
+        if residual > _MAX_RESIDUAL:
             reasons.append(
-                f"the residual is {residual:.3g} times the gradient, "
-                f"at most {self.max_residual:.3g}"
+                f"the residual is {residual:.3g} times the gradient, at most {_MAX_RESIDUAL:.3g}"
             )
         looks = bucket.step // self.every
         for slot, name, value in ((_ERROR, "error", error), (_RESIDUAL, "residual", residual)):
             before = self._largest(slot, bucket)
             # The first three measurements only fill the average: residuals grow from zero.
-            if looks >= 3 and before > 0 and value > self.growth * before:
+            if looks >= 3 and before > 0 and value > _GROWTH * before:
                 reasons.append(
                     f"the {name} is {value:.3g}, {value / before:.1f} times what it used to be"
                 )
@@ -141,14 +134,12 @@ class Guard(Wrapper):
             self._write(slot, average, bucket)
         if not reasons:
             return
-        until = _FOREVER if self.rest is None else bucket.step + 1 + self.rest
-        self._write(_UNTIL, until, bucket)
+        self._write(_UNTIL, bucket.step + 1 + _REST, bucket)
         if bucket.rank == 0:
             names = ", ".join(bucket.layout.names[:3]) + (", ..." if len(bucket.layout) > 3 else "")
-            for_long = "from now on" if self.rest is None else f"for {self.rest} steps"
             warnings.warn(
                 f"Guard, step {bucket.step}, bucket of {names}: {'; '.join(reasons)}. Averaging "
-                f"densely {for_long}",
+                f"densely for {_REST} steps",
                 RuntimeWarning,
                 stacklevel=2,
             )

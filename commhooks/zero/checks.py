@@ -56,7 +56,7 @@ def need_model(model: nn.Module) -> CoreDDP:
     if ddp._parts.delayed is not None or ddp.reducer.in_flight.optimizer is not None:
         raise RegistrationError(
             "ZeroOptimizer: not with delay_all_reduce_named_params, nor with an optimizer in "
-            "backward (_apply_optimizer_in_backward, hook_with_zero_step)"
+            "backward (_apply_optimizer_in_backward)"
         )
     for one in ddp.reducer.parameters:
         if one.sparse or not one.parameter.is_floating_point():

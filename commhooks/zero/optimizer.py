@@ -109,7 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.hook.agree("commhooks.ZeroOptimizer", facts, MEETING)
         ddp.register_comm_hook(self.hook, comm_hook)
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))
-        ddp._parts.uneven.overlaps_zero = True  # a rank without inputs would not step
+        ddp._parts.uneven.needs_all = True  # a rank without inputs would not step
         ddp.reducer.keep_registered_buckets()
         self.skipped_steps = 0
         self._shards = Shards(self.hook, ddp, sends, in_backward)

@@ -22,11 +22,11 @@ class ShadowHook(JoinHook):
     """
 
     def __init__(self, parts: Parts, *, static_world_size: bool) -> None:
-        if parts.uneven.overlaps_zero:
+        if parts.uneven.needs_all:
             raise RuntimeError(
-                "DistributedDataParallel.join: a ZeroRedundancyOptimizer steps while gradients are "
-                "averaged (hook_with_zero_step), for which all ranks need inputs. Construct it "
-                "with overlap_with_ddp=False"
+                "DistributedDataParallel.join: the optimizer steps in shards while gradients are "
+                "averaged (ZeroOptimizer), for which all ranks need inputs. Give all ranks as many "
+                "inputs, or use an optimizer of each rank's own"
             )
         if parts.delayed is not None:
             raise RuntimeError(

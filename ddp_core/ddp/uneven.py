@@ -21,7 +21,7 @@ class UnevenInputs:
 
     has_joined: bool = False  # ranks may have run out of inputs
     static_world_size: bool = True  # gradients are divided by the number of all ranks
-    overlaps_zero: bool = False  # an optimizer steps with the hook; see ddp_core.zero
+    needs_all: bool = False  # an optimizer steps with the hook, in shards of all ranks
 
 
 class Plans(NamedTuple):

@@ -14,7 +14,7 @@ from ddp_core.reducer.graph_errors import GraphErrors
 from ddp_core.reducer.held import HeldBucket
 from ddp_core.reducer.launch import Launcher, Outcome
 from ddp_core.reducer.left_alone import LeftAlone
-from ddp_core.reducer.optimizer import StepsInBackward
+from ddp_core.reducer.optimizer import OptimizersInBackward
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.precision import Precision
 from ddp_core.reducer.ranges import named_range
@@ -56,7 +56,7 @@ class InFlight:
         self.buckets, self.parameters = buckets, parameters
         self.launcher, self.usage, self._errors = launcher, usage, errors
         self._precision, self.left_alone, self.step = precision, left_alone, Step()
-        self.optimizer: StepsInBackward | None = None
+        self.optimizer: OptimizersInBackward | None = None
         self._world_size = launcher.group.size()
         self._effective: dist.Work | None = None  # counts the ranks that have input (join)
         self._futures: list[Any] = []  # of the buffer hook, awaited with the gradients
@@ -133,7 +133,7 @@ class InFlight:
             step.launched += 1
             step.outcomes.append(self._launch(bucket))
             # While parameters are low-precision copies, there is nothing to step.
-            if self.optimizer is not None and self.optimizer.early and not self.is_low:
+            if self.optimizer is not None and not self.is_low:
                 self._finish_early()
         if step.launched == len(self.buckets) and self.usage.finds:
             self.usage.used.all_reduce(self.left_alone.in_views())
@@ -197,8 +197,6 @@ class InFlight:
         while self.step.finished < len(self.step.outcomes):
             self._finish_next()
         self.launcher.all_enqueued()
-        if self.optimizer is not None:
-            self.optimizer.all_averaged()
 
     @property
     def is_low(self) -> bool:

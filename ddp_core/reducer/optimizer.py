@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from threading import Lock
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +18,6 @@ from ddp_core.reducer.held import HeldBucket
 
 __all__ = [
     "OptimizersInBackward",
-    "StepsInBackward",
     "before_every_step",
     "has_optimizer_in_backward",
     "take_over",
@@ -26,23 +25,6 @@ __all__ = [
 
 _looks: list[Callable[[], Callable[[Optimizer], None] | None]] = []
 _lock = Lock()
-
-
-class StepsInBackward(Protocol):
-    """Hears of averaged buckets from a reducer.
-
-    Attributes:
-        early: whether a bucket that is averaged is wanted while backward still goes on. When that
-            is differs between ranks; the order of buckets does not.
-    """
-
-    early: bool
-
-    def bucket_averaged(self, bucket: HeldBucket) -> None:
-        """Hears that the gradients of the next bucket, in order, are in ``.grad``."""
-
-    def all_averaged(self) -> None:
-        """Hears that those of all buckets are; the step is over when this returns."""
 
 
 def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
@@ -63,9 +45,8 @@ def take_over(parameters: Sequence[nn.Parameter]) -> None:
 class OptimizersInBackward:
     """Steps each parameter's own optimizers when its bucket is averaged, and drops its gradient."""
 
-    early = True
-
     def bucket_averaged(self, bucket: HeldBucket) -> None:
+        """Hears that the gradients of the next bucket, in order, are in ``.grad``."""
         with torch.no_grad():
             for parameter in bucket.parameters:
                 optimizers = optimizers_in_backward(parameter)
@@ -73,9 +54,6 @@ class OptimizersInBackward:
                     for optimizer in optimizers:
                         optimizer.step()
                     parameter.grad = None  # as torch's hook does; the memory is free at once
-
-    def all_averaged(self) -> None:
-        """Does nothing: all optimizers have stepped."""
 
 
 def before_every_step(look: Callable[[Optimizer], None]) -> None:

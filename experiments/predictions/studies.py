@@ -13,7 +13,6 @@ import pandas as pd
 import commhooks
 from commhooks.predict import Device, Fabric, Link, Workload, predict_step
 from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.local import predict_local
 from commhooks.predict.models import model
 from experiments.predictions.parameters import (
     fitted_rows,
@@ -23,6 +22,7 @@ from experiments.predictions.parameters import (
     quantised_seconds,
     seconds,
 )
+from experiments.slow_line.local_steps import predict_local
 
 __all__ = ["STUDIES", "tabulated", "unseen"]
 
@@ -122,7 +122,6 @@ def _limited(bits: float) -> Fabric:
         "four machines",
         Link(50e-6, bits / 8 * float(share)),
         tree_nbytes=found["tree_nbytes"],
-        start_s=found["start_s"],
     )
 
 
@@ -140,16 +139,15 @@ def _ddp(compute_s: float, bits: float) -> float:
 
 def _local(row: Any, bits: float) -> float:
     """Returns the mean step of a run, of its own numbers of steps and exchanges."""
-    fabric = _limited(bits)
     step = predict_local(
         commhooks.make("none"),
         _workload(row.compute_ms / 1e3),
         every=row.period,
         ranks=4,
-        fabric=fabric,
+        fabric=_limited(bits),
         device=_FREE,
     )
-    waits = row.exchanges * step.exposed_s + fabric.start_s
+    waits = row.exchanges * step.exposed_s + parameters()["diloco"]["start_s"]
     return step.compute_s + waits / row.steps
 
 

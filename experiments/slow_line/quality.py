@@ -33,7 +33,6 @@ PLANS = (
     # What of a gap is due to local steps, and to averages that arrive late, without any codec.
     *(Cell(plan, "none", every) for every in (128, 32, 8) for plan in ("blocking", "overlapped")),
 )
-MIX = 0.5
 _TOLD = 16  # steps between two messages
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, two-sided, by number of seeds
 
@@ -69,7 +68,6 @@ def _trained(run: Run, task: Task, rank: int, send: Callable[[Any], None]) -> fl
             made(cell.codec),
             every=cell.every,
             delay=cell.delay,
-            mix=MIX if cell.delay else 0.0,
             seed=run.seed,
         )
     optimizer = task.optimizer(model)

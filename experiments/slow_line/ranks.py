@@ -110,11 +110,7 @@ class _LocalRun:
     def __init__(self, cell: Cell, compute_s: float) -> None:
         self.cell, self.model, self.clock = cell, _Held(), _Clock(compute_s)
         self.outer = commhooks.DiLoCo(
-            self.model,
-            made(cell.codec),
-            every=cell.every,
-            delay=cell.delay,
-            mix=0.5 if cell.delay else 0.0,
+            self.model, made(cell.codec), every=cell.every, delay=cell.delay
         )
         self.outer_s = 0.0
         for fragment in self.outer._all():  # the outer optimizer's arithmetic is timed apart
@@ -134,9 +130,9 @@ class _LocalRun:
             before += len(piece)
 
     def _timed(self, function: Callable[..., None]) -> Callable[..., None]:
-        def timed(*args: Any) -> None:
+        def timed(*args: Any, **options: Any) -> None:
             begin = time.perf_counter()
-            function(*args)
+            function(*args, **options)
             self.outer_s += time.perf_counter() - begin
 
         return timed

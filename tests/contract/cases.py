@@ -42,7 +42,6 @@ from commhooks.wrappers import (
     TwoPhase,
 )
 from commhooks.wrappers.feedback import keeps_residual
-from commhooks.wrappers.sealed import Sealed
 
 # Files with more schemes, to run all of this on them.
 load_files(
@@ -112,7 +111,6 @@ VARIANTS: dict[str, Callable[[str], Scheme]] = {
     "ef21": lambda name: EF21(_contracting(bare(name)), momentum=0.5),
     "two_phase": lambda name: _two_phase(make(name, error_feedback=False)),
     "averaged": lambda name: AveragedFeedback(_contracting(bare(name))),
-    "sealed": lambda name: Sealed(make(name)),
     "guard": lambda name: Guard(make(name), every=2),
     "start_step": lambda name: make(name, start_step=START_STEP),
     "periodic_dense": lambda name: PeriodicDense(make(name), every=3),

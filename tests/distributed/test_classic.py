@@ -453,33 +453,36 @@ def test_a_state_of_one_rank_or_of_all_continues_on_fewer_ranks(tmp_path: Path) 
     assert not torch.equal(left["alone"][0][0], left["gathered"][0][0])
 
 
-def by_bucket(rank: int, world_size: int, hook_name: str) -> Any:
-    """How far the residuals are from their law, and shapes of the factors, by bucket."""
+def shown(rank: int, world_size: int, hook_name: str) -> Any:
+    """How far the residuals are from their law, and shapes of the factors."""
     model, plain = make_model(4), make_model(4)
     state = classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
     model.register_comm_hook(state, getattr(classic, hook_name))
     owed = torch.zeros(())
     for step in range(4):
-        assert len(state.error_dict) == len(state.q_memory_dict) == (2 if step > 2 else 0)
+        assert bool(state.error_dict) == bool(state.q_memory_dict) == (step > 2)
+        assert not state.p_memory_dict
         result, mean = flat(backward(model, rank, step))[0], flat(backward(plain, rank, step))[0]
         owed = owed + (mean - result).sum()
-    errors = torch.cat([state.error_dict[index] for index in range(2)])
-    assert len(errors) == len(result)
+    names = dict(model.module.named_parameters())
+    assert set(state.error_dict) == set(names)
+    errors = torch.cat([one.flatten() for one in state.error_dict.values()])
     dist.all_reduce(errors)
-    # The bucket has its own order of entries, which their sum does not know.
+    # Buckets have their own order of entries, which their sum does not know.
     off = (errors.sum() / world_size - owed).abs() / errors.abs().sum()
+    assert set(state.q_memory_dict) <= set(names)
     return off.item(), [tuple(factors.shape) for factors in state.q_memory_dict.values()]
 
 
 @pytest.mark.parametrize(
-    ("hook_name", "shape"),
+    ("hook_name", "shapes"),
     # Two layers of 40 x 40 are in a bucket; its 3280 entries are a square of 58 x 58.
-    [("powerSGD_hook", (2 * SIDE * 2,)), ("batched_powerSGD_hook", (58, 2))],
+    [("powerSGD_hook", [(2, SIDE)] * 4), ("batched_powerSGD_hook", [(2, 58)] * 2)],
 )
-def test_memory_is_shown_by_bucket_as_torch_shows_it(hook_name: str, shape: Any) -> None:
-    for off, shapes in run_ranks(by_bucket, 2, hook_name):
+def test_memory_is_shown_under_torchs_names(hook_name: str, shapes: Any) -> None:
+    for off, found in run_ranks(shown, 2, hook_name):
         assert off < 1e-5  # float32 rounds by 6e-8; a sum of 6,560 entries 100 times as much
-        assert shapes == [shape] * 2
+        assert found == shapes
 
 
 OPTIONS = {

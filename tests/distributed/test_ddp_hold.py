@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.ddp_comm_hooks.ddp_zero_hook import hook_with_zero_step
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import Breaks, Cnn, loss_of
@@ -323,30 +322,6 @@ def _in_backward(rank: int, world_size: int) -> None:
 
 def test_optimizers_in_backward_step_when_reduce_has_averaged() -> None:
     run_ranks(_in_backward, 2)
-
-
-def _zero(rank: int, world_size: int) -> None:
-    model, other = (DistributedDataParallel(mlp(), **SMALL) for _ in range(2))
-    zero = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, overlap_with_ddp=True, lr=0.1
-    )
-    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-
-    model.register_comm_hook(None, hook_with_zero_step(allreduce_hook, model, zero))
-    optimizer = torch.optim.SGD(other.parameters(), 0.1)
-    for step in range(2):
-        model.zero_grad()
-        other.zero_grad()
-        with model.hold():
-            add_pass(model, step, 0, rank)
-        add_pass(other, step, 0, rank)
-        model.reduce()
-        optimizer.step()
-    torch.testing.assert_close(list(model.parameters()), list(other.parameters()))
-
-
-def test_an_overlapped_optimizer_steps_in_reduce() -> None:
-    run_ranks(_zero, 2, ignore_warnings=(".*functional",))
 
 
 def _uneven(rank: int, world_size: int, options: dict[str, Any]) -> None:

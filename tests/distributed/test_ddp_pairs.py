@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_core import CollectiveError, DistributedDataParallel, MixedPrecision
 from tests.distributed.harness import run_ranks
-from tests.distributed.models import Branches, SometimesUnused, frozen_part, loss_of
+from tests.distributed.models import Branches, Breaks, SometimesUnused, frozen_part, loss_of
 from tests.distributed.training import averaged, batch, gradients, mlp, outcome
 
 LOW = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
@@ -174,6 +174,35 @@ def _in_backward(rank: int, world_size: int) -> list[str]:
 def test_an_optimizer_in_backward_steps_as_after_it_with_every_option():
     for wrong in run_ranks(_in_backward, 2, ignore_warnings=(".*full backward hook",)):
         assert wrong == []
+
+
+class Broken(nn.Module):
+    """Layers between which backward may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = mlp(seed=1), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor, breaks: bool) -> Tensor:
+        return self.last(Breaks.apply(self.first(x), breaks))
+
+
+def _after_a_raise(rank: int, world_size: int) -> None:
+    module = Broken()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(module, bucket_cap_mb=0.0005)
+    for step in range(8):
+        breaks = step in (0, 3, 4)
+        loss = loss_of(model(batch(step, rank, 4, 16), breaks))
+        with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
+            loss.backward()
+    everything = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(averaged(everything), everything)
+
+
+def test_ranks_stay_equal_when_backward_raises_between_steps_in_backward():
+    run_ranks(_after_a_raise, 2)
 
 
 # ---- graphs that change

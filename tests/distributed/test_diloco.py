@@ -62,7 +62,6 @@ def _by_hand(
     momentum: float = 0.9,
     fragments: int = 1,
     delay: int = 0,
-    mix: float = 0.0,
 ) -> list[Tensor]:
     """The models of all ranks, trained in turn; the layers are the fragments."""
     models = [mlp() for _ in range(ranks)]
@@ -90,7 +89,7 @@ def _by_hand(
                 outer[i] = outer[i] - lr * (delta + momentum * velocity[i])
                 for model in models:
                     p = list(model.parameters())[i]
-                    p.data.copy_(mix * p.data + (1 - mix) * outer[i])
+                    p.data.copy_((p.data + outer[i]) / 2 if delay else outer[i])
     return [parameters(model) for model in models]
 
 
@@ -99,7 +98,7 @@ def _by_hand(
     [
         {"every": 4},
         {"every": 6, "fragments": 3},
-        {"every": 6, "fragments": 3, "delay": 1, "mix": 0.25},
+        {"every": 6, "fragments": 3, "delay": 1},
     ],
 )
 def test_it_is_what_the_papers_say(options: dict[str, Any]) -> None:
@@ -154,7 +153,7 @@ def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -
     ("scheme", "options"),
     [
         ("int4", {"every": 4}),
-        ("onebit", {"every": 8, "fragments": 2, "delay": 3, "mix": 0.25}),  # saved under way
+        ("onebit", {"every": 8, "fragments": 2, "delay": 3}),  # saved under way
     ],
 )
 def test_a_resumed_run_equals_one_that_went_on(scheme: str, options: dict[str, Any]) -> None:
@@ -237,7 +236,6 @@ def _wrong(rank: int, world_size: int) -> list[Any]:
         {"every": 0},
         {"every": 10, "fragments": 3},
         {"every": 6, "fragments": 3, "delay": 2},
-        {"mix": 0.25},
         {"momentum": 1.0},
         {"every": 100, "fragments": 100},
     ]
@@ -258,7 +256,7 @@ def _wrong(rank: int, world_size: int) -> list[Any]:
 def test_wrong_settings_are_named() -> None:
     for found in run_ranks(_wrong, 2):
         assert [error[0] for error in found] == [
-            *["ValueError"] * 8,
+            *["ValueError"] * 7,
             "MismatchError",
             "CheckpointError",
         ]

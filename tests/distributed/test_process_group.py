@@ -326,7 +326,6 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
     }
     dist.barrier()  # a rank that ends closes what the other still connects
     found["changed"] = outcome(group.hook.change_group, others)
-    found["left"] = outcome(group.hook.leave, [1])
     return found
 
 
@@ -339,7 +338,6 @@ EXPECTED = {
     "least": ("MismatchError", "least"),
     "unknown": ("UnknownSchemeError", "int8"),
     "changed": ("RegistrationError", "process_group(scheme, group)"),
-    "left": ("RegistrationError", "process_group(scheme, group)"),
 }
 
 

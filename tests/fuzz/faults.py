@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import commhooks
 import ddp_core
+from commhooks.collectives import functions
 from commhooks.collectives.calls import Calls
 from commhooks.core.dense import Dense
 from commhooks.core.memory import Memory

@@ -28,7 +28,6 @@ from commhooks.wrappers import (
 )
 from commhooks.wrappers.base import Choice
 from commhooks.wrappers.feedback import keeps_residual
-from commhooks.wrappers.sealed import Sealed
 
 __all__ = ["OPTIONS", "SCHEMES", "WRAPPERS", "Law", "build", "law_of"]
 
@@ -81,7 +80,6 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
 WRAPPERS: dict[str, Callable[[Scheme], Scheme]] = {
     "periodic": lambda one: PeriodicDense(one, every=3),
     "guard": lambda one: Guard(one, every=2),
-    "sealed": Sealed,
     "rules": lambda one: PerParameter(
         [Rule(commhooks.make("none"), max_dim=1), Rule(one, name="*middle*")], default=one
     ),
@@ -149,7 +147,7 @@ def _leaves(scheme: Scheme) -> Iterator[Scheme]:
     if isinstance(scheme, (Choice, commhooks.wrappers.DelayedStart)):
         for one in children(scheme):
             yield from _leaves(one)
-    elif isinstance(scheme, (Guard, PeriodicDense, Sealed, commhooks.wrappers.Coalesced)):
+    elif isinstance(scheme, (Guard, PeriodicDense, commhooks.wrappers.Coalesced)):
         yield from _leaves(scheme.scheme)
     else:
         yield scheme

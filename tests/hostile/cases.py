@@ -10,7 +10,6 @@ import random
 import struct
 import tempfile
 import traceback
-import zlib
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -30,34 +29,13 @@ from commhooks.checkpoint.checksum import checksum
 from commhooks.cli.app import app
 from commhooks.collectives.calls import _tensors_of as tensors_of
 from commhooks.core.scheme import walk
-from commhooks.errors import CheckpointError, PayloadError
+from commhooks.errors import CheckpointError
 from commhooks.hook.pickling import sealed as sealed_pickle
 from commhooks.local.saving import sealed as sealed_outer
-from commhooks.research.wire import HEADER_BYTES, decode, encode
 from tests.hostile.values import Written, changed, changed_json, damaged
 
 __all__ = ["KINDS", "Target"]
 
-_CODECS = [
-    commhooks.schemes.Blockwise("int8", 256),
-    commhooks.schemes.Blockwise("int8", 256, "dither"),
-    commhooks.schemes.Blockwise("int4", 64),
-    commhooks.schemes.Blockwise("int4", 128, rotate=True),
-    commhooks.schemes.Blockwise("int2", 128),
-    commhooks.schemes.Blockwise("e4m3", 256),
-    commhooks.schemes.Blockwise("mx_e4m3", 32),
-    commhooks.schemes.Blockwise("sign", 2048),
-    commhooks.schemes.Eden(1),
-    commhooks.schemes.Eden(3),
-    commhooks.schemes.QSGD(),
-    commhooks.schemes.TernGrad(),
-    commhooks.schemes.MinMax(),
-    commhooks.schemes.MinMaxPerChannel(128),
-    commhooks.schemes.SignSGD(),
-    commhooks.schemes.TwoPhaseCast(torch.bfloat16),
-    commhooks.schemes.TopK(0.01),
-    commhooks.schemes.TopK(1e-5),
-]
 _SCHEMES = [
     ("powersgd", {"rank": 2, "start_step": 1}),
     ("topk", {"ratio": 0.1}),
@@ -139,36 +117,6 @@ class Target:
         for _ in range(3):
             self.model(torch.randn(4, 12)).square().mean().backward()
         return hook
-
-
-def wire(target: Target, rng: random.Random) -> None:
-    """A message decodes to as many numbers as it says, or raises PayloadError."""
-    codec = rng.choice(_CODECS)
-    n = rng.choice((0, 1, 100, 3000))
-    message = bytes(encode(codec, torch.randn(n), checksum=rng.random() < 0.5).tolist())
-    data = bytearray(damaged(message, rng))
-    if len(data) >= HEADER_BYTES and rng.random() < 0.7:  # a header that is right, in part
-        data[:16] = message[:16]
-        data[6:8], data[52:64] = b"\0\0", bytes(12)
-        if rng.random() < 0.7:
-            data[24:32] = struct.pack("<Q", len(data) - HEADER_BYTES)
-        if rng.random() < 0.5:
-            data[16:24] = message[16:24]
-        if rng.random() < 0.9:
-            data[32:48] = bytes(16)
-        data[48:52] = bytes(4)
-        if rng.random() < 0.5:
-            data[6] = 1
-            data[48:52] = struct.pack("<I", zlib.crc32(bytes(data)))
-    given = rng.choice((bytes, lambda one: torch.tensor(list(one), dtype=torch.uint8)))(bytes(data))
-    if rng.random() < 0.02:
-        given = rng.choice(
-            (None, 5, 10**9, "text", torch.zeros(70), [1], torch.zeros(70, device="meta"))
-        )
-    with contextlib.suppress(PayloadError):
-        decoded = decode(codec, given)
-        assert decoded.dtype == torch.float32
-        assert decoded.shape == struct.unpack_from("<Q", data, 16)
 
 
 def state(target: Target, rng: random.Random) -> None:
@@ -409,7 +357,6 @@ def _word(rng: random.Random) -> str:
 
 
 KINDS: dict[str, Callable[[Target, random.Random], None]] = {
-    "wire": wire,
     "state": state,
     "torch file": torch_file,
     "pickled hook": torch_pickle,

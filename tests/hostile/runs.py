@@ -21,9 +21,8 @@ from tests.hostile.limits import Cost, measured
 
 __all__ = ["Outcome", "run", "run_some"]
 
-# Bytes to payloads are the most exposed; the command line takes a person's word.
+# Saved states are the most exposed; the command line takes a person's word.
 _SHARES = {
-    "wire": 30,
     "state": 20,
     "torch file": 10,
     "pickled hook": 8,

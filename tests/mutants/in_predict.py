@@ -10,7 +10,6 @@ ADVISE, HEADROOM, AUTO = (
     f"{UNIT}/test_headroom.py",
     f"{DISTRIBUTED}/test_auto.py",
 )
-LOCAL = f"{UNIT}/test_predicted_local.py"
 FAR = f"{DISTRIBUTED}/test_link.py::test_a_long_delay_leaves_the_bandwidth_known"
 
 MUTANTS: list[Mutant] = [
@@ -212,21 +211,6 @@ MUTANTS: list[Mutant] = [
             'f"node {global_rank // int(local)}"',
             'f"node {global_rank % int(local)}"',
             f"{DISTRIBUTED}/test_link.py::test_nodes_are_told_by_torchruns_number_of_local_ranks",
-        ),
-    ),
-    *planted(
-        "predict_local",
-        (
-            "a delay hides what is before the first message",
-            "waits = first + max(0.0, seconds - delay * workload.compute_s)",
-            "waits = max(0.0, first + seconds - delay * workload.compute_s)",
-            f"{LOCAL}::test_with_a_delay_only_what_is_before_the_first_message_is_exposed",
-        ),
-        (
-            "the outer optimizer takes no time",
-            "exposed.append(waits + device.seconds(_outer(shapes)))",
-            "exposed.append(waits)",
-            f"{LOCAL}::test_the_outer_optimizer_takes_what_its_memory_takes",
         ),
     ),
     *planted(

@@ -19,7 +19,6 @@ import commhooks
 import commhooks.kernels
 import commhooks.research.conformance
 import commhooks.research.trace
-import commhooks.research.wire
 import ddp_core
 from commhooks.cli.app import app
 from commhooks.kernels.runtime import cuda
@@ -129,7 +128,6 @@ PUBLIC = [
     commhooks.errors,
     commhooks.research.conformance,
     commhooks.research.trace,
-    commhooks.research.wire,
     ddp_core,
 ]
 

@@ -29,6 +29,7 @@ from commhooks.core.scheme import SchemeExchange
 from commhooks.research.budget import allocate
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
 from commhooks.wrappers import Guard, role_of
+from commhooks.wrappers import guard as _guard
 from commhooks.wrappers.feedback import RESIDUAL
 from ddp_core import AllReduce
 
@@ -160,8 +161,9 @@ def _steps(ranks: Simulation, count: int, begin: int = 0) -> tuple[list[float], 
     return errors, [str(one.message) for one in caught]
 
 
-def test_a_guard_goes_back_to_dense_and_says_so() -> None:
-    guard = Guard(Breaks(22), every=5, max_error=0.5, rest=10)
+def test_a_guard_goes_back_to_dense_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_guard, "_REST", 10)
+    guard = Guard(Breaks(22), every=5, max_error=0.5)
     errors, said = _steps(Simulation(guard, {"w": (N,)}, world_size=3), 45)
     bad = [step for step, error in enumerate(errors) if error > 0.5]
     assert bad == [22, 23, 24, 35, 36, 37, 38, 39]  # seen in steps 24 and 39, dense for ten
@@ -171,13 +173,13 @@ def test_a_guard_goes_back_to_dense_and_says_so() -> None:
 
 
 def test_a_guard_sees_growth_without_a_bound() -> None:
-    guard = Guard(Int8ThenBroken(30), every=5, rest=None)
+    guard = Guard(Int8ThenBroken(30), every=5)
     errors, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 60)
     assert max(errors[:30]) < 0.02
     assert max(errors[35:]) < 1e-6
     assert len(said) == 1
     assert "times what it used to be" in said[0]
-    assert "from now on" in said[0]
+    assert "Averaging densely for 1000 steps" in said[0]
 
 
 @dataclass(frozen=True)
@@ -191,10 +193,13 @@ class Wrong(Scheme):
         return Result(mean)
 
 
-def test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on() -> None:
+def test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_guard, "_GROWTH", 3.0)
     # The third is 3.5 times the average before, and not judged. Then the average is 0.8 * 0.1 +
     # 0.2 * 0.35 = 0.15, and 0.5 is 3.3 times that; with its weights swapped it would be 0.3.
-    guard = Guard(Wrong((0.1, 0.1, 0.35, 0.5)), every=1, growth=3.0)
+    guard = Guard(Wrong((0.1, 0.1, 0.35, 0.5)), every=1)
     _, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 4)
     assert len(said) == 1
     assert "step 3, bucket of w: the error is 0.5, 3.3 times what it used to be" in said[0]
@@ -211,9 +216,11 @@ class Int8ThenBroken(Scheme):
         return (yield from scheme.exchange(bucket))
 
 
-def test_a_guard_that_sees_the_residual_grow_sends_it() -> None:
+def test_a_guard_that_sees_the_residual_grow_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_guard, "_MAX_RESIDUAL", 5.0)
+    monkeypatch.setattr(_guard, "_REST", 7)
     scheme = ErrorFeedback(TopK(0.001))  # two entries of 2048 a step
-    guard = Guard(scheme, every=10, max_residual=5.0, rest=7)
+    guard = Guard(scheme, every=10)
     ranks = Simulation(guard, {"w": (N,)}, world_size=2)
     applied = total = torch.zeros(N, dtype=torch.float64)
     said = []
@@ -251,8 +258,7 @@ def test_a_step_that_is_not_finite_is_not_judged() -> None:
 def test_a_guard_bounds_its_settings() -> None:
     for options, words in (
         ({"every": 0}, r"Guard\(every=...\) is a whole number"),
-        ({"rest": 0}, r"Guard\(rest=...\) is a whole number"),
-        ({"growth": 0.0}, r"Guard\(growth=...\) is above 0"),
+        ({"max_error": 0.0}, r"Guard\(max_error=...\) is above 0"),
     ):
         settings: dict[str, Any] = options
         with pytest.raises(ValueError, match=words):

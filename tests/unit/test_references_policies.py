@@ -13,6 +13,7 @@ from commhooks.local.fragments import Fragment
 from commhooks.optim import OneBitAdam
 from commhooks.schemes import RandomBlock, TopK
 from commhooks.wrappers import DelayedStart, Guard, PeriodicDense
+from commhooks.wrappers import guard as _guard
 from tests.unit.references import (
     all_equal,
     close,
@@ -75,12 +76,14 @@ def test_a_delayed_start_hands_the_residual_of_what_ran_before_on() -> None:
         close(all_equal(ranks.step(grads)), expected)
 
 
-def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes() -> None:
+def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A look every second step; the first finds a residual above 1.5 gradients."""
+    for name, value in (("_MAX_RESIDUAL", 1.2), ("_REST", 3), ("_GROWTH", 1e9)):
+        monkeypatch.setattr(_guard, name, value)
     watched = ErrorFeedback(TopK(0.05))
-    ranks = Simulation(
-        Guard(watched, every=2, max_residual=1.2, rest=3, growth=1e9), {"p": (N,)}, world_size=2
-    )
+    ranks = Simulation(Guard(watched, every=2), {"p": (N,)}, world_size=2)
     e, dense_until, seen = zeros(2), 0, []
     for step in range(9):
         grads = gradients(2, step, N)
@@ -209,8 +212,8 @@ def test_the_optimizer_is_adam_with_a_second_moment_that_stays() -> None:
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-@pytest.mark.parametrize("mix", [0.0, 0.25])
-def test_outer_steps(nesterov: bool, mix: float) -> None:
+@pytest.mark.parametrize("late", [False, True])
+def test_outer_steps(nesterov: bool, late: bool) -> None:
     lr, momentum = 0.7, 0.9
     p = nn.Parameter(normal(30, 1).view(5, 6))
     fragment = Fragment(0, ["p"], [p], place=0, is_last=True)
@@ -226,7 +229,7 @@ def test_outer_steps(nesterov: bool, mix: float) -> None:
         local = p.detach().double() + 0.01
         with torch.no_grad():
             p += 0.01  # training goes on meanwhile
-        fragment.apply(arrived.float().flatten(), lr, momentum, nesterov, mix)
+        fragment.apply(arrived.float().flatten(), lr, momentum, nesterov, late=late)
         velocity = momentum * velocity + arrived
         outer = outer - lr * (arrived + momentum * velocity if nesterov else velocity)
-        close(p.detach(), mix * local + (1 - mix) * outer)
+        close(p.detach(), (local + outer) / 2 if late else outer)

@@ -18,7 +18,7 @@ from commhooks.checkpoint.plain_scheme import from_plain, to_plain
 from commhooks.core.registry import _factories, register_scheme
 from commhooks.errors import CheckpointError, OptionError, UnknownSchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD
-from commhooks.wrappers import Cast, Coalesced, DelayedStart
+from commhooks.wrappers import Cast, Coalesced, DelayedStart, Guard
 
 
 def test_names_are_sorted_and_can_all_be_made() -> None:
@@ -149,6 +149,16 @@ def test_a_saved_scheme_may_have_the_settings_of_its_time(stochastic: bool) -> N
     assert from_plain(plain) == scheme
     plain["settings"]["stochastic"] = "yes"
     with pytest.raises(CheckpointError, match="unexpected keyword argument 'stochastic'"):
+        from_plain(plain)
+
+
+def test_a_saved_guard_may_have_what_it_does_as_settings() -> None:
+    scheme = Guard(commhooks.make("int8"), every=5)
+    plain = to_plain(scheme)
+    plain["settings"] |= {"max_residual": 100.0, "growth": 10.0, "rest": 1000, "sample": 4096}
+    assert from_plain(plain) == scheme
+    plain["settings"]["rest"] = None
+    with pytest.raises(CheckpointError, match=r"a Guard with another 'rest' than 1000.*state_dict"):
         from_plain(plain)
 
 

@@ -7,13 +7,67 @@ import struct
 
 import pandas as pd
 import pytest
+import torch
 
-from commhooks.predict import DEVICES
+import commhooks
+from commhooks.predict import DEVICES, PRESETS, Device, Layer, Workload
 from experiments.delay import without_lost
 from experiments.slow_line.cells import Cell, Line, dense_share, predicted_share, share, source
+from experiments.slow_line.local_steps import LocalStep, predict_local
 from experiments.slow_line.quality import gaps, interval
 
 ETHERNET, IP, TCP, MSS = 14, 20, 20, 100
+FREE = Device("free", float("inf"), 0.0, float("nan"))
+# 100 MB of parameters, a step of 90 ms.
+MODEL = Workload.of("model", [Layer(f"w{i}", (500, 5000), 1.0) for i in range(10)], forward_s=0.03)
+
+
+def local(device: Device = FREE, every: int = 10, delay: int = 0) -> LocalStep:
+    return predict_local(
+        commhooks.make("none"),
+        MODEL,
+        every=every,
+        ranks=2,
+        fabric=PRESETS["1gbe"],
+        device=device,
+        delay=delay,
+    )
+
+
+def test_local_steps_divide_the_exchange_by_their_number() -> None:
+    step = local()
+    # Two ranks exchange 100 MB at 0.94 of 125 MB/s.
+    assert step.exchange_s == pytest.approx(100e6 / 117.5e6, rel=0.01)
+    assert step.step_s == pytest.approx(0.09 + step.exchange_s / 10)
+    assert step.utilisation == pytest.approx(0.09 / step.step_s)
+
+
+def test_with_a_delay_only_what_is_before_the_first_message_is_exposed() -> None:
+    class Counts(Device):
+        """Takes 1 s before a message, 1 ms beside it, 3 s after it; the outer optimizer 10 s."""
+
+        def parts(self, scheme, shapes, ranks):  # type: ignore[no-untyped-def]
+            return (1.0, 1e-3, 3.0)
+
+        def seconds(self, work):  # type: ignore[no-untyped-def]
+            return 10.0
+
+    device = Counts("counts", 1.0, 0.0, float("nan"))
+    waits = {delay: local(device, 50, delay).exposed_s for delay in (0, 20, 49)}
+    wire = local(every=50).exposed_s
+    assert waits[0] == pytest.approx(10 + 1 + 3 + wire)
+    assert waits[20] == pytest.approx(10 + 1 + 3 + wire - 20 * 0.09)
+    assert waits[49] == pytest.approx(10 + 1)
+
+
+def test_the_outer_optimizer_takes_what_its_memory_takes() -> None:
+    device = Device("some", 1e9, 1e-6, float("nan"))
+    # A distance and a step with momentum: 64 bytes for each of 25 M entries, and 6 calls for each
+    # of 10 parameters. `none` computes an average besides.
+    shapes = tuple(torch.Size(layer.shape) for layer in MODEL.layers)
+    mean = sum(device.parts(commhooks.make("none"), shapes, 2))
+    more = local(device).exposed_s - local().exposed_s
+    assert more == pytest.approx(64 * 25e6 / 1e9 + 60e-6 + mean)
 
 
 def test_share_is_the_sleeps_over_the_whole_time() -> None:
