@@ -6,7 +6,6 @@ Knows torch and no scheme: it takes hooks, and generators that yield collectives
 from ddp_core.ddp.agreement import first_difference, module_facts
 from ddp_core.ddp.ddp import DistributedDataParallel
 from ddp_core.exchange.clocks import Clock, Moment, clock_of, event_after
-from ddp_core.exchange.collective import overlapped
 from ddp_core.exchange.collectives import (
     AllGather,
     AllReduce,
@@ -15,6 +14,7 @@ from ddp_core.exchange.collectives import (
     Collective,
     ReduceScatter,
     as_request,
+    overlapped,
 )
 from ddp_core.exchange.devices import (
     Turns,
@@ -25,7 +25,6 @@ from ddp_core.exchange.devices import (
     on_device_of,
     stream_of,
 )
-from ddp_core.exchange.drivers import Drivers
 from ddp_core.exchange.errors import (
     CollectiveError,
     Error,
@@ -47,10 +46,10 @@ from ddp_core.exchange.lane_groups import (
 from ddp_core.exchange.lanes import Lanes
 from ddp_core.exchange.shared_store import SharedStore, group_timeout, shared_store
 from ddp_core.exchange.simulate import simulate
-from ddp_core.exchange.streams import Streams
+from ddp_core.exchange.streams import Drivers, Streams
 from ddp_core.exchange.task import Exchange, RoundRecord, Task
-from ddp_core.reducer.accumulators import call_after_backward
-from ddp_core.reducer.bucket import GradBucket
+from ddp_core.reducer.autograd import call_after_backward
+from ddp_core.reducer.grad_bucket import GradBucket
 from ddp_core.reducer.precision import MixedPrecision
 from ddp_core.reducer.reducer import Reducer
 from ddp_core.reducer.timeline import Timeline

@@ -42,13 +42,13 @@ from commhooks.hook.sharded_bucket import ShardedBucket, average
 from commhooks.hook.sharded_parameters import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.verify import Verification
-from ddp_core.reducer.accumulators import (
+from ddp_core.reducer.autograd import (
     NO_BACKWARD,
     backward_number,
     call_after_backward,
     when_accumulated,
 )
-from ddp_core.reducer.graph_errors import local_error
+from ddp_core.reducer.misuse import local_error
 
 __all__ = ["cuts_in", "originals", "pieces", "register_on_fsdp1"]
 

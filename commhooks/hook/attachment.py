@@ -22,15 +22,15 @@ from commhooks.hook.parameters import not_reduced, reduced
 from commhooks.hook.tracing import not_traced
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core._torch import in_join, local_spec_of
-from ddp_core.reducer.accumulators import (
+from ddp_core.reducer.autograd import (
     NO_BACKWARD,
     backward_number,
     call_after_backward,
     is_nested,
     when_accumulated,
 )
-from ddp_core.reducer.graph_errors import local_error, twice_error
 from ddp_core.reducer.known import KnownParameters, Structure, has_another_wrapper
+from ddp_core.reducer.misuse import local_error, twice_error
 from ddp_core.reducer.optimizer import before_every_step
 
 __all__ = [

@@ -17,7 +17,7 @@ from torch import nn
 
 from commhooks.core.settings import check_settings, from_json, is_shape, printable, shown
 from commhooks.predict.fabric import MOST_SECONDS
-from ddp_core.reducer.layout import assign_buckets
+from ddp_core.reducer.plan import assign_buckets
 
 __all__ = ["Buckets", "Layer", "Workload", "load_workload", "save_workload"]
 

@@ -20,7 +20,7 @@ from commhooks.wrappers.make import make
 from commhooks.zero.shard import BucketShard
 from ddp_core import Exchange
 from ddp_core._torch import foreach_copy
-from ddp_core.reducer.views import views_of
+from ddp_core.reducer.buckets import views_of
 
 __all__ = ["Gather"]
 

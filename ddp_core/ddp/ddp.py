@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,18 +13,18 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp_core.ddp import construct as _construct
 from ddp_core.ddp.agreement import frozen_facts, module_facts, verify_across_ranks
-from ddp_core.ddp.buffers import Buffers
 from ddp_core.ddp.compile import splitting_at_buckets
 from ddp_core.ddp.delayed import DelayedAllReduce
-from ddp_core.ddp.forward import before_forward, not_traced
+from ddp_core.ddp.forward import ForwardPass, before_forward, not_traced
 from ddp_core.ddp.logging_data import log_construction, log_recorded_steps
 from ddp_core.ddp.parts import Parts
-from ddp_core.ddp.reduction import ReductionMethods
+from ddp_core.ddp.replica import BufferHook, Buffers, Plans
 from ddp_core.ddp.tensor_parallel import localize
-from ddp_core.ddp.torch_methods import TorchMethods
-from ddp_core.reducer.layout import BucketCaps
-from ddp_core.reducer.ranges import named_range
-from ddp_core.reducer.step import ReducerSettings
+from ddp_core.ddp.torch_names import TorchNames
+from ddp_core.reducer.autograd import NO_BACKWARD, backward_number
+from ddp_core.reducer.launch import CommHook, ReducerSettings, named_range
+from ddp_core.reducer.plan import BucketCaps, BucketGroup, SavedBuckets
+from ddp_core.reducer.reducer import reduce_at_point
 from ddp_core.reducer.timeline import Timeline
 
 if TYPE_CHECKING:  # what is torch's own behind the methods below does not matter to their types
@@ -37,7 +37,7 @@ else:
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
+class DistributedDataParallel(TorchNames, TorchDDP):
     """Averages gradients as torch's class of this name, in Python: same arguments, same semantics.
 
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
@@ -220,6 +220,217 @@ class DistributedDataParallel(ReductionMethods, TorchMethods, TorchDDP):
         )
 
     # ---- state
+
+    # ---- hooks, layouts, other ranks
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        # torch's built-in ones are C++ and take a C++ bucket; these compute the same.
+        hooks = {
+            "ALLREDUCE": default_hooks.allreduce_hook,
+            "FP16_COMPRESS": default_hooks.fp16_compress_hook,
+        }
+        self.register_comm_hook(self.process_group, hooks[comm_hook_type.name])
+        self.reducer.launcher.hook_name = str(comm_hook_type)
+
+    def register_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Averages gradients by ``hook(state, bucket) -> Future[Tensor]`` from the next step on.
+
+        All ranks call it alike. ``bucket`` is a :class:`ddp_core.GradBucket`; it is not divided by
+        the number of ranks. A state with a method ``bucket_group(name, parameter)`` gets buckets
+        of parameters for which that returns the same; its ``bucket_cap_mb`` holds where the user
+        has not given one.
+
+        A state is told what becomes of each synchronised step, by those of these methods that it
+        has when the hook is set:
+
+        ``no_more_buckets()``: backward has ended well, so no bucket follows. A hook that holds
+        buckets back starts their exchange now at the latest; nothing was waited for yet.
+        ``step_landed(left_alone)``: the averaged gradients are in ``.grad``, but for those of
+        the parameters in ``left_alone``: no rank has used them, and DistributedDataParallel
+        leaves their ``.grad`` as it was. What the hook sent for those has not arrived.
+        ``step_abandoned()``: the step has begun and its results will not be used: backward, the
+        hook or an exchange raised, or parameters got no gradient. It comes before the reducer
+        waits for what it has launched, so that buckets held back can be let go.
+
+        A rank without inputs (``join``) hears the same of the steps of the others.
+
+        A state whose ``takes_gradients`` is True keeps what its hook averages: the future may hold
+        any tensor, and ``.grad`` stays as it is (a rank then needs a part of the mean only).
+
+        Raises:
+            RuntimeError: there is a hook already; see ``replace_comm_hook``.
+        """
+        if self._parts.hooks.registered:
+            raise RuntimeError(
+                "register_comm_hook or register_builtin_comm_hook can only be called once; "
+                "replace_comm_hook(state, hook) changes the hook, remove_comm_hook() removes it"
+            )
+        self._parts.hooks.set(hook, state)
+
+    def replace_comm_hook(self, state: Any, hook: CommHook) -> None:
+        """Uses another hook from the next step on; all ranks call it alike, between two steps."""
+        self._parts.hooks.set(hook, state)
+
+    def remove_comm_hook(self) -> None:
+        """Averages by a plain all-reduce from the next step on; all ranks call it alike."""
+        self._parts.hooks.set(None, None)
+
+    def schedule_comm_hook(self, step: int, state: Any, hook: CommHook | None) -> None:
+        """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
+        self._parts.hooks.schedule(step, hook, state)
+
+    def request_layout(self, group_of: BucketGroup | None) -> None:
+        """Gives buckets parameters for which ``group_of(name, parameter)`` is the same.
+
+        From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
+        """
+        self._parts.reducer.plan.request(group_of)
+
+    def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int], list[nn.Parameter]]:
+        """Returns what a run that goes on needs to have the same buckets.
+
+        Returns:
+            The parameters of each bucket, without those of sparse gradients, none before the first
+            step or where buckets are to be laid out anew; the bytes of a full bucket, none where
+            buckets are not final yet, as in the first step; all parameters in the order in which
+            gradients came in the last step, none where that is not known.
+        """
+        reducer = self._parts.reducer
+        # Sparse gradients are always a bucket each, which needs no saving.
+        present = [one.members for one in reducer.buckets if not one.sparse]
+        members, limits, order = reducer.plan.to_save(present)
+        parameter_of = [one.parameter for one in reducer.parameters]
+        buckets = [[parameter_of[index] for index in one] for one in members]
+        arrival = [parameter_of[index] for index in order]
+        return buckets, list(limits), arrival
+
+    def restore_layout(
+        self,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        limits: Sequence[int],
+        arrival: Sequence[nn.Parameter],
+        agree: Callable[[], None],
+    ) -> None:
+        """Goes on with what :meth:`saved_layout` gave, from the next step on; all ranks call it.
+
+        Where those do not suit this model and its sizes of buckets, ``arrival`` decides.
+
+        Args:
+            buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.
+            agree: called on every rank before that step; raises if they go on from different runs.
+        """
+        index_of = {
+            id(one.parameter): index for index, one in enumerate(self._parts.reducer.parameters)
+        }
+        known = all(id(one) in index_of for bucket in [*buckets, arrival] for one in bucket)
+        if not known:  # another model's, or of one that has trained other parameters
+            buckets, arrival = (), ()
+        members = tuple(tuple(index_of[id(one)] for one in bucket) for bucket in buckets)
+        order = tuple(index_of[id(one)] for one in arrival)
+        self._parts.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
+
+    def refresh_layout(self) -> None:
+        """Asks the hook's state again what layout it wants: its answers have changed."""
+        self._parts.hooks.refresh_layout()
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
+    ) -> None:
+        """``hook(state, {name: buffer})`` makes buffers equal instead of rank 0's broadcast."""
+        if not callable(hook):
+            raise TypeError("Buffer communication hook must be callable.")
+        # By name: torch's enumeration of locations is private.
+        before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
+        self._parts.buffers.hook = BufferHook(hook, state, after_forward=not before)
+
+    # ---- other ranks
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Goes on with other ranks, from buckets that are agreed on once more.
+
+        All ranks of ``group`` call it alike, between two steps; nothing is asked of the ranks
+        before, which may be gone. A hook follows if its state has a method ``change_group(group)``.
+        Parameters stay as they are: a rank that comes anew takes them from another one by itself.
+
+        Raises:
+            RuntimeError: a hook cannot follow; nothing was changed.
+
+        Example:
+            >>> ddp_model.change_group(torch.distributed.new_group([0, 2, 3]))
+        """
+        self._parts.change_group(group)
+
+    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
+        """Does what :meth:`change_group` does; torch's name for it."""
+        self._parts.change_group(new_process_group)
+
+    # ---- steps without a backward pass
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Keeps gradients of the passes inside on this rank until :meth:`reduce` averages them.
+
+        Nothing travels inside, neither gradients nor buffers, so ranks may run different numbers
+        of passes, in any order, or none: pipelines, several losses, schedules of your own. An
+        optimizer that would step by what is held raises. A backward pass after it whose forward
+        pass is outside averages what is held as well, as after :meth:`no_sync`.
+
+        Example:
+            >>> with ddp_model.hold():
+            ...     for inputs in micro_batches:
+            ...         ddp_model(inputs).square().mean().backward()
+            >>> ddp_model.reduce()
+            >>> optimizer.step()
+        """
+        synchronises, held = self.require_backward_grad_sync, self._set_holding(True)
+        self.require_backward_grad_sync = False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = synchronises
+            self._set_holding(held)
+
+    def _set_holding(self, holds: bool) -> bool:
+        """Sets whether passes are held; returns whether they were."""
+        if not self._parts.reduces:  # all parameters are delayed
+            return False
+        unreduced = self._parts.reducer.backward.unreduced
+        before, unreduced.holding = unreduced.holding, holds
+        return before
+
+    @not_traced(recursive=True)
+    def reduce(self) -> None:
+        """Averages what passes have accumulated in ``.grad``, bucket by bucket, as one step.
+
+        All ranks call it alike. A rank without gradients takes part with zeros. Buffers are made
+        equal here, as in the next forward pass otherwise.
+
+        Raises:
+            RuntimeError: no rank has a gradient that came since the last average, or a rank has
+                none of some parameters (without ``find_unused_parameters``), or backward runs.
+            CollectiveError: the exchange failed, here or on another rank.
+        """
+        if backward_number() != NO_BACKWARD:
+            raise RuntimeError("reduce() within a backward pass: call it after backward has ended")
+        parts = self._parts
+        with torch.no_grad():
+            if parts.reduces:
+                held = self._set_holding(False)
+                try:
+                    step = ForwardPass(parts, self)
+                    step.begin_step(Plans(grads=True, sync=True, at_point=True))
+                    step.end_step(sync=True)
+                    reducer = parts.reducer
+                    reducer.begin_step()
+                    reduce_at_point(reducer.backward, reducer.in_flight, reducer.plan)
+                finally:
+                    self._set_holding(held)
+            if parts.delayed is not None:
+                parts.delayed.reduce()
+
+    # ---- copies
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self).copy()  # torch's would look for what its constructor makes

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core.ddp.replica import Replica
-from ddp_core.reducer.accumulators import (
+from ddp_core.reducer.autograd import (
     NO_BACKWARD,
     backward_number,
     call_after_backward,

@@ -7,15 +7,18 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from ddp_core._torch import in_join, not_compiled
+from ddp_core._torch import in_join, not_compiled, tree_flatten, tree_unflatten, will_run
 from ddp_core.ddp.parts import Parts
-from ddp_core.ddp.sink import through_sink
-from ddp_core.ddp.uneven import Plans, announce
+from ddp_core.ddp.replica import Plans, announce, hear_of_plans
+from ddp_core.reducer.backward import Backward
 from ddp_core.reducer.precision import Use
 
-__all__ = ["ForwardPass", "before_forward", "not_traced"]
+__all__ = ["ForwardPass", "ShadowHook", "before_forward", "not_traced", "through_sink"]
+
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -146,3 +149,108 @@ class ForwardPass:
     def _synchronise_buffers(self, *, awaits: bool) -> None:
         joins = in_join(self._module)
         self._parts.synchronise_buffers(joins=joins, awaits=awaits)
+
+
+# ---- the end of the graph
+
+
+class _Sink(torch.autograd.Function):
+    """The identity; one node for all outputs, so that backward passes all of them or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: weakref.ref[Backward], clone: bool, probe: Tensor, *outputs: Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)  # an output that the loss does not use has no gradient
+        ctx.step = step
+        with torch.enable_grad():
+            ctx.probe = probe.view_as(probe).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # Without a clone the outputs would be views, which may not be changed in place.
+        return tuple(output.clone() for output in outputs) if clone else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        step = ctx.step()
+        # A pass that was asked for certain gradients only (torch.autograd.grad, `inputs=`) leaves
+        # the probe out. It may come to no parameter at all, and then it is not a step's.
+        if step is not None and will_run(ctx.probe):
+            step.begins()
+        return (None, None, None, *grads)
+
+
+def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> Any:
+    """Returns ``output``; tensors with a graph behind them have passed through the sink.
+
+    Args:
+        step: is told when backward begins. A graph may outlive it.
+        clone: whether the outputs are copies.
+    """
+    leaves, spec = tree_flatten(output)
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    if not places:
+        return output
+    probe = torch.empty(0, dtype=torch.float32, device=leaves[places[0]].device, requires_grad=True)
+    passed = _Sink.apply(step, clone, probe, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, passed, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+# ---- torch's Join
+
+
+class ShadowHook(JoinHook):
+    """Does what a forward and a backward pass of the others expects of this rank.
+
+    Args:
+        static_world_size: gradients are divided by the number of all ranks; else by the number of
+            those that have inputs.
+
+    Raises:
+        RuntimeError: a rank without inputs would keep the others waiting.
+    """
+
+    def __init__(self, parts: Parts, *, static_world_size: bool) -> None:
+        if parts.uneven.needs_all:
+            raise RuntimeError(
+                "DistributedDataParallel.join: the optimizer steps in shards while gradients are "
+                "averaged (ZeroOptimizer), for which all ranks need inputs. Give all ranks as many "
+                "inputs, or use an optimizer of each rank's own"
+            )
+        if parts.delayed is not None:
+            raise RuntimeError(
+                "DistributedDataParallel.join: a rank without inputs does not take part in the "
+                "delayed all-reduce of delay_all_reduce_named_params. Give all ranks as many "
+                "inputs, or construct it without that argument"
+            )
+        parts.uneven.static_world_size = static_world_size
+        parts.uneven.has_joined = True
+        self._parts = parts
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Takes part in one step of the others."""
+        parts, buffers = self._parts, self._parts.buffers
+        parts.before_collectives()
+        plans = hear_of_plans(parts.replica)
+        if plans.grads:
+            parts.reducer.prepare_for_forward()
+        if plans.sync:
+            parts.hooks.follow_schedule()
+        if plans.at_point:
+            buffers.sync_next = True
+        for after_forward in (False, True):
+            if buffers.are_due_when(after_forward=after_forward):
+                # Within `join` the source is agreed on: this rank's buffers are old.
+                parts.synchronise_buffers(joins=True, candidate=False, awaits=plans.sync)
+        buffers.sync_next = plans.sync
+        if plans.sync:
+            parts.reducer.shadow(at_point=plans.at_point)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Takes, at the end, the model of a rank that trained last, as all ranks do."""
+        self._parts.take_model_of(candidate=is_last_joiner)

@@ -9,10 +9,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core.ddp.buffers import BufferHook
 from ddp_core.ddp.construct import check_hook
+from ddp_core.ddp.replica import BufferHook
 from ddp_core.reducer.launch import CommHook, name_of
-from ddp_core.reducer.layout import BucketCaps
+from ddp_core.reducer.plan import BucketCaps
 from ddp_core.reducer.reducer import Reducer
 
 __all__ = ["CommHooks"]

@@ -9,18 +9,16 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.ddp.buffers import Buffers
 from ddp_core.ddp.construct import refuse_sync_batch_norm
 from ddp_core.ddp.delayed import DelayedAllReduce
 from ddp_core.ddp.hooks import CommHooks
-from ddp_core.ddp.replica import Replica
+from ddp_core.ddp.replica import Buffers, Replica, UnevenInputs, common_rank
 from ddp_core.ddp.torch_reducer import TorchReducer
-from ddp_core.ddp.uneven import UnevenInputs, common_rank
 from ddp_core.reducer.known import KnownParameters, has_another_wrapper
+from ddp_core.reducer.launch import ReducerSettings
 from ddp_core.reducer.optimizer import OptimizersInBackward, has_optimizer_in_backward, take_over
 from ddp_core.reducer.parameters import refuse_thawed
 from ddp_core.reducer.precision import Precision
-from ddp_core.reducer.step import ReducerSettings
 
 __all__ = ["Parts"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.reducer.bucket import GradBucket
+from ddp_core.reducer.grad_bucket import GradBucket
 from ddp_core.reducer.reducer import Reducer
 
 __all__ = ["TorchReducer", "refusing"]

@@ -1,24 +1,19 @@
-"""Collectives as requests: what a scheme yields, and what it is sent back.
-
-A request says *what* travels. Where and when it is issued is the driver's business: in ticket
-order on lanes (:mod:`ddp_core.exchange.lanes`), on a CUDA stream
-(:mod:`ddp_core.exchange.streams`), or between simulated ranks in one process
-(:mod:`ddp_core.exchange.simulate`).
-"""
+"""Defines collectives as requests that an exchange yields and a driver issues."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Literal
+import threading
+from collections.abc import Callable, Generator, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange.collective import Collective, as_request
-from ddp_core.exchange.lane_groups import backend_for, is_nccl
-from ddp_core.exchange.pairs import Pairs, as_bytes, exchange_pairs, on_gloo
-from ddp_core.exchange.sparse_sum import SparseSum, sums_sparse
+from ddp_core._torch import number_of_entries, sparse_indices, sparse_values
+from ddp_core.exchange.lane_groups import backend_for, is_gloo, is_nccl
+from ddp_core.exchange.pairs import Pairs, as_bytes, exchange_pairs, future_after, on_gloo
 
 __all__ = [
     "AllGather",
@@ -26,10 +21,162 @@ __all__ = [
     "AllToAll",
     "Broadcast",
     "Collective",
+    "Overlap",
     "ReduceScatter",
+    "SparseSum",
     "as_request",
     "nccl_scales",
+    "overlapped",
+    "sums_sparse",
 ]
+
+
+class Overlap:
+    """Holds work that needs no result of a collective, and runs it once.
+
+    A driver that can calls ``run`` once the collective is under way. The exchange calls ``finish``
+    after it, so that the work is done whatever drives it.
+
+    Args:
+        work: must not read or write the tensor of the request.
+    """
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        self._work: Callable[[], None] | None = work
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Does the work, unless it is done; keeps what it raises for ``finish``."""
+        work, self._work = self._work, None
+        if work is None:
+            return
+        try:
+            work()
+        except Exception as error:  # of the exchange, and not of the driver
+            self._error = error
+
+    def finish(self) -> None:
+        """Does the work, unless it is done, and raises what it has raised."""
+        self.run()
+        if self._error is not None:
+            raise self._error
+
+    def after(self, first: Callable[[], None]) -> Overlap:
+        """Returns an overlap of ``first`` and then this, for a request that replaces its own."""
+
+        def both() -> None:
+            first()
+            self.run()
+
+        return Overlap(both)
+
+
+class Collective:
+    """Requests one collective over ``tensor``, as every rank does.
+
+    ``sent`` is what this rank's contribution decodes to at the other end. None means the tensor
+    itself, bit for bit; a wrapper that rounds what travels (a cast) writes the rounded value there
+    before it passes the request on. ``overlap`` is work for while the collective is under way, see
+    :func:`ddp_core.overlapped`.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, tensor: Tensor) -> None:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(
+                f"{type(self).__name__}(tensor) takes a tensor, got {type(tensor).__name__}"
+            )
+        self.tensor = tensor
+        self.sent: Tensor | None = None
+        self.overlap: Overlap | None = None
+
+    @property
+    def payload_nbytes(self) -> int:
+        """Returns the bytes that this rank hands to the collective."""
+        if self.tensor.is_sparse:  # indices travel as well, and entries that are zero do not
+            parts = (sparse_indices(self.tensor), sparse_values(self.tensor))
+            return sum(part.numel() * part.element_size() for part in parts)
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def wire_nbytes(self, world_size: int) -> float:
+        """Returns the bytes that this rank sends, by a bandwidth-optimal algorithm's formula."""
+        raise NotImplementedError
+
+    def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs | SparseSum:
+        """Starts the collective on ``group`` and returns its work handle."""
+        raise NotImplementedError
+
+    def result(self) -> Tensor:
+        """Returns what the scheme is sent back, once the work is done."""
+        return self.tensor
+
+    def run_overlap(self) -> None:
+        """Does the work that is left for while the collective is under way, if there is any."""
+        if self.overlap is not None:
+            self.overlap.run()
+
+    def like(self, tensor: Tensor) -> Collective:
+        """Returns the same request over another tensor."""
+        return type(self)(tensor)
+
+    @classmethod
+    def combine(cls, requests: Sequence[Any]) -> list[Tensor]:
+        """Returns the results of all simulated ranks, given the requests of all."""
+        raise NotImplementedError
+
+    def signature(self) -> tuple[Any, ...]:
+        """Returns what has to agree on all ranks."""
+        return (self.name, tuple(self.tensor.shape), self.tensor.dtype)
+
+
+def as_request(yielded: object) -> Collective:
+    """Returns what an exchange yielded, if it is a collective.
+
+    Raises:
+        TypeError: it is something else, such as the tensor alone.
+    """
+    if not isinstance(yielded, Collective):
+        raise TypeError(
+            f"an exchange yields collectives, such as AllReduce(tensor), and is sent their "
+            f"results; it yielded a {type(yielded).__name__}"
+        )
+    return yielded
+
+
+def overlapped(
+    request: Collective, work: Callable[[], None]
+) -> Generator[Collective, Tensor, Tensor]:
+    """Requests a collective, does ``work`` while it is under way, and returns its result.
+
+    ``work`` runs once if the collective succeeds: in the lanes' thread, on a GPU on the stream of
+    the exchange, or after the collective where nothing does it before. What it raises is raised
+    here. If the collective fails, it may not have run.
+
+    Args:
+        request: the collective.
+        work: must not read or write ``request.tensor``; may read ``request.sent``.
+
+    Example:
+        >>> import torch
+        >>> from ddp_core import AllReduce, simulate
+        >>> def average(x, kept):
+        ...     return (yield from overlapped(AllReduce(x), lambda: kept.mul_(2)))
+        >>> kept = torch.ones(1)
+        >>> simulate([average(torch.ones(1), kept)]), kept
+        ([tensor([1.])], tensor([2.]))
+    """
+    overlap = request.overlap = Overlap(work)
+    try:
+        result = yield request
+    finally:
+        request.overlap = None  # the work has the request: nothing would free both if this fails
+    overlap.finish()
+    return result
+
+
+# ---- what an exchange may ask for
+
 
 ReduceOp = Literal["mean", "sum", "max"]
 
@@ -297,3 +444,81 @@ class Broadcast(Collective):
 
     def signature(self) -> tuple[Any, ...]:
         return (*super().signature(), self.source)
+
+
+# ---- sums of sparse tensors
+
+
+# torch 2.13 renamed it; 2.11 only has the old name.
+
+
+def sums_sparse(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether an all-reduce of ``group`` takes sparse tensors of ``device``: only Gloo's does."""
+    return is_gloo(backend_for(group, device))
+
+
+class SparseSum:
+    """Sums a sparse tensor over all ranks, in place; waited for as ``dist.Work`` is.
+
+    Indices and values of all ranks are gathered and added in rank order, as Gloo adds them. The
+    number of entries differs between ranks and decides the size of messages, so the host waits for
+    these numbers.
+
+    Args:
+        tensor: a sparse COO tensor; receives the sum, coalesced.
+        group: ranks.
+    """
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self._tensor, self._lock = tensor, threading.Lock()
+        own = tensor.coalesce()
+        indices, values = sparse_indices(own), sparse_values(own)
+        mine = torch.full((1,), number_of_entries(own), dtype=torch.int64, device=values.device)
+        counts, work = _gather(mine, group)
+        work.wait()
+        self._counts: list[int] = counts.view(-1).tolist()
+        most = max(self._counts)
+        # Every rank sends as many entries; those above its own number are not looked at.
+        padded = indices.new_zeros(most, indices.shape[0])
+        padded[: number_of_entries(own)] = indices.t()
+        filled = values.new_zeros(most, *values.shape[1:])
+        filled[: number_of_entries(own)] = values
+        self._parts = [_gather(part, group) for part in (padded, filled)] if most else []
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Waits for the parts and writes the sum; on a GPU both are only enqueued."""
+        for _, work in self._parts:
+            work.wait() if timeout is None else work.wait(timeout)
+        with self._lock:  # a future's thread waits, too
+            parts, self._parts = self._parts, []
+            if parts:
+                self._add(*(everyone for everyone, _ in parts))
+        return True
+
+    def _add(self, indices: Tensor, values: Tensor) -> None:
+        total: Tensor | None = None
+        for rank, count in enumerate(self._counts):
+            part = torch.sparse_coo_tensor(
+                indices[rank, :count].t(),
+                values[rank, :count],
+                self._tensor.shape,
+                check_invariants=False,
+                is_coalesced=True,
+            )
+            total = part if total is None else total + part
+        assert total is not None
+        self._tensor.copy_(total.coalesce())
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Completes when the sum is written; an error is what its value raises."""
+        return future_after(self.wait, "commhooks-sparse-sum")
+
+    def is_completed(self) -> bool:
+        """Whether ``wait`` would return at once."""
+        return all(work.is_completed() for _, work in self._parts)
+
+
+def _gather(tensor: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Any]:
+    """Returns the tensors of all ranks, one per row, and the work to wait for."""
+    everyone = tensor.new_empty(group.size(), *tensor.shape)
+    return everyone, _all_gather(everyone.view(-1), tensor.view(-1), group=group, async_op=True)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import threading
 import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -11,15 +16,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange.errors import CollectiveError, PeerError
-from ddp_core.exchange.shared_store import shared_store
-from ddp_core.reducer.abandoned import Abandonments
+from ddp_core.exchange.errors import CollectiveError, MismatchError, PeerError
+from ddp_core.exchange.lane_groups import backend_for
+from ddp_core.exchange.shared_store import SharedStore, group_limit, shared_store
 
 __all__ = [
     "SLICE",
+    "Abandonments",
     "FailureBoard",
     "FutureNotDone",
     "Place",
+    "Watch",
     "failed",
     "never_completed",
     "peer_error",
@@ -27,6 +34,7 @@ __all__ = [
     "wait_for_future",
     "wait_for_work",
 ]
+
 
 # So long nobody looks at the board; most waits are over by then.
 SLICE = timedelta(seconds=1)
@@ -111,7 +119,7 @@ def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, pl
     """Waits for a collective; looks at the board while it does not end.
 
     On CUDA waiting orders streams and returns at once; a thread looks at the board, see
-    :mod:`ddp_core.reducer.watch`.
+    :mod:`ddp_core.reducer.failures`.
     """
     if device.type != "cpu":
         work.wait()
@@ -208,3 +216,323 @@ def _round_in(text: str) -> int:
     """torch's futures keep an exception's text only; the runner wrote the round there."""
     digits = text.partition("round ")[2]
     return int(digits[: len(digits) - len(digits.lstrip("0123456789"))] or 0)
+
+
+# ---- steps that raised
+
+
+_ALIKE = "all ranks alike"
+_LISTED = 16
+_SOON = 1.0  # seconds in which a store answers
+
+
+class _Dropped(NamedTuple):
+    """How far a rank came with a step that it has dropped."""
+
+    step: int  # since the ranks are together
+    launched: int  # buckets
+    told: bool  # by another rank, that it has failed
+
+
+class Abandonments:
+    """Compares, through the process group's store, the steps that ranks have dropped.
+
+    Not by a collective: the ranks that did not raise are in another one. All of a rank's dropped
+    steps are counted; ranks that drop alike count alike, and leave the keys of two of them in the
+    store.
+
+    Args:
+        group: the ranks.
+        store: asks what they share, if anything.
+        name: distinguishes reducers of one group; the same on all ranks.
+
+    Attributes:
+        first_step: the one with which these ranks began. A rank that came to them counts from 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: SharedStore | None, name: str) -> None:
+        self._group, self._store, self._name = group, store, name
+        self._rank, self._size = group.rank(), group.size()
+        self.first_step = 0
+        self._number = 0  # of the dropped step that comes next, or is not agreed on yet
+        self._mine: _Dropped | None = None
+        self._error = ""  # the ranks did not drop the same: for good
+
+    def note(self, step: int, launched: int, *, told: bool) -> None:
+        """Hears that this rank has dropped a step; tells nobody yet.
+
+        Args:
+            launched: number of buckets whose exchange has begun.
+            told: whether it raised because another rank had failed.
+        """
+        if self._size > 1:
+            self._mine = _Dropped(step - self.first_step, launched, told)
+
+    def agree(self) -> None:
+        """Waits until all ranks have dropped the step that this one has, if it has any.
+
+        Ranks come here before their next collective.
+
+        Raises:
+            MismatchError: a rank has not, or after another number of buckets.
+        """
+        if self._mine is None:
+            return
+        if not self._error:
+            try:
+                outcome = self._outcome(self._mine)
+            except RuntimeError as error:
+                outcome = f"{self._text(self._mine)}, and {error}"
+            if outcome == _ALIKE:
+                self._forget(self._number - 1)
+                self._number, self._mine = self._number + 1, None
+                return
+            self._error = outcome
+        raise MismatchError(
+            f"DistributedDataParallel: a backward pass raised, and not at the same place on all "
+            f"ranks: {self._error}. Gradients of different layers or steps would be averaged. End "
+            f"all processes and resume from the last checkpoint; to go on after an error in "
+            f"backward, let all ranks raise and catch it at the same place"
+        )
+
+    def look(self, step: int, bucket: int) -> str | None:
+        """Returns what is wrong if another rank has dropped what this one waits for.
+
+        Args:
+            step, bucket: what this rank waits for.
+        """
+        if self._store is None or self._size == 1:
+            return None
+        # What this rank waits for has a timeout of its own, so a silent store is not waited for.
+        seen = self._store.peek(self._seen(), _SOON)
+        if not seen:
+            return None
+        (who, theirs), outcome = seen
+        said = ""
+        if outcome is None and self._mine is not None:
+            # What it has launched is settled here, and comes if all have launched as much.
+            if theirs != self._mine:
+                said = self._difference(who, theirs, self._mine)
+        elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
+            mine = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
+            said = f"{self._text(theirs, who)}, rank {self._rank} waits for {mine}"
+        if said:
+            outcome = self._store.peek(self._decision(said), _SOON)
+        if outcome is None or outcome == _ALIKE:
+            return None
+        self._error = outcome
+        return outcome
+
+    def _seen(self) -> Callable[[Any], tuple[tuple[int, _Dropped], str | None] | None]:
+        """Asks what the first rank has dropped, and what was decided."""
+        key = self._key()
+
+        def seen(store: Any) -> tuple[tuple[int, _Dropped], str | None] | None:
+            if not store.check([key]):
+                return None
+            first = _parse(store.get(key))
+            decided = store.check([f"{key}/outcome"])
+            return first, store.get(f"{key}/outcome").decode() if decided else None
+
+        return seen
+
+    def _decision(self, outcome: str) -> Callable[[Any], str]:
+        """Decides for all ranks, unless another one has: returns what was decided."""
+        key = f"{self._key()}/outcome"
+        return lambda store: str(store.compare_set(key, "", outcome).decode())
+
+    def _outcome(self, mine: _Dropped) -> str:
+        """Tells the others; returns what all ranks then know. Whoever decides first does so."""
+        store, key, rank = self._store, self._key(), self._rank
+        if store is None:
+            return f"{self._text(mine)}, and the group has no store to ask the others"
+        limit = group_limit(self._group)
+        end = time.monotonic() + limit
+
+        def decide(outcome: str) -> str:
+            return store.ask(self._decision(outcome), end - time.monotonic())
+
+        text = f"{rank} {mine.step} {mine.launched} {int(mine.told)}"
+        first = store.ask(lambda it: it.compare_set(key, "", text), limit)
+        who, theirs = _parse(first)
+        if theirs != mine:
+            return decide(self._difference(who, theirs, mine))
+
+        def come(it: Any) -> bool:
+            it.set(f"{key}/{rank}", "")
+            return bool(it.add(f"{key}/came", 1) == self._size)
+
+        if store.ask(come, end - time.monotonic()):
+            return decide(_ALIKE)
+        outcome = store.wait_for(f"{key}/outcome", end - time.monotonic())
+        if outcome is not None:
+            return outcome
+        ranks = range(self._size)
+        came = store.ask(lambda it: [one for one in ranks if it.check([f"{key}/{one}"])], 0.0)
+        missing = [one for one in ranks if one not in came]
+        return decide(f"{self._text(mine, *came)}, {_ranks(missing)} did not within {limit:g} s")
+
+    def _difference(self, who: int, theirs: _Dropped, mine: _Dropped) -> str:
+        return f"{self._text(theirs, who)}, {self._text(mine)}"
+
+    def _text(self, dropped: _Dropped, *who: int) -> str:
+        """Says what ranks have dropped; this one by default."""
+        how = "heard of another rank's failure in" if dropped.told else "dropped"
+        step, buckets = dropped.step + self.first_step, dropped.launched
+        return f"{_ranks(who or [self._rank])} {how} step {step} after {buckets} buckets"
+
+    def _key(self) -> str:
+        return f"ddp_core/{self._name}/abandoned/{self._number}"
+
+    def _forget(self, number: int) -> None:
+        """Removes the keys of an earlier step: all ranks have passed it, and nobody looks there."""
+        key = f"ddp_core/{self._name}/abandoned/{number}"
+        names = [f"{key}/{self._rank}"]
+        if self._rank == 0:
+            names += [key, f"{key}/came", f"{key}/outcome"]
+        if self._store is not None and number >= 0:
+            self._store.tell(lambda store: [store.delete_key(name) for name in names])
+
+
+def _parse(value: bytes) -> tuple[int, _Dropped]:
+    rank, step, launched, told = map(int, value.split())
+    return rank, _Dropped(step, launched, bool(told))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:_LISTED]))
+    more = f" and {len(ranks) - _LISTED} more" * (len(ranks) > _LISTED)
+    return f"rank{'s' * (len(ranks) != 1)} {listed}{more}"
+
+
+# ---- waiting on a GPU
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A step with exchanges that the device may not have done."""
+
+    place: Place  # the bucket that was enqueued last
+    thread: int  # that of the training loop
+    is_over: Callable[[], bool] | None = None  # None: more is to be enqueued
+
+
+class Watch:
+    """Looks at the board, on a thread of its own, while a GPU is at work on exchanges.
+
+    If another rank has failed in this step, the process group is aborted, so that what waits for
+    the GPU returns, and an error is raised in the thread of the training loop: the averaged
+    gradients are not valid, and no line of the loop may use them.
+
+    Args:
+        group: the ranks; aborted where its backend can be (NCCL).
+        device: of the buckets.
+        board: where ranks report failures.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
+        self._group, self._device, self._board = group, device, board
+        self._pending: _Pending | None = None
+        self._seen: _Pending | None = None
+        self._thread: threading.Thread | None = None
+        self._interrupted: int | None = None
+        self._error: PeerError | None = None
+
+    def launched(self, place: Place, thread: int) -> None:
+        """Hears of an exchange that is about to be enqueued.
+
+        Args:
+            place: its step, and the bucket.
+            thread: the identifier of the training loop's.
+
+        Raises:
+            PeerError: another rank has failed, and the group is aborted.
+        """
+        self.check()
+        if self._pending is None or self._pending.place.attempt != place.attempt:
+            self._pending = _Pending(place, thread)
+        self._pending.place = place
+        if self._thread is None:
+            me = weakref.ref(self)
+            self._thread = threading.Thread(
+                target=_watch, args=(me,), name="ddp_core-watch", daemon=True
+            )
+            self._thread.start()
+
+    def all_enqueued(self) -> None:
+        """Hears that the current stream waits for all exchanges of the step."""
+        self.check()
+        pending = self._pending
+        if pending is not None:
+            module = torch.get_device_module(self._device.type)
+            event = module.Event()
+            event.record(module.current_stream(self._device))
+            pending.is_over = event.query
+
+    def forget(self) -> None:
+        """Hears that the step has raised here: nobody goes on to use what it computes."""
+        self._pending = None
+        self._take_back()
+
+    def check(self) -> None:
+        """Raises if another rank has failed, and the group is aborted."""
+        if self._error is not None:
+            self._take_back()  # this error takes the place of the other, if that is still to come
+            raise PeerError(str(self._error))
+
+    def _take_back(self) -> None:
+        thread, self._interrupted = self._interrupted, None
+        if thread is not None:
+            _raise_in(thread, None)
+
+    def _ask(self, is_over: Callable[[], bool]) -> bool:
+        # A new thread's current device is the first: asking there would take memory on it.
+        with torch.get_device_module(self._device.type).device(self._device):
+            return is_over()
+
+    def look(self) -> None:
+        """Looks at the board, if the same step is pending as before."""
+        pending, seen = self._pending, self._seen
+        self._seen = pending
+        if pending is None or pending is not seen or self._error is not None:
+            return
+        with contextlib.suppress(RuntimeError):  # a query fails while a graph is captured
+            if pending.is_over is not None and self._ask(pending.is_over):
+                self._pending = None
+                return
+        text = self._board.look(pending.place)
+        if text is None or self._pending is not pending:
+            return
+        self._error = peer_error(text)
+        self._interrupted = pending.thread
+        # Before the abort, after which the loop would go on with gradients that are not averages.
+        _raise_in(pending.thread, self._error)
+        backend = backend_for(self._group, self._device)
+        with contextlib.suppress(Exception):  # a backend that cannot be aborted, or is already
+            backend.abort()
+
+
+def _watch(watch: weakref.ref[Watch]) -> None:
+    while True:
+        time.sleep(SLICE.total_seconds())
+        alive = watch()
+        if alive is None:
+            return
+        alive.look()
+        del alive
+
+
+def _raise_in(thread: int, error: PeerError | None) -> None:
+    """Raises an error in another thread, at its next line; None takes an earlier one back."""
+    what: Any = None
+    if error is not None:
+        # Python makes the exception from a class, without arguments.
+        text = str(error)
+
+        def init(self: PeerError) -> None:
+            PeerError.__init__(self, text)
+
+        what = ctypes.py_object(
+            type("PeerError", (PeerError,), {"__init__": init, "__module__": PeerError.__module__})
+        )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_core._torch import children_of
-from ddp_core.reducer.accumulators import accumulator_of, when_accumulated
+from ddp_core.reducer.autograd import accumulator_of, when_accumulated
 
 __all__ = ["KnownParameters", "Structure", "has_another_wrapper"]
 

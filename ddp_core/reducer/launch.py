@@ -4,38 +4,47 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from ddp_core._torch import AnyFuture
+from ddp_core._torch import AnyFuture, profiler_runs
 from ddp_core.exchange.clocks import event_after, put
-from ddp_core.exchange.collectives import AllReduce
+from ddp_core.exchange.collectives import AllReduce, SparseSum
 from ddp_core.exchange.errors import CollectiveError, PeerError
 from ddp_core.exchange.shared_store import group_timeout
-from ddp_core.exchange.sparse_sum import SparseSum
 from ddp_core.exchange.task import RoundRecord
-from ddp_core.reducer.events import StepEvents
+from ddp_core.reducer.autograd import NO_BACKWARD
+from ddp_core.reducer.buckets import HeldBucket, as_numbers
 from ddp_core.reducer.failures import (
     FailureBoard,
     FutureNotDone,
     Place,
+    Watch,
     failed,
     never_completed,
     wait_for_future,
     wait_for_work,
 )
-from ddp_core.reducer.held import HeldBucket
-from ddp_core.reducer.ranges import named_range
-from ddp_core.reducer.timeline import BucketTimes
-from ddp_core.reducer.views import as_numbers
-from ddp_core.reducer.watch import Watch
+from ddp_core.reducer.plan import BucketCaps
+from ddp_core.reducer.timeline import BucketTimes, StepTimes
 
-__all__ = ["CommHook", "Launcher", "Outcome", "name_of"]
+__all__ = [
+    "CommHook",
+    "Launcher",
+    "Outcome",
+    "ReducerSettings",
+    "Step",
+    "StepEvents",
+    "name_of",
+    "named_range",
+]
+
 
 CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
 
@@ -314,3 +323,106 @@ def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object],
             put(ends, "finished", now)
 
     return stamp
+
+
+_NOTHING = nullcontext()
+
+
+def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[object]:
+    """Returns a range of the profiler, if one runs.
+
+    Args:
+        bucket: whose range it is, if it is one's.
+    """
+    # Asked at every call: `record_function` itself takes microseconds without a profiler, too.
+    if not profiler_runs():
+        return _NOTHING
+    title = name if bucket is None else f"{name}: bucket {bucket}"
+    return torch.autograd.profiler.record_function(f"DistributedDataParallel.{title}")
+
+
+# ---- settings, and the facts of a step
+
+
+@dataclass
+class ReducerSettings:
+    """Says how a reducer works; see the arguments of DistributedDataParallel."""
+
+    caps: BucketCaps
+    find_unused: bool = False
+    static_graph: bool = False
+    as_view: bool = False
+    skip_unused: bool = False
+    dtype: torch.dtype | None = None  # of the buckets; the parameters' own by default
+
+
+@dataclass(slots=True)
+class Step:
+    """Holds the facts of one synchronised step; the next one has a new one."""
+
+    expecting: bool = False  # gradients are to be reduced
+    is_open: bool = False  # a backward pass is under way, or has raised
+    is_plain: bool = False  # an arrival is nothing but an arrival
+    prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
+    recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
+    was_nested: bool = False  # it ended with a reentrant pass within another
+    complete: bool = True  # all gradients were reduced, or none is to be
+    marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
+    unused: list[int] = field(default_factory=list)  # those that backward does not come to
+    unused_marked: bool = False
+    unused_known: bool = True  # the ranks will have told each other, where anybody asks
+    used: bytearray = field(default_factory=bytearray)  # here, by parameter, once it has landed
+    calls: list[int] = field(default_factory=list)  # of the hooks (static graph), to come
+    called: list[int] = field(default_factory=list)  # parameters by call, where a graph is learned
+    needed: list[bool] | None = None  # buckets that a rank needs; None: all are sent
+    scale: float | None = None  # of gradients that go into a bucket; None: the hook scales
+    divisor: int = 0  # not known yet
+    launched: int = 0  # buckets
+    finished: int = 0  # buckets
+    outcomes: list[Outcome] = field(default_factory=list)
+    left_alone: list[nn.Parameter] = field(default_factory=list)  # no rank uses them
+    abandoned: bool = False  # the hook's state was told so
+    times: StepTimes | None = None
+
+
+# ---- what the state of a hook is told
+
+
+class StepEvents:
+    """Calls the methods that a hook's state has; looked up once, when the hook is set.
+
+    Of every synchronised step that has begun, a state hears exactly one end: ``step_landed`` or
+    ``step_abandoned``. See ``DistributedDataParallel.register_comm_hook`` for what each means.
+    """
+
+    def __init__(self, state: Any = None) -> None:
+        # Looked up once: every step asks for them, and most states have none.
+        self._no_more_buckets: Callable[[], object] | None = _method(state, "no_more_buckets")
+        self._step_landed: Callable[[Sequence[nn.Parameter]], object] | None
+        self._step_landed = _method(state, "step_landed")
+        self._step_abandoned: Callable[[], object] | None = _method(state, "step_abandoned")
+
+    @property
+    def wants_left_alone(self) -> bool:
+        """Whether anybody looks at the parameters whose gradients were not written."""
+        return self._step_landed is not None
+
+    def no_more_buckets(self) -> None:
+        """Tells that backward has ended well: the step's last bucket was launched."""
+        if self._no_more_buckets is not None:
+            self._no_more_buckets()
+
+    def step_landed(self, left_alone: Sequence[nn.Parameter]) -> None:
+        """Tells that all gradients were written, but for those of ``left_alone``."""
+        if self._step_landed is not None:
+            self._step_landed(left_alone)
+
+    def step_abandoned(self) -> None:
+        """Tells that the step's results will not be used."""
+        if self._step_abandoned is not None:
+            self._step_abandoned()
+
+
+def _method(state: Any, name: str) -> Any:
+    found = getattr(state, name, None)
+    return found if callable(found) else None

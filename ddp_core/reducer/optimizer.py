@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_core._torch import not_compiled, optimizers_in_backward
-from ddp_core.reducer.held import HeldBucket
+from ddp_core.reducer.buckets import HeldBucket
 
 __all__ = [
     "OptimizersInBackward",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core._torch import foreach_copy
-from ddp_core.reducer.accumulators import when_accumulated
+from ddp_core.reducer.autograd import when_accumulated
 
 __all__ = [
     "Trained",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_core._torch import keeps_graph, tree_leaves, tree_map, version_of
-from ddp_core.reducer.accumulators import (
+from ddp_core.reducer.autograd import (
     NO_BACKWARD,
     backward_number,
     call_after_backward,

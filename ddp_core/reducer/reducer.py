@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from ddp_core.reducer.accumulators import NO_BACKWARD, Accumulators, backward_number
-from ddp_core.reducer.backward import Backward
+from ddp_core.reducer.autograd import NO_BACKWARD, Accumulators, backward_number
+from ddp_core.reducer.backward import Backward, History
+from ddp_core.reducer.buckets import HeldBucket, InstalledBuckets
 from ddp_core.reducer.failures import rebuild_failed
-from ddp_core.reducer.graph_errors import GraphErrors
-from ddp_core.reducer.held import HeldBucket
-from ddp_core.reducer.history import History
-from ddp_core.reducer.in_flight import InFlight
-from ddp_core.reducer.installed import InstalledBuckets
-from ddp_core.reducer.launch import Launcher
-from ddp_core.reducer.left_alone import LeftAlone
+from ddp_core.reducer.in_flight import InFlight, LeftAlone
+from ddp_core.reducer.launch import Launcher, ReducerSettings, Step
+from ddp_core.reducer.misuse import GraphErrors
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.plan import BucketPlan
 from ddp_core.reducer.precision import Precision
-from ddp_core.reducer.shadow import shadow
-from ddp_core.reducer.step import ReducerSettings, Step
 from ddp_core.reducer.timeline import Timeline
 from ddp_core.reducer.unused import Usage
 
-__all__ = ["Reducer"]
+__all__ = ["Reducer", "at_named_point", "reduce_at_point", "shadow", "vote"]
+
 
 logger = logging.getLogger("ddp_core")
 
@@ -227,3 +225,134 @@ class Reducer:
         self.backward.unreduced.holding = before.backward.unreduced.holding
         # What the hook has asked for holds for these ranks, too; its buckets need not.
         self.plan.request(before.plan.group_of, before.plan.caps)
+
+
+# ---- a step without a backward pass
+
+
+def reduce_at_point(backward: Backward, flight: InFlight, plan: BucketPlan) -> None:
+    """Averages the gradients that are in ``.grad``, as the end of a backward pass would.
+
+    Raises:
+        RuntimeError: no rank has accumulated anything, or a rank not for all parameters.
+    """
+    step, unreduced = flight.step, backward.unreduced
+    missing = [i for i, one in enumerate(flight.parameters) if one.parameter.grad is None]
+    came = unreduced.came and len(missing) < len(flight.parameters)
+    try:
+        with at_named_point(flight.usage):
+            vote(flight, came=came, missing=missing)
+            unreduced.averaging_begins()
+            flight.settle_scale()
+            _take_all(backward, flight, missing, unreduced.order or plan.arrival)
+            backward.finish(step)
+    except BaseException:
+        flight.abandon()
+        raise
+
+
+@contextmanager
+def at_named_point(usage: Usage) -> Iterator[None]:
+    """Makes ranks tell each other what they use as there is no backward pass to learn from."""
+    usage.at_point = True
+    try:
+        yield
+    finally:
+        usage.at_point = False
+
+
+def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = None) -> None:
+    """Finds out, on all ranks alike, whether there is something to average; all ranks call it.
+
+    Args:
+        came: whether this rank has accumulated anything.
+        missing: parameters that have no gradient here.
+
+    Raises:
+        RuntimeError: there is nothing, or a rank has no gradient of some of its parameters.
+    """
+    launcher, usage = flight.launcher, flight.usage
+    gone = [] if usage.finds else sorted({*(missing or ())} - {*usage.never})
+    lacks = came and bool(gone)
+    device = flight.buckets[0].buffer.device
+    with launcher.beside():
+        votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
+        work = dist.all_reduce(votes, group=launcher.group, async_op=True)
+        launcher.await_message(work, device, "agreeing on what to reduce")
+        ranks, lacking = votes.tolist()
+    if not ranks:
+        raise RuntimeError(
+            "reduce(): no rank has a gradient that came since gradients were averaged. Was it "
+            "called twice, or after a backward pass outside of hold(), which averages by itself?"
+        )
+    if lacking:
+        names = ", ".join(flight.parameters[index].name for index in gone[:20])
+        raise RuntimeError(
+            f"reduce(): {lacking} of the ranks have no gradient of some parameters"
+            f"{f' (here {names})' if lacks else ''}. Set find_unused_parameters=True where passes "
+            f"do not use all parameters"
+        )
+
+
+def _take_all(backward: Backward, flight: InFlight, missing: list[int], known: list[int]) -> None:
+    """Counts all gradients as there, in the order in which they came; zeros where there is none."""
+    step, usage = flight.step, flight.usage
+    everything = range(len(flight.parameters))
+    if usage.finds:
+        if usage.has_old_marks:
+            usage.forget_old_marks(missing)
+        step.unused = missing
+    step.unused_marked = True
+    step.needed = usage.agree_on_needed(flight.buckets, everything)
+    for index in dict.fromkeys([*known, *everything]):
+        backward.mark_ready(step, index)
+
+
+# ---- a step without inputs
+
+
+def shadow(flight: InFlight, plan: BucketPlan, *, at_point: bool) -> None:
+    """Takes part in one backward pass, or one ``reduce``, with zero gradients."""
+    flight.begin(Step(complete=False))
+    flight.launcher.step_begins()
+    try:
+        if at_point:
+            with at_named_point(flight.usage):
+                vote(flight)
+                _exchange_zeros(flight, plan)
+        else:
+            _exchange_zeros(flight, plan)
+    except BaseException:
+        flight.tell_abandoned()
+        flight.begin(Step())
+        raise
+
+
+def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
+    """The collectives of the others' step, in their order: see `Backward.finish`."""
+    step, usage, launcher = flight.step, flight.usage, flight.launcher
+    if usage.finds:
+        usage.used.forget_step()
+    elif usage.learns:
+        usage.learn_of_others()
+    step.needed = usage.agree_on_needed(flight.buckets, range(len(flight.parameters)))
+    for bucket in flight.buckets:
+        bucket.clear()
+        step.outcomes.append(flight.send(bucket))
+    if usage.finds:
+        usage.used.all_reduce()
+    launcher.events.no_more_buckets()
+    # The results are not written: at the end of `join` all ranks take the model of one that has
+    # trained last.
+    for bucket, outcome in zip(flight.buckets, step.outcomes, strict=True):
+        if not outcome.is_skipped:
+            launcher.finish(bucket, outcome, None)
+            unused = usage.globally_unused(bucket.members)
+            step.left_alone += flight.left_alone.within(bucket, unused)
+    flight.wait_for_futures()
+    if usage.finds:
+        usage.used.finish_step()
+    launcher.step += 1
+    plan.step_ended(None)
+    flight.begin(Step())
+    launcher.events.step_landed(step.left_alone)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_core.reducer.held import HeldBucket
-from ddp_core.reducer.step import ReducerSettings
+from ddp_core.reducer.buckets import HeldBucket
+from ddp_core.reducer.launch import ReducerSettings
 
 __all__ = ["Usage", "UsedMap"]
 
@@ -183,7 +183,7 @@ class Usage:
 
     @property
     def needs_sink(self) -> bool:
-        """Whether outputs pass through the sink, see :mod:`ddp_core.ddp.sink`."""
+        """Whether outputs pass through the sink, see :mod:`ddp_core.ddp.forward`."""
         # Without any gradient of its own, a rank would not hear of backward otherwise.
         return self.tracks or (self._settings.static_graph and len(self.never) == self._numel)
 

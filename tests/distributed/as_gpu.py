@@ -14,7 +14,7 @@ import commhooks.hook.exchanges
 import commhooks.hook.runner
 from ddp_core import Drivers, Streams
 from ddp_core.exchange import clocks
-from ddp_core.reducer import failures, flat, history, in_flight, launch, reducer, watch
+from ddp_core.reducer import backward, buckets, failures, in_flight, launch, reducer
 from tests.unit.pretended import Device
 
 GPU = torch.device("cuda", 0)
@@ -70,7 +70,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
         return Streams(group).run(task, CPU)
 
     with ExitStack() as patches:
-        for module in (commhooks.hook.exchanges, commhooks.hook.runner, history, in_flight):
+        for module in (commhooks.hook.exchanges, commhooks.hook.runner, backward, in_flight):
             patches.enter_context(mock.patch.object(module, "clock_of", clock_of))
         for owner, name, value in (
             (clocks, "_clocks", {}),
@@ -78,8 +78,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
             (Drivers, "run", run),
             (launch, "Outcome", _Outcome),
             (reducer, "Launcher", _Launcher),
-            (flat.FlatBucket, "is_large", lambda bucket, index: False),
-            (watch, "SLICE", timedelta(seconds=0.05)),
+            (buckets.FlatBucket, "is_large", lambda bucket, index: False),
             (failures, "SLICE", timedelta(seconds=0.05)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_core import DistributedDataParallel, GradBucket, MixedPrecision
-from ddp_core.ddp.torch_methods import _REFUSED as MODULE_REFUSED
+from ddp_core.ddp.torch_names import _REFUSED as MODULE_REFUSED
 from ddp_core.ddp.torch_reducer import _REFUSED as REDUCER_REFUSED
 from ddp_core.ddp.torch_reducer import TorchReducer
 from tests.distributed.harness import run_ranks

@@ -24,8 +24,8 @@ from commhooks.hook import state as _state
 from commhooks.hook.engine import Engine
 from commhooks.hosts._process_group import SchemeGroup
 from commhooks.local import diloco
-from ddp_core.ddp.join import ShadowHook
-from ddp_core.reducer.flat import FlatBucket
+from ddp_core.ddp.forward import ShadowHook
+from ddp_core.reducer.buckets import FlatBucket
 from ddp_core.reducer.unused import UsedMap
 
 __all__ = ["BUGS", "planted"]

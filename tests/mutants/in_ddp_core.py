@@ -800,7 +800,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ReductionMethods.reduce",
+        "DistributedDataParallel.reduce",
         (
             "delayed parameters are left out of a reduce",
             "            if parts.delayed is not None:\n                parts.delayed.reduce()\n",

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ddp_core import GradBucket
-from ddp_core.reducer.flat import FlatBucket
+from ddp_core.reducer.buckets import FlatBucket
 from ddp_core.reducer.in_flight import InFlight
 from ddp_core.reducer.parameters import Trained
 

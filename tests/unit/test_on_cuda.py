@@ -19,7 +19,7 @@ from commhooks.hook.ledger import Ledger
 from ddp_core import AllReduce, GradBucket, Streams, Task
 from ddp_core.exchange import clocks
 from ddp_core.reducer import unused
-from ddp_core.reducer.flat import LARGE, FlatBucket
+from ddp_core.reducer.buckets import LARGE, FlatBucket
 from ddp_core.reducer.launch import Outcome
 from ddp_core.reducer.parameters import Trained
 from ddp_core.reducer.unused import UsedMap

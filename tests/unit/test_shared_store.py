@@ -14,7 +14,7 @@ import torch.distributed as dist
 from commhooks.errors import MismatchError, SilentStoreError
 from commhooks.hook import roll_call as _roll_call
 from ddp_core import SharedStore
-from ddp_core.reducer import abandoned, failures
+from ddp_core.reducer import failures
 from ddp_core.reducer.failures import FailureBoard, Place
 
 PLACE = Place(attempt=50, step=50, bucket=0)
@@ -56,7 +56,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopping]:
     shared = {0: SharedStore(stopping.store), 1: SharedStore(stopping)}
     for module in (_roll_call, failures):
         monkeypatch.setattr(module, "shared_store", lambda group: shared[group.rank()])
-    monkeypatch.setattr(abandoned, "group_limit", lambda group: 0.2)
+    monkeypatch.setattr(failures, "group_limit", lambda group: 0.2)
     yield stopping
     stopping.goes_on.set()
 

@@ -23,6 +23,7 @@ __all__ = [
     "when_accumulated",
 ]
 
+
 NO_BACKWARD = -1
 
 
