@@ -218,6 +218,15 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "factory_of",
+        (
+            "a name that an import registers is one that nobody knows",
+            "if name in BASELINES:",
+            "if name in ():",
+            f"{UNIT}/test_registry.py::test_baselines_are_registered_by_their_import",
+        ),
+    ),
+    *planted(
         "GlobalQSGD.error_growth",
         (
             "a scale of several ranks is as fine as one of a rank",
