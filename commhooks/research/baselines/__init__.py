@@ -1,7 +1,7 @@
 """Schemes that papers compare with; importing this package registers them by name.
 
-On equal gradients each has more error than a built-in scheme of as many bits or fewer
-(docs/schemes/baselines.md has the figures).
+Built-in schemes have less error with as many bits or fewer; docs/schemes/baselines.md has the
+figures and the exceptions.
 
 Example:
     >>> import commhooks.research.baselines
