@@ -54,13 +54,12 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "none": ("none", {}),
     "fp16, fp32 sum": ("fp16", {"fp32_sum": True}),
     "bf16, fp32 sum": ("bf16", {"fp32_sum": True}),
-    **{name: (name, {}) for name in ("fp16", "int8", "fp8", "mxfp8", "int4", "onebit")},
+    **{name: (name, {}) for name in ("fp16", "int8", "fp8", "int4", "onebit")},
+    "fp8, MX": ("fp8", {"format": "mx_e4m3"}),
     **{name: (name, {}) for name in ("powersgd", "batched_powersgd", "acpsgd")},
-    **{name: (name, {}) for name in ("topk", "random_k", "dgc", "aligned_topk")},
-    **{name: (name, {}) for name in ("global_qsgd", "intsgd", "qsgd", "terngrad")},
+    **{name: (name, {}) for name in ("topk", "random_k", "dgc")},
     **{name: (name, {}) for name in ("eden", "demo", "signsgd", "sdp4bit")},
 }
-UNTIMED = {"aligned_topk"}  # reads rows at indices that a kernel computes
 WORLD_SIZES = (8, 64)
 WARM_UP = 3  # the step after them finds tables and buffers
 
@@ -144,8 +143,7 @@ def measure(*, turns: int = 7) -> pd.DataFrame:
                 "launches": counts.launches,
                 "allocations": counts.allocations,
             }
-            if name not in UNTIMED:
-                rows[-1] |= _spread(host_times(scheme, options, world_size, turns))
+            rows[-1] |= _spread(host_times(scheme, options, world_size, turns))
     group: Any = SimpleNamespace(size=lambda: 8)
     state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
     for name, hook, hook_state in (

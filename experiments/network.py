@@ -57,10 +57,7 @@ SCHEMES = (
     "topk",
 )
 # In buckets of 25 MiB, the first one, too, which torch fills with 1 MiB; copied as there.
-_REPAIRED = tuple(
-    f"{name} on torch in 25 MiB by copies"
-    for name in ("batched_powersgd:rank=2", "quantization_pertensor")
-)
+_REPAIRED = "batched_powersgd:rank=2 on torch in 25 MiB by copies"
 CAP_MB = 8.0  # ddp_core's default on the CPU
 _FIRST_MB = 1.0  # of the first bucket, on both classes
 _NOOP, _ONE = "noop", "one value"
@@ -346,7 +343,7 @@ def main(
     delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
     schemes: Annotated[str, typer.Option(help="As 'topk; bf16 on torch in 25 MiB'.")] = ";".join(
-        (*SCHEMES, *TORCH, *_REPAIRED, "auto")
+        (*SCHEMES, *TORCH, _REPAIRED, "auto")
     ),
     turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 9,
     out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(

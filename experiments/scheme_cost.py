@@ -27,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import commhooks.research.baselines
 from experiments.hosts import joined, run_on_hosts
 from experiments.namespaces import reason_not_to_run
 from experiments.tasks import CharTransformer

@@ -11,6 +11,7 @@ import time
 
 import torch
 
+import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import Scheme, make, scheme_names
 from commhooks.cli.tradeoff import SAME, cases_of
 from commhooks.predict import DEVICES, PRESETS, model, planned, predict_steps
@@ -28,7 +29,7 @@ def schemes(count: int = 50) -> dict[str, Scheme]:
         case.label: make(case.name, **case.options)
         for case in cases_of(name for name in scheme_names() if name not in SAME)
     }
-    for name in ("int8", "int4", "onebit", "fp8", "mxfp8", "powersgd", "topk", "random_k"):
+    for name in ("int8", "int4", "onebit", "fp8", "powersgd", "topk", "random_k"):
         found[f"{name} coalesce"] = make(name, coalesce=True)
     assert len(set(found.values())) >= count
     return dict(list(found.items())[:count])

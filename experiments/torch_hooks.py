@@ -19,7 +19,7 @@ __all__ = ["SAME", "TORCH", "register_of_torch"]
 # Names in the study. Three hooks of torch 2.13 fail on Gloo: `bf16_compress_hook` refuses processes
 # without NCCL or XCCL, `batched_powerSGD_hook` raises an AssertionError (on NCCL, too: it passes a
 # matrix where a batch of them is asked for), and the quantisation hooks take the first tensor of an
-# all-gather for all of them. Schemes of this package are the repaired forms of the last two.
+# all-gather for all of them. The hooks of this package are the repaired forms of the last two.
 TORCH = ("torch none", "torch fp16", "torch powersgd")
 # Schemes of this package with the same messages and arithmetic.
 SAME = {"torch none": "none", "torch fp16": "fp16"}

@@ -1,4 +1,4 @@
-"""Measures the errors and the bits of every registered scheme, on recorded gradients, too.
+"""Measures the errors and bits of every scheme, those of papers, too, on recorded gradients.
 
 ``python -m experiments.tradeoff`` is the command ``commhooks tradeoff`` on all traces that
 ``python -m experiments.traces`` has recorded, each with 2, 4 and 8 ranks. Its picture has a part
@@ -19,6 +19,7 @@ from typing import Annotated
 import typer
 from matplotlib.figure import Figure
 
+import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks.cli import commands as _commands
 from commhooks.cli.tradeoff import FIGURES, Point, with_fronts, write_csv
 from commhooks.cli.tradeoff_plot import drawn

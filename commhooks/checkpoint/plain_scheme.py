@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from commhooks.core.registry import import_of_class
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import printable, shown
 from commhooks.errors import CheckpointError
@@ -63,8 +64,10 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
     known = {_name(kind): kind for kind in _classes()}
     name = _without_module(name) if isinstance(name, str) else shown(name)
     if name not in known or not isinstance(settings, Mapping) or not all(map(_is_text, settings)):
+        needed = import_of_class(name)
+        advice = f"`{needed}`" if needed else "import it"
         raise CheckpointError(
-            f"a saved scheme is of {shown(name)}, which is not imported here; import it before "
+            f"a saved scheme is of {shown(name)}, which is not imported here; {advice} before "
             f"the state is loaded"
         )
     kind = known[name]

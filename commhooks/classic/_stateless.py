@@ -11,9 +11,9 @@ import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks.classic._launch import BucketFuture, Wires, classic_hook, launch_on_group
+from commhooks.classic._minmax import MinMax, MinMaxPerChannel
 from commhooks.classic._owner import Group
 from commhooks.core.dense import Dense
-from commhooks.schemes.minmax import MinMax, MinMaxPerChannel
 from commhooks.schemes.noop import Noop
 from commhooks.wrappers.cast import Cast
 

@@ -116,7 +116,7 @@ def _sent(scheme: Scheme) -> _Sent:
     for engine in ranks.engines:
         engine.step = _LATE
     # Two steps, since ACP-SGD sends its two factors in turn; after two others, in which schemes
-    # that send their first step dense (intsgd has no step size yet) do so.
+    # that send their first step dense (a scale of past steps) do so.
     for step in range(4):
         if step == 2:
             ranks.requests.clear()

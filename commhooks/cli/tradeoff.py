@@ -49,6 +49,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "random_k": [{"ratio": ratio} for ratio in (0.001, 0.01, 0.1)],
     "random_block": [{"ratio": ratio} for ratio in (0.01, 0.1)],
     "aligned_topk": [{"ratio": ratio} for ratio in (0.01, 0.1)],
+    "fp8": [{}, {"format": "mx_e4m3"}],
     "bf16": [{}, {"stochastic": True}],
     "sdp4bit": [{"local_size": 2, "memory": False}],
     "int8": [{}, {"rounding": "stochastic"}, {"rounding": "nearest"}],
@@ -62,8 +63,8 @@ FIGURES = {
     "worst": "worst tensor",
     "adam": "Adam's metric",
 }
-# Not compared: "drive" is another name of "eden", "none" is exact, and "noop" averages nothing.
-SAME = {"drive", "none", "noop"}
+# Not compared: "none" is another name of "allreduce", and "noop" averages nothing.
+SAME = {"none", "noop"}
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ class Course:
 
     def point(self, gradients: Gradients) -> Point:
         """Returns the means over the second half of the steps."""
-        # The first steps of low-rank schemes are for their factors; intsgd sends the first dense.
+        # The first steps of low-rank schemes are for their factors; IntSGD sends the first dense.
         rows = self._rows[len(self._rows) // 2 :]
         means = [sum(column) / len(rows) for column in zip(*rows, strict=True)]
         return Point(self.case.label, gradients.name, gradients.world_size, *means)

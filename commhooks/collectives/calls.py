@@ -202,12 +202,12 @@ class Call:
         if self.kind == "all_gather" and not scheme.gathers:
             raise RegistrationError(
                 f"commhooks.all_gather: {scheme} averages, and has no payload of a single rank's "
-                f"tensor; int8, int4, fp8, mxfp8, eden, fp16, bf16, none and TwoPhase(codec) have"
+                f"tensor; int8, int4, fp8, eden, fp16, bf16, none and TwoPhase(codec) have"
             )
         if self.kind == "reduce_scatter" and not scheme.traits.shards:
             raise RegistrationError(
                 f"commhooks.reduce_scatter: {scheme} averages whole tensors, of which every rank "
-                f"would drop all but its part; use all_reduce, or int8, int4, fp8, mxfp8, eden, "
+                f"would drop all but its part; use all_reduce, or int8, int4, fp8, eden, "
                 f"onebit, fp16, bf16, none or TwoPhase(codec)"
             )
         if self.total and self.kind != "all_gather" and scheme.traits.returns != "mean":

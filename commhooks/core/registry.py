@@ -12,12 +12,33 @@ from commhooks.core.scheme import Scheme
 from commhooks.core.settings import checked, need_dataclass, shown
 from commhooks.errors import OptionError, SchemeError, UnknownSchemeError
 
-__all__ = ["build", "factory_of", "need_known", "options_of", "register_scheme", "scheme_names"]
+__all__ = [
+    "BASELINES",
+    "build",
+    "factory_of",
+    "import_of_class",
+    "need_known",
+    "options_of",
+    "register_scheme",
+    "scheme_names",
+]
 
 Factory = Callable[..., Scheme]
 F = TypeVar("F", bound=Factory)
 
 _factories: dict[str, Factory] = {}
+
+# Names and classes of the schemes that ``import commhooks.research.baselines`` registers: known
+# here, so that a name or a saved state that comes before the import says what to do.
+BASELINES = {
+    "aligned_topk": "AlignedTopK",
+    "global_qsgd": "GlobalQSGD",
+    "intsgd": "IntSGD",
+    "qsgd": "QSGD",
+    "random_block": "RandomBlock",
+    "terngrad": "TernGrad",
+}
+_IMPORT = "import commhooks.research.baselines"
 
 # Names of options in other libraries, torch's hooks above all, and what replaces each here.
 _ELSEWHERE = {
@@ -102,11 +123,21 @@ def factory_of(name: str) -> Factory:
             "commhooks.register(model, 'auto')"
         )
     if factory is None:
+        if name in BASELINES:
+            raise UnknownSchemeError(
+                f"no scheme {name!r} is registered yet; `{_IMPORT}` registers it, with the others "
+                f"that papers compare with. Registered: {', '.join(scheme_names())}"
+            )
         hint = _nearest(name.lower(), scheme_names())
         raise UnknownSchemeError(
             f"no scheme {name!r}{hint} Registered: {', '.join(scheme_names())}"
         )
     return factory
+
+
+def import_of_class(name: str) -> str | None:
+    """Returns the import that defines a class such as "commhooks.QSGD"; None: it is no baseline."""
+    return _IMPORT if name in {f"commhooks.{kind}" for kind in BASELINES.values()} else None
 
 
 def options_of(factory: Factory) -> dict[str, Any] | None:

@@ -141,6 +141,13 @@ class Scheme:
         """
         return None
 
+    def error_growth(self, world_size: int) -> float:
+        """Returns how often the squared error on ``world_size`` ranks has the declared variance.
+
+        More than once where ranks share a scale; infinite where no bound holds in every step.
+        """
+        return 1.0
+
     def environment(self, world_size: int) -> Sequence[str]:
         """Returns facts besides the settings that must be the same on all ranks, in words."""
         return ()

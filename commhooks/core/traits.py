@@ -48,7 +48,7 @@ class Unbiased:
 
     Args:
         variance: upper bound of ``E|C(x) - x|^2 / |x|^2`` for the gradient x of a single rank. With
-            a scale that several ranks share (``global_qsgd``, ``intsgd``) errors are larger. Error
+            a scale that several ranks share errors are larger, by ``Scheme.error_growth``. Error
             feedback around a scheme whose variance is above 1 needs
             :class:`commhooks.wrappers.Scaled`.
     """

@@ -136,7 +136,7 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
         if isinstance(one, Blockwise) and FORMATS[one.format].bits < _FEWEST_BITS:
             raise RegistrationError(
                 f"gather_parameters: {built} sends fewer than {_FEWEST_BITS} bits of an entry, too "
-                f"few for a model to compute with; take none, bf16, fp16, int8, fp8 or mxfp8"
+                f"few for a model to compute with; take none, bf16, fp16, int8 or fp8"
             )
     return built
 

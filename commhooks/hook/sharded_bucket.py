@@ -94,7 +94,7 @@ def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
         raise RegistrationError(
             f"{call}: {whole} averages whole buckets, and {host} needs one shard of each on each "
             f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of "
-            f"entries run here: none, fp16, bf16, int8, int4, fp8, mxfp8, onebit, eden, topk, and "
+            f"entries run here: none, fp16, bf16, int8, int4, fp8, onebit, eden, topk, and "
             f"a codec in commhooks.wrappers.TwoPhase(...), also in ErrorFeedback, AveragedFeedback "
             f"or PerParameter{between if host == 'FSDP2' else ''}"
         )

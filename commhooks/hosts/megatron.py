@@ -53,7 +53,7 @@ class ReduceScatter:
             raise RegistrationError(
                 f"ReduceScatter: {self._scheme} "
                 f"{why if memory else 'averages whole buckets, not shards of them'}; int8, fp8, "
-                f"eden, fp16 and bf16 do neither, nor do int4 and mxfp8 with error_feedback=False"
+                f"eden, fp16 and bf16 do neither, nor does int4 with error_feedback=False"
             )
         self._attendance = Attendance()
         what = f"commhooks.hosts.megatron.ReduceScatter({describe(self._scheme)})"

@@ -33,7 +33,7 @@ _BLOCKS = (128, 256, 512, 1024, 2048)
 _MOST = (2.0, 0.45, 0.11, 0.029)
 
 
-@register_scheme("eden", "drive")
+@register_scheme("eden")
 @dataclass(frozen=True)
 class Eden(BlockCodec):
     """Sends each rotated block as the nearest of 2^bits levels, and a scale that makes it unbiased.

@@ -30,7 +30,7 @@ from commhooks.kernels import (
 )
 from commhooks.kernels._blockwise_formats import layout_of
 
-__all__ = ["Blockwise", "Rounding", "Undithered", "fp8", "int4", "int8", "mxfp8", "onebit"]
+__all__ = ["Blockwise", "Rounding", "Undithered", "fp8", "int4", "int8", "onebit"]
 
 
 Rounding = Literal["nearest", "stochastic", "dither"]
@@ -254,9 +254,9 @@ def int8(
 @register_scheme("fp8")
 def fp8(
     *,
-    format: str = "e4m3",
-    block: int = 256,
-    rounding: Undithered = "stochastic",
+    format: Literal["e4m3", "e5m2", "mx_e4m3", "mx_e5m2"] = "e4m3",
+    block: int | None = None,
+    rounding: Undithered | None = None,
     pattern: Pattern = "two_phase",
 ) -> Scheme:
     """Sends 8-bit floats in blocks of 256: small entries keep their digits.
@@ -264,21 +264,24 @@ def fp8(
     The error is 28 times that of int8 on normal entries, and 3 times on those of a t(3).
 
     Args:
-        format: "e4m3" (three bits of mantissa) or "e5m2" (two).
-        block, pattern: as for int8.
-        rounding: "stochastic", up or down at random, unbiased; or "nearest".
+        format: "e4m3" (three bits of mantissa) or "e5m2" (two), with a float32 scale per block;
+            "mx_e4m3" or "mx_e5m2", OCP MX: a power of two per 32 entries, to nearest, 8.25 bits
+            per entry, biased.
+        block: entries per scale, a power of two, 32 to 2048; None: 256, and 32 of MX.
+        rounding: "stochastic", up or down at random, unbiased; or "nearest". None: stochastic, and
+            to nearest of MX.
+        pattern: as for int8.
     """
-    if format not in ("e4m3", "e5m2"):
-        raise ValueError(f"fp8(format=...) is 'e4m3' or 'e5m2', got {format!r}")
-    return Blockwise(format, block, rounding, pattern=pattern)
-
-
-@register_scheme("mxfp8")
-def mxfp8(*, format: str = "e4m3", pattern: Pattern = "two_phase") -> Scheme:
-    """Sends 8-bit floats with a power of two per 32 entries (OCP MX): 8.25 bits per entry."""
-    if format not in ("e4m3", "e5m2"):
-        raise ValueError(f"mxfp8(format=...) is 'e4m3' or 'e5m2', got {format!r}")
-    return Blockwise(f"mx_{format}", 32, pattern=pattern)
+    if not format.startswith("mx_"):
+        return Blockwise(
+            format, 256 if block is None else block, rounding or "stochastic", pattern=pattern
+        )
+    if block not in (None, 32) or rounding not in (None, "nearest"):
+        raise ValueError(
+            f"fp8(format={format!r}) has blocks of 32 and rounds to nearest, as MX does; got "
+            f"block={block} and rounding={rounding!r}: leave both out, or take format='e4m3'"
+        )
+    return Blockwise(format, 32, pattern=pattern)
 
 
 @register_scheme("int4")

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme, children, walk
 from commhooks.schemes.casts import TwoPhaseCast
-from commhooks.schemes.integer_sum import GlobalQSGD, IntSGD
 from commhooks.verify.equal import odd_ones, others_in_words
 from commhooks.verify.measure import ROWS, Measurement, ShardMeasurement
 from commhooks.wrappers.cast import Cast
@@ -142,13 +141,11 @@ def _variance(scheme: Scheme, world_size: int) -> float | None:
 
     For a scheme, or a part of one, that keeps no residual.
     """
-    traits, inside = scheme.traits, list(walk(scheme))
-    # Its scale is of past steps: gradients that shrink or grow at once are far off.
-    if traits.biased or any(isinstance(one, IntSGD) for one in inside):
+    traits = scheme.traits
+    growth = max(one.error_growth(world_size) for one in walk(scheme))
+    if traits.biased or math.isinf(growth):
         return None
-    variance = traits.error.variance
-    if any(isinstance(one, GlobalQSGD) for one in inside):  # declared is that on one rank
-        variance *= (127 / max(127 // world_size, 1)) ** 2
+    variance = traits.error.variance * growth
     # Every round may round once more, and factors of 1 + variance multiply.
     bound: float = (1.0 + variance) ** max(traits.rounds, 1) - 1.0
     return bound

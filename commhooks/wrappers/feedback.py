@@ -155,7 +155,7 @@ class Scaled(Wrapper):
         scheme: an unbiased scheme, whose traits declare its variance.
 
     Example:
-        >>> hook = register(ddp_model, ErrorFeedback(Scaled(TernGrad())))
+        >>> hook = register(ddp_model, ErrorFeedback(Scaled(Eden(bits=1))))
 
     Reference: Richtarik, Sokolov and Fatkhullin, EF21, 2021 (section 2).
     """

@@ -36,7 +36,7 @@ class TwoPhase(PackedCodec):
         codec: a codec whose payload depends on the number of entries, not on the bucket's layout.
 
     Example:
-        >>> hook = register(ddp_model, ErrorFeedback(TwoPhase(MinMaxPerChannel(128))))
+        >>> hook = register(ddp_model, ErrorFeedback(TwoPhase(QSGD(block=64))))
     """
 
     codec: Codec

@@ -92,7 +92,7 @@ def _codec_of_differences(scheme: str | Scheme) -> PackedCodec | None:
     if not isinstance(codec, PackedCodec) or codec.traits.returns != "mean":
         raise RegistrationError(
             f"ZeroOptimizer(gather=...): {codec} does not pack a shard by itself; choose bf16, "
-            f"fp16, int8, int4, fp8, mxfp8, onebit, eden or topk"
+            f"fp16, int8, int4, fp8, onebit, eden or topk"
         )
     if isinstance(scheme, str) and isinstance(codec, Blockwise):
         # The owner keeps the error: to nearest, which needs no draws, loses nothing.

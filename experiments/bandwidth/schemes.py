@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import commhooks
+import commhooks.research.baselines
 
 __all__ = ["NO_HOOK", "ON_LINKS", "SCHEMES", "VARIANTS", "Entry", "gives_mean"]
 
@@ -36,7 +37,7 @@ class Entry:
         return {**self.options, option: usual if dense_steps is None else dense_steps}
 
 
-# Every registered scheme, those with the most bytes first.
+# Every built-in scheme and those that papers compare with, those with the most bytes first.
 SCHEMES: dict[str, Entry] = {
     NO_HOOK: Entry(""),
     "none": Entry("none"),
@@ -45,12 +46,10 @@ SCHEMES: dict[str, Entry] = {
     "gossip": Entry("gossip"),
     "int8": Entry("int8"),
     "fp8": Entry("fp8"),
-    "mxfp8": Entry("mxfp8"),
+    "fp8, MX": Entry("fp8", {"format": "mx_e4m3"}),
     "intsgd": Entry("intsgd"),
     "global_qsgd": Entry("global_qsgd"),
     "qsgd": Entry("qsgd"),
-    "quantization_pertensor": Entry("quantization_pertensor"),
-    "quantization_perchannel": Entry("quantization_perchannel"),
     "int4": Entry("int4"),
     "sdp4bit": Entry("sdp4bit"),
     "terngrad": Entry("terngrad"),
@@ -73,7 +72,7 @@ SCHEMES: dict[str, Entry] = {
 }
 # Timed on limited links by default: schemes that users would choose there.
 ON_LINKS = (
-    "none", "fp16", "bf16", "int8", "intsgd", "int4", "sdp4bit", "eden, 2 bits", "onebit",
+    "none", "fp16", "bf16", "int8", "int4", "sdp4bit", "eden, 2 bits", "onebit",
     "onebit_adam", "topk 1 %", "dgc 1 %", "powersgd, rank 4", "acpsgd, rank 4", "noop",
 )  # fmt: skip
 # Trained by the convergence study, besides those above.

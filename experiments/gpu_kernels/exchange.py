@@ -45,14 +45,12 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit": ("onebit", {}),
     "powersgd 4": ("powersgd", {"rank": 4}),
     "topk 1 %": ("topk", {"ratio": 0.01}),
-    "global_qsgd": ("global_qsgd", {}),
     "sdp4bit": ("sdp4bit", {}),
     "eden": ("eden", {}),
     "dgc": ("dgc", {}),
     "demo": ("demo", {}),
     "random_k": ("random_k", {}),
     "acpsgd": ("acpsgd", {}),
-    "intsgd": ("intsgd", {}),
     "signsgd": ("signsgd", {}),
 }
 # Gloo's thread may hold a group for a moment longer; if it were the last to let it go, it would

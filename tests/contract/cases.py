@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -22,13 +23,12 @@ from commhooks import (
 from commhooks.cli.app import load_files
 from commhooks.core import Layout
 from commhooks.core.scheme import walk
+from commhooks.research.baselines import AlignedTopK, RandomBlock
 from commhooks.schemes import (
     ACPSGD,
-    AlignedTopK,
     BatchedPowerSGD,
     Dense,
     PowerSGD,
-    RandomBlock,
     RandomK,
     TwoPhaseCast,
 )
@@ -42,6 +42,7 @@ from commhooks.wrappers import (
     TwoPhase,
 )
 from commhooks.wrappers.feedback import keeps_residual
+from tests.shelf import BASELINES
 
 # Files with more schemes, to run all of this on them.
 load_files(
@@ -78,6 +79,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "aligned_topk": {"row": 8},
     "onebit_adam": {"freeze_step": 1},
 }
+# Options that make another scheme of a name, by a name for the test's id.
+FORMS: dict[str, tuple[str, dict[str, Any]]] = {"fp8_mx": ("fp8", {"format": "mx_e4m3"})}
 
 
 # Those that keep an error of their own, and how they do not.
@@ -85,7 +88,8 @@ WITHOUT: dict[str, dict[str, Any]] = {"sdp4bit": {"memory": False}}
 
 
 def make(name: str, **options: Any) -> Scheme:
-    return commhooks.make(name, **OPTIONS.get(name, {}), **options)
+    registered_name, form = FORMS.get(name, (name, {}))
+    return commhooks.make(registered_name, **OPTIONS.get(name, {}), **form, **options)
 
 
 def bare(name: str, *, feedback: bool = False, **options: Any) -> Scheme:
@@ -134,7 +138,6 @@ REPRESENTATIVES = {
     "topk": "packed, gathered",
     "int4": "packed, two phases, draws, the residual fused",
     "random_k": "places that all ranks draw",
-    "intsgd": "integers of a common scale, remembers",
     "powersgd": "two rounds, remembers",
     "acpsgd": "one round, another in turn, remembers",
     "dgc": "rules inside, momentum",
@@ -144,7 +147,7 @@ REPRESENTATIVES = {
 
 
 # Its mean is packed by the codec that all begin with, under feedback.
-SECOND_ROUNDING = ("quantization_pertensor", "two_phase")
+SECOND_ROUNDING = ("qsgd", "two_phase")
 
 
 class Case(NamedTuple):
@@ -155,13 +158,11 @@ class Case(NamedTuple):
 
     @property
     def at_every_run(self) -> bool:
-        """Every scheme by itself and as it is made by name, a few of them in every variant."""
-        return (
-            self.variant == "plain"
-            or self.name in REPRESENTATIVES
-            or (self.name, self.variant) == SECOND_ROUNDING
-            or repr(self.scheme) == repr(make(self.name))
-        )
+        """Every built-in scheme by itself and as it is made by name, a few in every variant."""
+        if self.name in REPRESENTATIVES or (self.name, self.variant) == SECOND_ROUNDING:
+            return True
+        by_itself = self.variant == "plain" or repr(self.scheme) == repr(make(self.name))
+        return by_itself and self.name not in BASELINES
 
     @property
     def scheme(self) -> Scheme:
@@ -172,9 +173,9 @@ class Case(NamedTuple):
 
 
 def registered() -> list[str]:
-    """The registered names, without those that only another name for the same scheme."""
+    """The names and forms of schemes, without those that only another name for the same scheme."""
     found: dict[str, str] = {}
-    for name in commhooks.scheme_names():
+    for name in [*commhooks.scheme_names(), *FORMS]:
         if not name.startswith("test_"):
             found.setdefault(repr(make(name)), name)
     return sorted(found.values())
@@ -193,6 +194,14 @@ def _makes_sense(name: str, variant: str) -> bool:
     if variant == "start_step":
         return not scheme.traits.starts_dense
     return scheme.traits.returns != "update" or variant not in _OF_AVERAGES
+
+
+def named(names: Iterable[str]) -> pytest.MarkDecorator:
+    """A test of each name, of baselines in ``make test-all`` only."""
+    marked = [
+        pytest.param(name, marks=pytest.mark.slow if name in BASELINES else ()) for name in names
+    ]
+    return pytest.mark.parametrize("name", marked)
 
 
 CASES = [

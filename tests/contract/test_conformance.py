@@ -21,6 +21,7 @@ from commhooks import (
     Unbiased,
 )
 from commhooks.core.scheme import SchemeExchange
+from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.research.conformance import LAWS, check_scheme, laws_of
 from commhooks.wrappers import cast as _cast
 from ddp_core import AllReduce
@@ -207,14 +208,14 @@ class Noisier(Levels):
         return (x + draw.to(x)).floor() * 127
 
 
-class SlightlyLarge(commhooks.schemes.QSGD):
+class SlightlyLarge(QSGD):
     """Right on average, but for a 256th."""
 
     def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
         return super().decode(payload, like, bucket) * (1 + 2**-8)
 
 
-class SlightlySmall(commhooks.schemes.TernGrad):
+class SlightlySmall(TernGrad):
     """Large entries are a 128th too small; the noise is fifty times that."""
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:

@@ -11,21 +11,20 @@ from torch import Tensor
 
 import commhooks
 from commhooks import ErrorFeedback, Simulation
+from commhooks.classic._minmax import MinMax, MinMaxPerChannel
 from commhooks.core import Layout
 from commhooks.kernels import Matrices, orthonormalize, random_places, top_k
 from commhooks.schemes import (
     ACPSGD,
     BatchedPowerSGD,
     Blockwise,
-    MinMax,
-    MinMaxPerChannel,
     PowerSGD,
     RandomK,
     TopK,
 )
 from commhooks.wrappers import PeriodicDense
 from commhooks.wrappers import cast as _cast
-from tests.contract.cases import AVERAGING
+from tests.contract.cases import AVERAGING, make, named
 
 
 def normal(numel: int, seed: int = 0) -> Tensor:
@@ -204,10 +203,10 @@ def test_22_signs_of_any_number_of_entries(numel: int) -> None:
     assert torch.equal(mean < 0, x < 0)
 
 
-@pytest.mark.parametrize("name", sorted({one.name for one in AVERAGING}))
+@named(sorted({one.name for one in AVERAGING}))
 def test_23_two_ranks_get_the_mean_not_the_sum(name: str) -> None:
     x = torch.full((600,), 3.0)
-    ranks = Simulation(name, {"w": (30, 20)}, world_size=2)
+    ranks = Simulation(make(name), {"w": (30, 20)}, world_size=2)
     steps = 1000 if name.startswith("random") else 300  # until most entries had a turn
     mean = sum(ranks.step([x, x])[0] for _ in range(steps)) / steps
     assert 2.0 < float(mean.mean()) < 4.0

@@ -40,7 +40,6 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "powersgd, one exchange": ("powersgd", {"rank": 2, "coalesce": True}),
     "topk": ("topk", {"ratio": 0.1}),
     "acpsgd": ("acpsgd", {"rank": 2}),
-    "intsgd": ("intsgd", {"error_feedback": True}),
     "demo": ("demo", {}),
 }
 Gradients = Callable[[int, int], list[Tensor]]  # of a step and rank

@@ -23,6 +23,7 @@ import commhooks
 import ddp_core
 from commhooks.hosts.megatron import ReduceScatter
 from tests.distributed.harness import run_ranks
+from tests.shelf import BUILT_IN
 
 PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
 STEPS = 2
@@ -31,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"rank": 2}, "onebit_adam": {"
 
 
 def scheme_names() -> list[str]:
-    return [name for name in commhooks.scheme_names() if name not in SKIPPED]
+    return [name for name in BUILT_IN if name not in SKIPPED]
 
 
 def made(name: str) -> Any:

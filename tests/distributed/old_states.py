@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import commhooks.research.baselines
 
 FILE = Path(__file__).parent / "data" / "states_of_format_2.pt"
 STEPS = 3

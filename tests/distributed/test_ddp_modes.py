@@ -259,7 +259,6 @@ def _accumulate(rank: int, world_size: int, config: str) -> tuple[Tensor, Tensor
 
 # What it may turn into another level, by the distance of two of the largest.
 LEVELS = {"int4": 2 / 7, "int8": 2 / 127, "onebit": 1.0, "eden": 1.0, "topk": 1.0}
-LEVELS |= dict.fromkeys(("quantization_pertensor", "quantization_perchannel"), 2 / 255)
 
 
 @pytest.mark.slow

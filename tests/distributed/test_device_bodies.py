@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-import commhooks
 from tests.device.bodies import BODIES, SCHEMES, trained
 from tests.device.host_bodies import HOSTS
 from tests.device.test_cuda import check_that_backward_gives_the_schemes_average
 from tests.device.two_ranks import of_ranks, simulated, tolerance
 from tests.distributed.harness import run_ranks
+from tests.shelf import BUILT_IN
 
 
 def bodies(rank: int, world_size: int) -> list[str]:
@@ -38,11 +38,11 @@ def test_every_host_runs_on_the_cpu(world_size: int) -> None:
 
 
 def backward_of_every_scheme(rank: int, world_size: int) -> int:
-    for name in commhooks.scheme_names():
+    for name in BUILT_IN:
         layers = [torch.nn.Linear(48, 48) for _ in range(4)]
         model = torch.nn.Sequential(*layers)
         check_that_backward_gives_the_schemes_average(name, model, bucket_cap_mb=0.01)
-    return len(commhooks.scheme_names())
+    return len(BUILT_IN)
 
 
 def test_backward_gives_a_schemes_average_on_the_cpu() -> None:

@@ -38,7 +38,7 @@ SHARDED = {
     "int4": {"block": 64},
     "onebit": {"block": 64},
     "eden": {"bits": 4, "error_feedback": True},
-    "mxfp8": {},
+    "fp8": {"format": "mx_e4m3"},
 }
 
 

@@ -162,7 +162,7 @@ def _refused(rank: int, world_size: int) -> None:
         with pytest.raises(RegistrationError, match="take a name such as none"):
             gather_parameters(model, refused)
     for few in ("onebit", Blockwise("int2"), Cast(Blockwise("sign"))):
-        with pytest.raises(RegistrationError, match=r"fewer than 4 bits .* fp8 or mxfp8"):
+        with pytest.raises(RegistrationError, match=r"fewer than 4 bits .* int8 or fp8"):
             gather_parameters(model, few)
 
 

@@ -34,6 +34,7 @@ from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDen
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp2 import backward, model_of, sharded
+from tests.shelf import BUILT_IN
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -286,7 +287,7 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
         "differences": EF21(commhooks.make("topk", ratio=0.1, error_feedback=False)),
     }
     options_of = {"bf16 with feedback": {"error_feedback": True}}
-    for name in [*commhooks.scheme_names(), "switched", *wrapped, *options_of]:
+    for name in [*BUILT_IN, "switched", *wrapped, *options_of]:
         model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
         model = sharded(model, mesh["dp"]) if kind is None else kind(model, device_mesh=mesh["dp"])
         given: Any = wrapped.get(name, "none" if name == "switched" else name.split()[0])

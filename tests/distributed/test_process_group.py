@@ -20,6 +20,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import commhooks.research.baselines
 import ddp_core
 from commhooks.hosts._process_group import SchemeGroup
 from tests.distributed.harness import run_ranks
@@ -269,11 +270,11 @@ STATELESS: dict[str, dict[str, Any]] = {
     "int8": {"rounding": "nearest", "error_feedback": False},
     "fp16": {},
     "bf16": {"fp32_sum": True},
-    "mxfp8": {"error_feedback": False},
+    "fp8": {"format": "mx_e4m3", "error_feedback": False},
 }
 
 
-BLOCKS = ("int8", "mxfp8")
+BLOCKS = ("int8", "fp8")
 
 
 def _stateless(rank: int, world_size: int) -> dict[str, Any]:

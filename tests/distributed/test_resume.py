@@ -218,7 +218,7 @@ def _saved_as_it_regroups(rank: int, world_size: int, static_graph: bool) -> Non
     for saved_after in range(4):
         options: dict[str, Any] = {"bucket_cap_mb": 0.001, "static_graph": static_graph}
         first, second = (TorchDDP(mlp(), **options) for _ in range(2))
-        hook, again = (commhooks.register(model, "random_block") for model in (first, second))
+        hook, again = (commhooks.register(model, "random_k") for model in (first, second))
         for step in range(8):
             if step == 3:
                 again.load_state_dict(hook.state_dict())
@@ -496,17 +496,17 @@ def test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete():
 
 
 def _loaded_then_switched(rank: int, world_size: int, coalesce: tuple[bool, bool]) -> None:
-    """Blocks of random_block follow the place in what travels, so a layout taken wrongly shows."""
+    """Entries of random_k follow the place in what travels, so a layout taken wrongly shows."""
     before, after = ({"ratio": 0.1, "coalesce": whether} for whether in coalesce)
     first, second = ddp(mlp(), SMALL), ddp(mlp(), SMALL)
-    hook = commhooks.register(first, "random_block", **before)
+    hook = commhooks.register(first, "random_k", **before)
     for step in range(6):
         if step == 3:
-            again = commhooks.register(second, "random_block", **before)
+            again = commhooks.register(second, "random_k", **before)
             again.load_state_dict(hook.state_dict())
         if step == 4:
-            hook.switch("random_block", **after)
-            again.switch("random_block", **after)
+            hook.switch("random_k", **after)
+            again.switch("random_k", **after)
         for one in [first, second][: 2 if step >= 3 else 1]:
             one.zero_grad()
             loss_of(one(batch(step, rank, 4, 16))).backward()
@@ -521,13 +521,13 @@ def test_a_loaded_state_switches_to_what_travels_together(coalesce):
 
 def _loaded_before_it_is_set(rank: int, world_size: int, how: str) -> None:
     first, second = (CoreDDP(mlp(), bucket_cap_mb=0.0015) for _ in range(2))
-    hook = commhooks.register(first, "random_block", ratio=0.3)
+    hook = commhooks.register(first, "random_k", ratio=0.3)
     for step in range(4):
         loss_of(first(batch(step, rank, 4, 16))).backward()
     if how == "pickled":
         again = pickle.loads(pickle.dumps(hook))
     else:
-        again = commhooks.HookState("random_block", second, ratio=0.3)
+        again = commhooks.HookState("random_k", second, ratio=0.3)
         again.load_state_dict(hook.state_dict())
     second.register_comm_hook(again, commhooks.comm_hook)
     for step in range(4, 7):

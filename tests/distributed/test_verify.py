@@ -30,6 +30,7 @@ from commhooks.core.dense import Dense
 from commhooks.core.layout import Layout
 from commhooks.core.memory import Memory
 from commhooks.errors import OptionError, VerificationError
+from commhooks.research.baselines import TernGrad
 from commhooks.verify import Verification
 from commhooks.verify import verification as _verify
 from commhooks.verify.equal import _CHUNK, hashes
@@ -122,7 +123,7 @@ def _train(rank: int, world_size: int, wrong: Scheme, kind: str, action: Any) ->
             ("2.weight", "error", (0, 1, 2)),
         ),
         (
-            Wrong(commhooks.make("terngrad"), "encodes", variance=1e-4),
+            Wrong(TernGrad(), "encodes", variance=1e-4),
             "torch",
             (None, "error", (0, 1, 2)),
         ),
@@ -546,7 +547,7 @@ def test_norms_of_a_mean_with_gaps() -> None:
 def _mixed() -> dict[str, Scheme]:
     """Schemes that change with the step or the parameter, with and without feedback."""
     kept, lost = commhooks.make("topk", ratio=0.1), commhooks.schemes.TopK(ratio=0.1)
-    noisy, noop = commhooks.make("qsgd"), commhooks.make("noop")
+    noisy, noop = commhooks.make("eden"), commhooks.make("noop")
     return {
         "to unbiased": Schedule([(0, kept), (2, noisy)]),
         "to biased": Schedule([(0, kept), (2, lost)]),

@@ -33,7 +33,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}),
     "rmsprop": (torch.optim.RMSprop, {"lr": 1e-3}),
 }
-GATHERS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "mxfp8", "onebit", "eden", "topk")
+GATHERS = ("none", "bf16", "fp16", "int8", "int4", "fp8", "onebit", "eden", "topk")
 ADAM = OPTIMIZERS["adamw"]
 
 

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import schemes
+from tests.shelf import BUILT_IN
 
 for _module in pkgutil.iter_modules(schemes.__path__):  # all schemes, imported by commhooks or not
     importlib.import_module(f"{schemes.__name__}.{_module.name}")
@@ -31,15 +32,14 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit": ("onebit", {"block": 64}),
     "topk": ("topk", {"ratio": 0.1}),
     "sdp4bit": ("sdp4bit", {"local_size": 2, "inside_block": 64, "between_block": 64}),
-    "intsgd": ("intsgd", {"error_feedback": True}),
     "dgc": ("dgc", {"ratio": 0.1}),
     "demo": ("demo", {}),
     "onebit_adam": ("onebit_adam", {"freeze_step": 2, "block": 64}),
 }
 # They work on a bucket as a whole, so that its size is part of the arithmetic.
-BY_BUCKET = {"batched", "demo", "dgc", "int4", "intsgd", "onebit", "onebit_adam", "sdp4bit", "topk"}
+BY_BUCKET = {"batched", "demo", "dgc", "int4", "onebit", "onebit_adam", "sdp4bit", "topk"}
 # They send as others do and differ in arithmetic only, which tests/contract goes through.
-ALIKE = {"drive", "fp8", "global_qsgd", "mxfp8", "qsgd", "random_block", "sdp4bit", "terngrad"}
+ALIKE = {"fp8", "sdp4bit"}
 # They keep something else than a residual: there is no sum to look at.
 OTHERS = {"demo", "dgc", "onebit_adam", "sdp4bit"}
 
@@ -52,7 +52,7 @@ def _averages(scheme: commhooks.Scheme) -> bool:
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name: (name, {"error_feedback": True} if commhooks.make(name).traits.error.variance else {})
-        for name in commhooks.scheme_names()
+        for name in BUILT_IN
         if _averages(commhooks.make(name)) and name not in ALIKE
     },
     "fp16-sum32": ("fp16", {"fp32_sum": True}),

@@ -31,7 +31,7 @@ CASES = {
     "small_gradients_of_rank_one_count_half": Case(host="core", micro=2),
     "one_rank_waits": Case(scheme="bf16"),
     "joined_rank_keeps_its_model": Case(host="core", join=1),
-    "feedback_is_off": Case(host="core", scheme="random_block"),
+    "feedback_is_off": Case(host="core", scheme="random_k"),
     "small_gradients_are_lost": Case(scaled=True),
     "host_forgets_to_divide": Case(host="fsdp2"),
     "shard_of_another_rank": Case(host="fsdp2", scheme="int8"),

@@ -43,7 +43,6 @@ _SCHEMES = [
     ("dgc", {"ratio": 0.1}),
     ("onebit_adam", {"freeze_step": 2}),
     ("acpsgd", {"rank": 2}),
-    ("intsgd", {"error_feedback": True}),
     ("int8", {}),
 ]
 _WORDS = [

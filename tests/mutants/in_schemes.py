@@ -218,6 +218,35 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "factory_of",
+        (
+            "a name that an import registers is one that nobody knows",
+            "if name in BASELINES:",
+            "if name in ():",
+            f"{UNIT}/test_registry.py::test_baselines_are_registered_by_their_import",
+        ),
+    ),
+    *planted(
+        "GlobalQSGD.error_growth",
+        (
+            "a scale of several ranks is as fine as one of a rank",
+            "return (_TOP / max(_TOP // world_size, 1)) ** 2",
+            "return 1.0",
+            "tests/distributed/test_verify.py"
+            "::test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses",
+        ),
+    ),
+    *planted(
+        "fp8",
+        (
+            "MX takes blocks of any size",
+            "if block not in (None, 32) or rounding",
+            "if rounding",
+            f"{UNIT}/test_quantized.py"
+            "::test_mx_is_a_format_of_fp8_with_blocks_and_rounding_of_its_own",
+        ),
+    ),
+    *planted(
         "IntSGD._remember",
         (
             "IntSGD's average has its weights swapped",

@@ -24,6 +24,7 @@ from experiments.bandwidth.table import SHOWN, compared, computed_cases, printed
 from experiments.bandwidth.training import Settings
 from experiments.bandwidth.watch import Watch
 from experiments.bandwidth.words import HOW_TO_READ, verdict
+from tests.shelf import BASELINES, BUILT_IN
 
 GIGABIT = parse("1gbit")
 
@@ -144,15 +145,10 @@ def test_on_a_link_nothing_is_watched_and_no_step_is_dense() -> None:
 
 
 def test_every_registered_scheme_is_in_the_study() -> None:
-    aliases = {"allreduce", "drive"}  # none, and eden with one bit
-    built_in = {name for name in commhooks.scheme_names() if _is_built_in(name)}
-    assert {entry.scheme for entry in SCHEMES.values() if entry.scheme} == built_in - aliases
+    every = {*BUILT_IN, *BASELINES} - {"allreduce"}  # another name of "none"
+    assert {entry.scheme for entry in SCHEMES.values() if entry.scheme} == every
     assert set(ON_LINKS) <= set(SCHEMES)
     assert not set(SCHEMES) & set(VARIANTS)
-
-
-def _is_built_in(name: str) -> bool:
-    return type(commhooks.make(name)).__module__.startswith("commhooks")
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,12 @@ from commhooks.checkpoint.ranks import (
 from commhooks.core.scheme import slots_of
 from commhooks.core.step_info import StepInfo
 from commhooks.errors import CheckpointError
+from commhooks.research.baselines import IntSGD
 from commhooks.schemes import (
     DGC,
     Blockwise,
     DeMo,
     Dense,
-    IntSGD,
     PowerSGD,
     TopK,
 )

@@ -10,6 +10,7 @@ import torch
 
 import commhooks
 from commhooks.research.laws import gradients, ranks_of
+from tests.shelf import BUILT_IN
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ["core", "hook", "hosts", "schemes", "wrappers"]
@@ -18,7 +19,7 @@ FLOATS = {"empty", "full", "linspace", "ones", "rand", "randn", "zeros"}
 INTEGERS = {"arange", "randint", "randperm", "tensor"}  # no default for what is given integers
 
 
-@pytest.mark.parametrize("name", commhooks.scheme_names())
+@pytest.mark.parametrize("name", BUILT_IN)
 def test_a_scheme_does_not_depend_on_the_default_device(name: str) -> None:
     """On ``meta`` tensors have no values: one that is made there by default ends the step."""
     results = []

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from commhooks import ErrorFeedback, Scheme, Simulation
-from commhooks.schemes import GlobalQSGD, IntSGD
+from commhooks.research.baselines import GlobalQSGD, IntSGD
 
 N = 5000
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 import commhooks
-from commhooks.core.registry import scheme_names
+import commhooks.research.baselines
 from commhooks.wrappers import AveragedFeedback
 from experiments.fake_gpu import counts_of
+from tests.shelf import BASELINES, BUILT_IN
 
 SHAPES = [(1000, 1000), (1000,), (64, 3, 3, 3)]
 # The most launches and allocations of a bucket, on any number of ranks.
 MOST = {
     "int8": (4, 6),
     "fp8": (4, 6),
-    "mxfp8": (6, 7),
+    "fp8, MX": (6, 7),
     "int4": (9, 10),
     "onebit": (6, 7),
     "topk": (5, 6),
@@ -28,7 +29,8 @@ MOST = {
 @pytest.mark.parametrize("world_size", [8, 64])
 @pytest.mark.parametrize("name", MOST)
 def test_a_bucket_takes_few_launches_on_any_number_of_ranks(name: str, world_size: int) -> None:
-    counts = counts_of(commhooks.make(name), SHAPES, world_size=world_size)
+    scheme = commhooks.make("fp8", format="mx_e4m3") if "MX" in name else commhooks.make(name)
+    counts = counts_of(scheme, SHAPES, world_size=world_size)
     launches, allocations = MOST[name]
     assert counts.launches <= launches
     assert counts.allocations <= allocations
@@ -41,7 +43,7 @@ def test_float32_sums_take_few_launches(name: str) -> None:
         assert counts_of(scheme, SHAPES, world_size=world_size).launches <= 9
 
 
-@pytest.mark.parametrize("name", scheme_names())
+@pytest.mark.parametrize("name", [*BUILT_IN, *BASELINES])
 def test_no_bucket_makes_the_host_wait_for_the_gpu(name: str) -> None:
     counts_of(commhooks.make(name), SHAPES, world_size=4)  # raises where it would
 

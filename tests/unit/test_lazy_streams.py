@@ -28,7 +28,6 @@ SCHEMES: list[tuple[str, dict[str, Any]]] = [
     ("powersgd", {"rank": 2, "coalesce": True}),
     ("topk", {"ratio": 0.1}),
     ("acpsgd", {"rank": 2}),
-    ("intsgd", {"error_feedback": True}),
     ("eden", {}),
     ("dgc", {"ratio": 0.1}),
     ("sdp4bit", {"local_size": 1, "inside_block": 64, "between_block": 64}),

@@ -15,12 +15,11 @@ import commhooks
 from commhooks import Bucket, ErrorFeedback, Scheme, Simulation
 from commhooks.core import Layout
 from commhooks.core.scheme import slots_of
+from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.schemes import (
-    QSGD,
     Blockwise,
     Eden,
     RandomK,
-    TernGrad,
     TopK,
     TwoPhaseCast,
 )
@@ -59,7 +58,7 @@ TABLE: dict[str, tuple[Any, tuple[float, float, float]]] = {
     "int8": (Blockwise("int8", 256), (4.9e-5, 1.0e-4, 3.3e-4)),
     "int8 stochastic": (Blockwise("int8", 256, "stochastic"), (9.7e-5, 2.0e-4, 6.9e-4)),
     "int8 dithered": (Blockwise("int8", 256, "dither"), (4.9e-5, 1.0e-4, 3.5e-4)),
-    "mxfp8": (Blockwise("mx_e4m3", 32), (8.6e-4, 1.0e-3, 1.1e-3)),
+    "fp8, MX": (Blockwise("mx_e4m3", 32), (8.6e-4, 1.0e-3, 1.1e-3)),
     "int4": (Blockwise("int4", 128), (0.0138, 0.026, 0.048)),
     "int4 stochastic": (Blockwise("int4", 128, "stochastic"), (0.0275, 0.052, 0.109)),
     "sign": (Blockwise("sign", 2048), (0.363, 0.50, 0.61)),
@@ -142,12 +141,14 @@ def test_errors_of_equal_gradients_cancel_with_a_dither(world_size: int) -> None
 
 @pytest.mark.parametrize(
     ("name", "bits"),
-    [("int8", 8.2), ("fp8", 8.2), ("mxfp8", 8.27), ("int4", 4.2), ("onebit", 1.05)],
+    [("int8", 8.2), ("fp8", 8.2), ("fp8, MX", 8.27), ("int4", 4.2), ("onebit", 1.05)],
 )
 @pytest.mark.parametrize("world_size", [2, 5])
 def test_bits_on_the_wire(name: str, bits: float, world_size: int) -> None:
     n = 10**6 + 3
-    ranks = Simulation(name, {"p": (n,)}, world_size=world_size, error_feedback=False)
+    name, *of_mx = name.split(", ")
+    options = {"format": "mx_e4m3"} if of_mx else {}
+    ranks = Simulation(name, {"p": (n,)}, world_size=world_size, error_feedback=False, **options)
     ranks.step([torch.randn(n) for _ in range(world_size)])
     (first, sent), (second, again) = ranks.requests
     assert (first, second) == ("all_to_all", "all_gather")
@@ -212,8 +213,21 @@ def test_names_and_their_flags() -> None:
     assert isinstance(commhooks.make("int4"), ErrorFeedback)
     assert isinstance(commhooks.make("onebit"), ErrorFeedback)
     assert not slots_of(commhooks.make("int8"))
-    with pytest.raises(ValueError, match="'e4m3' or 'e5m2'"):
+    with pytest.raises(ValueError, match="'e4m3' or 'e5m2' or 'mx_e4m3' or 'mx_e5m2'"):
         commhooks.make("fp8", format="e3m4")
+
+
+@pytest.mark.parametrize("format", ["mx_e4m3", "mx_e5m2"])
+def test_mx_is_a_format_of_fp8_with_blocks_and_rounding_of_its_own(format: str) -> None:
+    expected = ErrorFeedback(Blockwise(format, 32))
+    assert commhooks.make("fp8", format=format) == expected
+    assert commhooks.make("fp8", format=format, block=32, rounding="nearest") == expected
+    for option in ({"block": 256}, {"block": 0}, {"rounding": "stochastic"}):
+        with pytest.raises(ValueError, match=r"fp8\(format='mx_e.m.'\) has blocks of 32 and round"):
+            commhooks.make("fp8", format=format, **option)
+    for block in (0, 100):
+        with pytest.raises(ValueError, match="Blockwise"):
+            commhooks.make("fp8", block=block)
 
 
 @pytest.mark.parametrize(("world_size", "collective"), [(2, "all_gather"), (8, "all_reduce")])

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from commhooks import ErrorFeedback, HookState, Simulation, make
 from commhooks.local.fragments import Fragment
 from commhooks.optim import OneBitAdam
-from commhooks.schemes import RandomBlock, TopK
+from commhooks.research.baselines import RandomBlock
+from commhooks.schemes import TopK
 from commhooks.wrappers import DelayedStart, Guard, PeriodicDense
 from commhooks.wrappers import guard as _guard
 from tests.unit.references import (

@@ -15,10 +15,14 @@ import torch
 import commhooks
 from commhooks import ErrorFeedback
 from commhooks.checkpoint.plain_scheme import from_plain, to_plain
+from commhooks.classic._minmax import MinMax, MinMaxPerChannel
+from commhooks.core import registry
 from commhooks.core.registry import _factories, register_scheme
 from commhooks.errors import CheckpointError, OptionError, UnknownSchemeError
+from commhooks.research import baselines
 from commhooks.schemes import Blockwise, Dense, PowerSGD
 from commhooks.wrappers import Cast, Coalesced, DelayedStart, Guard
+from tests.shelf import BASELINES, BUILT_IN
 
 
 def test_names_are_sorted_and_can_all_be_made() -> None:
@@ -94,6 +98,59 @@ def test_a_registered_class_is_made_by_name(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match=r"'none'.*taken"):
         register_scheme("none")(Dense)
+
+
+FRESH = """
+import commhooks
+from commhooks.checkpoint.plain_scheme import from_plain, to_plain
+from commhooks.errors import CheckpointError, UnknownSchemeError
+
+def says(function, *args):
+    try:
+        return function(*args)
+    except (UnknownSchemeError, CheckpointError) as error:
+        return f"{type(error).__name__}: {error}"
+
+saved = {"class": "commhooks.QSGD", "settings": {"levels": 7, "block": 128}}
+print(*commhooks.scheme_names())
+print(says(commhooks.make, "qsgd"))
+print(says(from_plain, saved))
+import commhooks.research.baselines
+print(*sorted(set(commhooks.scheme_names())))
+print(says(commhooks.make, "qsgd"))
+print(says(from_plain, saved))
+"""
+
+
+def test_baselines_are_registered_by_their_import() -> None:
+    """In a process of its own: another test may have imported them in this one."""
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    built_in, no_name, no_class, names, made, loaded = done.stdout.splitlines()
+    assert built_in.split() == sorted(BUILT_IN)
+    assert no_name.startswith(
+        "UnknownSchemeError: no scheme 'qsgd' is registered yet; "
+        "`import commhooks.research.baselines` registers it"
+    )
+    assert no_class.startswith("CheckpointError: a saved scheme is of 'commhooks.QSGD'")
+    assert "`import commhooks.research.baselines` before the state is loaded" in no_class
+    assert names.split() == sorted([*BUILT_IN, *BASELINES])
+    assert (made, loaded) == ("QSGD(levels=127, block=128)", "QSGD(levels=7, block=128)")
+
+
+def test_the_table_of_baselines_is_what_their_package_has() -> None:
+    assert sorted(registry.BASELINES.values()) == sorted(baselines.__all__)
+    for name, kind in registry.BASELINES.items():
+        assert registry.factory_of(name) is getattr(baselines, kind)
+
+
+@pytest.mark.parametrize("kind", [MinMax(), MinMaxPerChannel(128)])
+def test_the_schemes_of_torchs_quantisation_hooks_have_no_name_and_load(kind: MinMax) -> None:
+    assert from_plain(to_plain(kind)) == kind
+    with pytest.raises(UnknownSchemeError, match=r"no scheme 'quantization_perchannel'"):
+        commhooks.make("quantization_perchannel")
 
 
 NEW = """

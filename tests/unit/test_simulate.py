@@ -259,7 +259,7 @@ FAR = Fabric("far", Link(0.02, 1e8), library="gloo", core_s_per_byte=2e-9, overl
 # A node of four, so that hierarchical schemes and links inside nodes take part.
 NODES = Fabric("nodes", Link(1e-5, 1e9), inside=Link(1e-6, 1e10), ranks_per_node=4)
 # Schemes that have no message, one, two, other ones with many ranks, or parts of the ranks.
-NAMES = ["noop", "none", "bf16", "int8", "powersgd", "topk", "terngrad", "gossip", "sdp4bit"]
+NAMES = ["noop", "none", "bf16", "int8", "powersgd", "topk", "gossip", "sdp4bit"]
 RANKS = [2, 3, 8, 300]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import make
 from experiments.fake_gpu import counts_of
 

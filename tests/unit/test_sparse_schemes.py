@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from commhooks import ErrorFeedback, Scheme, Simulation
-from commhooks.schemes import AlignedTopK, RandomBlock, RandomK, TopK
+from commhooks.research.baselines import AlignedTopK, RandomBlock
+from commhooks.schemes import RandomK, TopK
 from commhooks.wrappers import Cast
 
 N = 2**18

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -74,6 +75,9 @@ class GlobalQSGD(Scheme):
         unbiased = Unbiased(self.block / (4.0 * _TOP**2))
         return Traits(rounds=2, error=unbiased if self.stochastic else Biased())
 
+    def error_growth(self, world_size: int) -> float:
+        return (_TOP / max(_TOP // world_size, 1)) ** 2
+
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n, levels, block = bucket.raw.numel(), _TOP // bucket.world_size, self.block
         blocks = -(-n // block)
@@ -140,6 +144,10 @@ class IntSGD(Scheme):
         # and 1 / n of it in the mean of n ranks.
         unbiased = Unbiased(1 / (2 * self.precision**2))
         return Traits(error=unbiased if self.stochastic else Biased(), most_entries=_WHOLE)
+
+    def error_growth(self, world_size: int) -> float:
+        # Its scale is of past steps: gradients that shrink or grow at once are far off.
+        return math.inf
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n, levels = bucket.raw.numel(), _TOP // bucket.world_size

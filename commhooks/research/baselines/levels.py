@@ -1,4 +1,4 @@
-"""Defines QSGD and TernGrad, for reference: random rounding to few levels of a block's norm."""
+"""Defines QSGD and TernGrad: random rounding to few levels of a block's norm."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket
-from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Codec
 from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import dequantize_affine, quantize_affine
@@ -16,7 +15,6 @@ from commhooks.kernels import dequantize_affine, quantize_affine
 __all__ = ["MinMax", "MinMaxPerChannel"]
 
 
-@register_scheme("quantization_pertensor")
 @dataclass(frozen=True)
 class MinMax(Codec):
     """Sends a bucket as 256 equally spaced levels between its minimum and its maximum.
@@ -28,9 +26,6 @@ class MinMax(Codec):
 
     Biased: rounds to the nearest level, so use ``ErrorFeedback`` where it matters. Payload: one
     byte per entry, and five per bucket.
-
-    Example:
-        >>> hook = register(ddp_model, "quantization_pertensor")
 
     Reference: ``quantization_pertensor_hook`` of PyTorch.
     """
@@ -44,7 +39,6 @@ class MinMax(Codec):
         return _dequantize(payload, like, max(like.numel(), 1))
 
 
-@register_scheme("quantization_perchannel")
 @dataclass(frozen=True)
 class MinMaxPerChannel(Codec):
     """Sends each block of a bucket as 256 levels between the block's minimum and maximum.
@@ -56,9 +50,6 @@ class MinMaxPerChannel(Codec):
 
     Args:
         block_size: entries per block; the last block may be short.
-
-    Example:
-        >>> hook = register(ddp_model, "quantization_perchannel", block_size=128)
 
     Reference: ``quantization_perchannel_hook`` of PyTorch.
     """
