@@ -17,7 +17,7 @@ from ddp_core.ddp.forward import ShadowHook
 from ddp_core.ddp.logging_data import logging_data
 from ddp_core.ddp.parts import Parts
 from ddp_core.ddp.replica import common_rank
-from ddp_core.ddp.torch_reducer import TorchReducer
+from ddp_core.ddp.torch_reducer import TorchReducer, refusing
 from ddp_core.reducer.launch import CommHook
 from ddp_core.reducer.parameters import broadcast_coalesced
 
