@@ -15,10 +15,9 @@ from commhooks.core.registry import need_known
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting, from_json
 from commhooks.errors import CheckpointError
-from commhooks.hook.reporting import Tried
-from commhooks.hook.sharded_bucket import need_shards
-from commhooks.hook.state import HookState
-from commhooks.hook.summary import Summary
+from commhooks.hook.ledger import Summary
+from commhooks.hook.sharded import need_shards
+from commhooks.hook.state import HookState, Tried
 from commhooks.predict.advise import error_of, made_candidates
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe, make

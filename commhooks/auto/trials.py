@@ -21,8 +21,8 @@ import torch.distributed as dist
 
 from commhooks.core.scheme import Scheme
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.reporting import Tried
 from commhooks.hook.running import Running
+from commhooks.hook.state import Tried
 from commhooks.wrappers.make import make
 
 __all__ = ["Candidate", "Entry", "Race", "Stage", "Trials", "chosen"]

@@ -22,13 +22,11 @@ from commhooks.core.shards import equal_shards
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import number_of
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.capture import need_no_capture
+from commhooks.hook.capture import need_no_capture, not_traced
 from commhooks.hook.engine import Engine
-from commhooks.hook.exchanges import Exchanges
+from commhooks.hook.exchanges import Exchanges, Step
 from commhooks.hook.parameters import Parameter, Parameters
 from commhooks.hook.state import HookState
-from commhooks.hook.step import Step
-from commhooks.hook.tracing import not_traced
 from ddp_core import (
     AllGather,
     AllReduce,

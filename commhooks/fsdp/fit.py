@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.hook.parameters import Parameters
-from commhooks.hook.sharded_bucket import need_shards
+from commhooks.hook.sharded import need_shards
 from commhooks.hook.state import HookState
 from commhooks.verify import Verification
 

@@ -38,8 +38,7 @@ from commhooks.fsdp.fit import fit_to_host
 from commhooks.hook.attachment import HostGuard
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.parameters import Parameter, memory_order
-from commhooks.hook.sharded_bucket import ShardedBucket, average
-from commhooks.hook.sharded_parameters import FlatParameters
+from commhooks.hook.sharded import FlatParameters, ShardedBucket, average
 from commhooks.hook.state import HookState
 from commhooks.verify import Verification
 from ddp_core.reducer.autograd import (

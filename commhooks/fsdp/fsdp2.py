@@ -58,8 +58,13 @@ from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp.fit import fit_to_host
 from commhooks.hook.attachment import HostGuard
 from commhooks.hook.handshake import MEETING
-from commhooks.hook.sharded_bucket import ShardedBucket, average
-from commhooks.hook.sharded_parameters import OwnShards, ShardedParameter, ShardedParameters
+from commhooks.hook.sharded import (
+    OwnShards,
+    ShardedBucket,
+    ShardedParameter,
+    ShardedParameters,
+    average,
+)
 from commhooks.hook.state import HookState
 from commhooks.verify import Verification
 from commhooks.wrappers.make import describe

@@ -5,8 +5,7 @@ from commhooks.hook.group_change import GroupChange
 from commhooks.hook.hook_function import as_hook, comm_hook
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.registration import register, unregister
-from commhooks.hook.reporting import Tried
-from commhooks.hook.state import HookState
+from commhooks.hook.state import HookState, Tried
 
 __all__ = [
     "GroupChange",

@@ -17,9 +17,9 @@ from commhooks.checkpoint.form import MemoryDict, Part, SavedBuckets
 from commhooks.checkpoint.ranks import merged, resizes_of
 from commhooks.core.scheme import slots_of, walk
 from commhooks.errors import RegistrationError
-from commhooks.hook.gather import gather
 from commhooks.hook.handshake import handshake
 from commhooks.hook.running import Running
+from commhooks.hook.saving import gather_states
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import describe
 
@@ -221,7 +221,9 @@ def _exchange(
     ]
     memory = {key: own[key] for key in sorted(sent)}
     # It compares the facts first: from here on all ranks change, or none does.
-    whole = gather(CALL, {**facts, f"rank{rank}": {**part, "memory": memory}}, None, group, None)
+    whole = gather_states(
+        CALL, {**facts, f"rank{rank}": {**part, "memory": memory}}, None, group, None
+    )
     return [whole[f"rank{number}"] for number in range(group.size())]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -10,19 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from commhooks._torch import device_of_objects
 from commhooks._version import __version__
 from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.form import (
     FORMAT,
     VERSION,
     MemoryDict,
+    Saved,
     SavedBuckets,
     StateDict,
     rank_fields,
     read,
 )
 from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.pieces import whole_values
+from commhooks.checkpoint.pieces import of_one_group, whole_values
 from commhooks.checkpoint.placement import stored_placement
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
@@ -32,26 +35,295 @@ from commhooks.checkpoint.ranks import (
     structure,
     with_own_pieces,
 )
-from commhooks.core.scheme import Scheme
+from commhooks.core.bytes import as_bytes
+from commhooks.core.names import is_padding, piece_of, whole_name
+from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.slot import Slot
 from commhooks.core.step_info import StepInfo
+from commhooks.core.user_line import user_line
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.gather import gather as gather_states
-from commhooks.hook.gather import need_receiver
-from commhooks.hook.resharding import (
-    Kept,
-    as_kept,
-    as_saved,
-    carried,
-    needs_joining,
-    resharded,
-)
+from commhooks.hook.handshake import handshake
 from commhooks.hook.running import Running
-from commhooks.wrappers.feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
+from commhooks.wrappers.feedback import (
+    RESIDUAL,
+    RESIDUAL_SLOT,
+    FlushResidual,
+    keeps_residual,
+    without_flush,
+)
 from commhooks.wrappers.make import describe
 from ddp_core import MismatchError, MissingRankError
 
-__all__ = ["Loaded", "needed_fields", "prepare", "save", "take_up"]
+__all__ = [
+    "Kept",
+    "Loaded",
+    "as_kept",
+    "as_saved",
+    "carried",
+    "gather_states",
+    "need_receiver",
+    "needed_fields",
+    "needs_joining",
+    "prepare",
+    "resharded",
+    "save",
+    "take_up",
+]
+
+
+# ---- parameters of other shapes
+
+
+class Kept(NamedTuple):
+    """Describes one value of a saved state; ``leader`` tells its group of ranks."""
+
+    leader: int
+    key: str
+    name: str
+    shape: torch.Size
+
+
+def carried(hook: Running, scheme: Scheme) -> set[str]:
+    """Returns the keys whose values are saved by whole parameter, as any host loads them."""
+    # A residual of any scheme: it may be flushed.
+    slots = (RESIDUAL_SLOT, *slots_of(scheme))
+    return {slot.key for slot in slots if hook._parameters.carries(slot)}
+
+
+def as_saved(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
+    """Returns memory in the form in which states hold it."""
+    whole, known = carried(hook, scheme), hook._parameters
+    return {
+        key: known.as_saved(values) if key in whole else values for key, values in memory.items()
+    }
+
+
+def as_kept(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
+    """Returns the memory of a state in the form in which this rank's buckets hold it."""
+    whole, known = carried(hook, scheme), hook._parameters
+    return {
+        key: known.as_kept(values) if key in whole else known.of_here(values)
+        for key, values in memory.items()
+    }
+
+
+def needs_joining(hook: Running, scheme: Scheme, kept: Iterable[Kept], leader: int) -> bool:
+    """Whether a state has pieces of parameters that are cut in another way here.
+
+    Args:
+        kept: all values of the state.
+        leader: the smallest global rank of the hook's group.
+    """
+    whole, here = carried(hook, scheme), hook._parameters.shapes
+    # A hook within nodes knows pieces of these names, too, but saves and loads whole parameters.
+    if hook._binding.shards is None:
+        here = {}
+    pieces = [one for one in kept if one.key in whole and piece_of(one.name)[1] is not None]
+    if len({one.leader for one in pieces}) > 1:
+        own = [one for one in pieces if one.leader == leader]
+    else:
+        own = pieces
+    return bool(pieces) and not (own and all(here.get(one.name) == one.shape for one in own))
+
+
+def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple[Saved, set[str]]:
+    """Returns a state of whole parameters, or of the pieces here, and keys that begin anew.
+
+    A value without the shape of its parameter (a factor, packed bytes) belongs to one piece. Cut
+    in another way nobody can use it, so it is left out, with a warning.
+
+    Args:
+        leader: the smallest global rank of the hook's group.
+
+    Raises:
+        CheckpointError: pieces are missing.
+    """
+    known, whole = hook._parameters, carried(hook, scheme)
+    kept = (
+        Kept(part.leader, key, name, value.shape)
+        for part in saved.parts
+        for key, values in part.memory.items()
+        for name, value in values.items()
+    )
+    if needs_joining(hook, scheme, kept, leader):
+        saved = of_one_group(saved, known.saved_shapes, whole)
+    here = set(map(whole_name, known.shapes))
+    names: dict[str, set[str]] = {}
+    for part in parts_of_group(saved.parts, leader).values():
+        for key in part.memory.keys() - whole:
+            own = {name for name in part.memory[key] if not is_padding(name)}
+            names.setdefault(key, set()).update(own)
+    foreign = {
+        key
+        for key, theirs in names.items()
+        if not known.takes(theirs) and set(map(whole_name, theirs)) <= here
+    }
+    if foreign:
+        _tell(hook, sorted(foreign))
+        keys = {key for part in saved.parts for key in part.memory}
+        saved = saved.with_keys(sorted(keys - foreign))
+    return saved, foreign
+
+
+def _tell(hook: Running, foreign: list[str]) -> None:
+    if hook._engine.rank == 0:
+        warnings.warn(
+            f"commhooks: the state was saved on another mesh or host, where {foreign} belonged to "
+            f"other pieces of the parameters: that begins anew. Residuals, momenta and all else "
+            f"that is shaped as the parameters is carried over",
+            RuntimeWarning,
+            stacklevel=user_line(),
+        )
+
+
+# ---- states of all ranks
+
+
+# Bytes per message. A rank then needs one buffer of this size besides the states, and not a second
+# copy of the largest residual on the device.
+_MESSAGE = 1 << 26
+_Spec = tuple[str, str, torch.dtype, torch.Size]  # key, parameter name
+
+
+def gather_states(
+    call: str,
+    state: Mapping[str, Any] | None,
+    fault: str | None,
+    group: dist.ProcessGroup,
+    to: int | None,
+    *,
+    also: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns the states of all ranks of ``group`` as one, on the CPU; all ranks call it.
+
+    Small tensors share a message, large tensors are cut; nothing is padded.
+
+    Args:
+        call: the name of the public call, for messages.
+        state: this rank's state, with one part; None if this rank cannot save.
+        fault: the reason why it cannot.
+        to: the only rank that gets the gathered state; the others get an empty dict.
+        also: further facts that must be the same on all ranks, by name.
+
+    Raises:
+        MismatchError: the ranks are not at the same step, or some of them cannot save.
+        RegistrationError: no rank can save.
+    """
+    common = {} if state is None else {k: v for k, v in state.items() if not isinstance(v, dict)}
+    # A fault takes part in the handshake instead of raising before it: the other ranks would wait.
+    facts = {"what keeps it from saving": fault, "to": to, **(also or {})}
+    handshake(call, {**facts, **common}, group)
+    if state is None:
+        raise RegistrationError(f"{call}: {fault}")
+    # After the handshake all ranks have the same ``to``, so all raise.
+    need_receiver(call, to, group)
+    (field,) = (key for key in state if key not in common)
+    part = state[field]
+    tensors = [
+        (key, name, value)
+        for key, values in part["memory"].items()
+        for name, value in values.items()
+    ]
+    specs: list[_Spec] = [(key, name, value.dtype, value.shape) for key, name, value in tensors]
+    about = (
+        field,
+        {key: value for key, value in part.items() if key != "memory"},
+        list(part["memory"]),  # keys without values, which ``specs`` does not show
+        specs,
+    )
+    # Shapes as objects, values as bytes: pickling the tensors would hold all ranks' memory several
+    # times on every rank, also where only one rank wants it.
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, about, group=group)
+    whole = dict(common)
+    for source, (theirs, rest, keys, what) in enumerate(everyone):
+        mine = [value for _, _, value in tensors] if source == group.rank() else None
+        arrived = _send(what, mine, source, to, group)  # on every rank, in the same order
+        if to not in (None, group.rank()):
+            continue
+        memory: dict[str, dict[str, Tensor]] = {key: {} for key in keys}
+        for (key, name, _, _), value in zip(what, arrived, strict=True):
+            memory[key][name] = value
+        whole[theirs] = {**rest, "memory": memory}
+    return whole if to in (None, group.rank()) else {}
+
+
+def need_receiver(call: str, to: int | None, group: dist.ProcessGroup) -> None:
+    """Raises ValueError unless ``to`` is a rank of ``group``, or None."""
+    if to is not None and not (type(to) is int and 0 <= to < group.size()):
+        raise ValueError(
+            f"{call}: to=... is a rank of the hook's {group.size()}, or None for all, got {to!r}"
+        )
+
+
+def _send(
+    specs: Sequence[_Spec],
+    mine: Sequence[Tensor] | None,
+    source: int,
+    to: int | None,
+    group: dist.ProcessGroup,
+) -> list[Tensor]:
+    """Sends the tensors of rank ``source`` and returns them, on the CPU, where they are received.
+
+    Args:
+        specs: dtypes and shapes of the tensors.
+        mine: the tensors, on rank ``source``; None on the others.
+    """
+    # NCCL sends tensors of a GPU only, so a message goes through the group's device.
+    rank, device = group.rank(), device_of_objects(group)
+    receives = mine is None and to in (None, rank)
+    flat: list[Tensor] = []
+    if mine is not None:
+        # As bytes: tensors of different dtypes share a message, and no backend sees the dtype.
+        flat = [as_bytes(value.detach()) for value in mine]
+        values = [value.detach().cpu() for value in mine]
+    elif receives:
+        values = [torch.empty(shape, dtype=dtype, device="cpu") for _, _, dtype, shape in specs]
+        flat = [value.view(-1).view(torch.uint8) for value in values]
+    else:
+        values = []
+    if to == source or not (receives or mine is not None):
+        return values
+    sizes = [dtype.itemsize * shape.numel() for _, _, dtype, shape in specs]
+    for spans in _messages(sizes):
+        total = sum(end - begin for _, begin, end in spans)
+        if mine is not None:
+            buffer = torch.cat([flat[index][begin:end].to(device) for index, begin, end in spans])
+        else:
+            buffer = torch.empty(total, dtype=torch.uint8, device=device)
+        if to is None:
+            dist.broadcast(buffer, group=group, group_src=source)
+        elif mine is not None:
+            dist.send(buffer, group=group, group_dst=to)
+        else:
+            dist.recv(buffer, group=group, group_src=source)
+        if receives:
+            pieces = buffer.cpu().split([end - begin for _, begin, end in spans])
+            for (index, begin, end), piece in zip(spans, pieces, strict=True):
+                flat[index][begin:end] = piece
+    return values
+
+
+def _messages(sizes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
+    """Yields the messages, each a list of (tensor, begin, end) in bytes, in order."""
+    spans: list[tuple[int, int, int]] = []
+    room = _MESSAGE
+    for index, size in enumerate(sizes):
+        begin = 0
+        while begin < size:
+            end = min(size, begin + room)
+            spans.append((index, begin, end))
+            room -= end - begin
+            begin = end
+            if not room:
+                yield spans
+                spans, room = [], _MESSAGE
+    if spans:
+        yield spans
+
+
+# ---- saving and loading
+
 
 MakeInitial = Callable[[Slot, str, torch.Size, StepInfo], Tensor | None]
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import nn
 
 from commhooks.errors import RegistrationError
+from commhooks.hook.ledger import size_of
 from commhooks.hook.parameters import find_ddp
-from commhooks.hook.summary import size_of
 from commhooks.predict.gaps import Gap, Kind, gap_of, kind_of
 from commhooks.predict.turns import KINDS, Facts, Travel, Turns
 

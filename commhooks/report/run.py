@@ -18,8 +18,7 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from commhooks.hook.reporting import Tried
-    from commhooks.hook.state import HookState
+    from commhooks.hook.state import HookState, Tried
     from commhooks.verify import Finding, Verification, Verified
 
 __all__ = ["write_page"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from commhooks._torch import comm_hooks
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.exactly import shared_and_rounded
+from commhooks.hook.engine import shared_and_rounded
 from commhooks.hook.parameters import Parameters, find_ddp
 from commhooks.zero.stand_ins import InShards
 from ddp_core import DistributedDataParallel as CoreDDP

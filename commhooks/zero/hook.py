@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import RegistrationError
-from commhooks.hook.sharded_bucket import ShardedBucket
+from commhooks.hook.sharded import ShardedBucket
 from commhooks.hook.state import HookState
 from commhooks.zero.shard import BucketShard
 

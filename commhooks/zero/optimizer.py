@@ -13,7 +13,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import AttachmentGuard
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
-from commhooks.hook.sharded_bucket import need_shards
+from commhooks.hook.sharded import need_shards
 from commhooks.zero import saving
 from commhooks.zero.checks import (
     groups_of,

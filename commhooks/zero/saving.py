@@ -11,8 +11,8 @@ from torch import Tensor
 
 from commhooks.checkpoint.placement import need_placement, stored_placement
 from commhooks.errors import CheckpointError
-from commhooks.hook.gather import gather
 from commhooks.hook.parameters import Parameters
+from commhooks.hook.saving import gather_states
 from commhooks.zero.shard import Piece, copied
 
 __all__ = [
@@ -94,7 +94,7 @@ def gathered(
         for name, one in own.items()
     }
     part = {"about": about, "memory": memory}
-    whole = gather(
+    whole = gather_states(
         "ZeroOptimizer.state_dict(gather=True)", {f"rank{group.rank()}": part}, None, group, to
     )
     if not whole:

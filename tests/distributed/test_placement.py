@@ -29,7 +29,7 @@ from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.placement import piece_here
 from commhooks.core.names import is_padding, whole_name
 from commhooks.errors import CheckpointError, MismatchError
-from commhooks.hook.exactly import shared_and_rounded
+from commhooks.hook.engine import shared_and_rounded
 from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDense
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks

@@ -264,7 +264,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Meeting._facts",
+        "Running._facts",
         (
             "ranks may do other things about what they find",
             'getattr(self.verification, "action", None)',

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.checkpoint.placement import Cut
 from commhooks.core.scheme import Scheme
-from commhooks.hook.exactly import shared_and_rounded
+from commhooks.hook.engine import shared_and_rounded
 from commhooks.wrappers import (
     EF21,
     Cast,

@@ -16,8 +16,7 @@ from commhooks.core import Bucket, Layout
 from commhooks.core.packed import PackedCodec, Piece, Randomness
 from commhooks.core.shards import Span, equal_shards
 from commhooks.errors import SchemeError
-from commhooks.hook.engine import Engine
-from commhooks.hook.exactly import Exactly
+from commhooks.hook.engine import Engine, Exactly
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.verify.judge import law_of
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase

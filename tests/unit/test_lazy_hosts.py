@@ -17,7 +17,7 @@ from commhooks.fsdp.fsdp2 import BetweenNodes, SchemeReduceScatter
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
-from commhooks.hook.sharded_parameters import OwnShards, ShardedParameter, ShardedParameters
+from commhooks.hook.sharded import OwnShards, ShardedParameter, ShardedParameters
 from commhooks.zero.gather import Gather
 from commhooks.zero.shards import Shards
 from ddp_core import Drivers

@@ -35,7 +35,7 @@ from commhooks.classic._minmax import MinMaxPerChannel
 from commhooks.core.registry import _factories
 from commhooks.core.scheme import SchemeExchange
 from commhooks.errors import OptionError, SchemeError
-from commhooks.hook.bucket_groups import group_function
+from commhooks.hook.registration import group_function
 from commhooks.optim import OneBitAdam
 from commhooks.predict.advise import made_candidates
 from commhooks.report.page import Page

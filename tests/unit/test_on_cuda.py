@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import commhooks
 from commhooks.core import Layout, Memory
 from commhooks.errors import RegistrationError
-from commhooks.hook import meeting
+from commhooks.hook import running as meeting
 from commhooks.hook.binding import Binding
 from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import _verdicts

@@ -7,7 +7,7 @@ import torch
 
 from commhooks.core.names import padding_name
 from commhooks.hook.parameters import Parameter
-from commhooks.hook.sharded_parameters import FlatParameters, ShardedParameter, ShardedParameters
+from commhooks.hook.sharded import FlatParameters, ShardedParameter, ShardedParameters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from commhooks.errors import MismatchError, SilentStoreError
-from commhooks.hook import roll_call as _roll_call
+from commhooks.hook import handshake as _roll_call
 from ddp_core import SharedStore
 from ddp_core.reducer import failures
 from ddp_core.reducer.failures import FailureBoard, Place
