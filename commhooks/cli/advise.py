@@ -23,7 +23,7 @@ from commhooks.cli.arguments import (
 from commhooks.cli.simulate import short
 from commhooks.predict.advise import CANDIDATES, MARGIN, Option, advise, best_of
 from commhooks.predict.device import device as device_of
-from commhooks.predict.presets import fabric as fabric_of
+from commhooks.predict.fabric import fabric as fabric_of
 from commhooks.predict.workload import Workload
 from commhooks.wrappers.feedback import has_feedback
 

@@ -16,12 +16,10 @@ from torch import nn
 from commhooks import Scheme
 from commhooks.cli.user_schemes import load_files, made, sentence
 from commhooks.core.settings import shown
-from commhooks.predict.counted import counted
 from commhooks.predict.device import DEVICES, Device
-from commhooks.predict.fabric import Fabric
-from commhooks.predict.models import MODELS, Model, model
+from commhooks.predict.fabric import Fabric, fabric
+from commhooks.predict.models import MODELS, Model, counted, model
 from commhooks.predict.planned import PredictionError
-from commhooks.predict.presets import fabric
 from commhooks.predict.workload import Workload, load_workload
 
 __all__ = [

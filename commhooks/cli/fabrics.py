@@ -10,8 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from commhooks.predict.fabric import Link
-from commhooks.predict.presets import PRESETS
+from commhooks.predict.fabric import PRESETS, Link
 
 __all__ = ["preset_rows", "print_presets"]
 

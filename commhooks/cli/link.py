@@ -17,8 +17,7 @@ from rich.table import Table
 
 from commhooks.cli.arguments import need_folders
 from commhooks.predict.fabric import Link, save_fabric
-from commhooks.predict.link import LinkReport, link_report
-from commhooks.predict.link_fit import modelled
+from commhooks.predict.link import LinkReport, link_report, modelled
 
 __all__ = ["link"]
 

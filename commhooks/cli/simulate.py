@@ -23,8 +23,16 @@ from commhooks.cli.arguments import (
 )
 from commhooks.predict.device import device as device_of
 from commhooks.predict.models import MODELS
-from commhooks.predict.simulate import BASELINE, MARGIN, Comparison, Row, compare, write_csv
-from commhooks.predict.simulate_plot import check_format, draw
+from commhooks.predict.simulate import (
+    BASELINE,
+    MARGIN,
+    Comparison,
+    Row,
+    check_format,
+    compare,
+    draw,
+    write_csv,
+)
 
 __all__ = ["MODELS", "Options", "short", "simulate"]
 

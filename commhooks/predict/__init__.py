@@ -2,19 +2,30 @@
 
 from commhooks.predict.advise import CANDIDATES, Option, advise, best_of, error_of
 from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.contention import Contention, measure_contention
-from commhooks.predict.counted import counted
-from commhooks.predict.device import DEVICES, Device, ThisDevice, device
-from commhooks.predict.fabric import Fabric, Link, load_fabric, save_fabric
+from commhooks.predict.device import (
+    DEVICES,
+    Contention,
+    Device,
+    ThisDevice,
+    device,
+    measure_contention,
+)
+from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
 from commhooks.predict.headroom import Headroom
 from commhooks.predict.link import measure_link
-from commhooks.predict.models import MODELS, Model, model
+from commhooks.predict.models import MODELS, Model, counted, model
 from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
-from commhooks.predict.presets import PRESETS, fabric
-from commhooks.predict.recorded import Recorder, record
 from commhooks.predict.simulate import Comparison, Row, compare
 from commhooks.predict.step import Step, Steps, predict_step, predict_steps
-from commhooks.predict.workload import Buckets, Layer, Workload, load_workload, save_workload
+from commhooks.predict.workload import (
+    Buckets,
+    Layer,
+    Recorder,
+    Workload,
+    load_workload,
+    record,
+    save_workload,
+)
 
 __all__ = [
     "CANDIDATES",

@@ -4,30 +4,263 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import socket
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from commhooks._torch import set_timeout
 from commhooks.errors import MissingRankError, RegistrationError
-from commhooks.predict.fabric import Fabric, Link
-from commhooks.predict.link_cells import REQUESTS, Cell, Size
-from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
-from commhooks.predict.link_overlap import measured_overlap
-from ddp_core import AllReduce
+from commhooks.predict.collectives import collective_seconds
+from commhooks.predict.fabric import COPIED, Fabric, Library, Link
+from ddp_core import AllGather, AllReduce, AllToAll
 from ddp_core._torch import add_backend, set_default_backend, set_group_name
+from ddp_core.exchange.collectives import Collective
 from ddp_core.exchange.lane_groups import backend_for, is_gloo
 from ddp_core.exchange.shared_store import SharedStore, group_store
 
-__all__ = ["LinkReport", "link_report", "measure_link"]
+__all__ = [
+    "COLLECTIVES",
+    "REQUESTS",
+    "Cell",
+    "Layout",
+    "LinkReport",
+    "Part",
+    "Size",
+    "Time",
+    "fitted",
+    "link_report",
+    "measure_link",
+    "measured_overlap",
+    "modelled",
+    "shared",
+]
+
+
+class Cell(NamedTuple):
+    """Describes what is measured at once."""
+
+    part: int
+    collective: str
+    nbytes: int
+
+
+class Size(NamedTuple):
+    """Holds what was measured of a size once, and the seconds that all has taken until then."""
+
+    cells: list[Cell]
+    bursts: list[int]
+    seconds: list[float]
+    took: float
+
+    @property
+    def cost(self) -> float:
+        """Returns the seconds of a round."""
+        return sum(one * often for one, often in zip(self.seconds, self.bursts, strict=True))
+
+
+def _rows(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
+    """Returns a row per rank, of about as many bytes together."""
+    return tensor.new_zeros(ranks, max(1, tensor.numel() // ranks))
+
+
+REQUESTS: dict[str, Callable[[torch.Tensor, int], Collective]] = {
+    "all_reduce": lambda tensor, ranks: AllReduce(tensor, "sum"),
+    "all_gather": lambda tensor, ranks: AllGather(tensor),
+    "all_to_all": lambda tensor, ranks: AllToAll(_rows(tensor, ranks)),
+}
+
+
+# ---- messages at the same time
+
+
+_NUMEL = 256  # of a small message
+# So often in a row that a measurement takes about this long: where latency is a processor's work,
+# one message alone takes 0.2 or 3 ms, as the scheduler has it.
+_BURST_S, _BURST = 20e-3, 20
+_AT_LEAST, _AT_MOST = 3, 9
+_BUDGET = 0.2  # share of the whole measurement's
+
+
+def measured_overlap(
+    group: Any, highest: Callable[[Sequence[float]], list[float]], budget_s: float
+) -> float:
+    """Returns the share of the latency that passes for two messages at once, from 0 to 1.
+
+    A collective of the ranks of ``group``.
+
+    Args:
+        group: the ranks, over Gloo.
+        highest: returns the largest of all ranks, value by value.
+        budget_s: seconds of the whole measurement.
+    """
+    (alone,) = highest([_seconds(group, 1, 1)])
+    burst = max(1, min(_BURST, round(_BURST_S / max(alone, 1e-9))))
+    pairs: list[tuple[float, float]] = []
+    took = 0.0
+    while len(pairs) < _AT_LEAST or (len(pairs) < _AT_MOST and took < _BUDGET * budget_s):
+        one, two = highest([_seconds(group, count, burst) for count in (1, 2)])
+        pairs.append((one, two))
+        took += burst * (one + two)
+    return shared(pairs)
+
+
+def shared(pairs: Sequence[tuple[float, float]]) -> float:
+    """Returns the overlap.
+
+    Args:
+        pairs: seconds of one message, and of two at once.
+    """
+    return min(max(2 - statistics.median(two / one for one, two in pairs), 0.0), 1.0)
+
+
+def _seconds(group: Any, count: int, burst: int) -> float:
+    """Returns the seconds of ``count`` small all-reduces that are issued together."""
+    requests = [[AllReduce(torch.zeros(_NUMEL), "sum") for _ in range(count)] for _ in range(burst)]
+    AllReduce(torch.zeros(1), "sum").issue(group).wait()  # all ranks begin at the same time
+    begin = time.perf_counter()
+    for some in requests:
+        for work in [request.issue(group) for request in some]:
+            work.wait()
+    return (time.perf_counter() - begin) / burst
+
+
+# ---- latency and bandwidth
+
+
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+Part = Literal["inside", "between", "all"]
+# Where links are looked for, as powers of ten: seconds, and bytes per second.
+_LATENCY, _BANDWIDTH = (-7.0, 0.0), (4.0, 13.0)
+_POINTS, _ZOOMS = 19, 5
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Describes how many ranks there are, and how many of them share a node."""
+
+    ranks: int
+    per_node: int
+
+
+class Time(NamedTuple):
+    """Holds a measured time of a collective.
+
+    Attributes:
+        part: which ranks took part: those of a node, one of each node, or all.
+        collective: its name.
+        nbytes: bytes that each rank handed to it.
+        seconds: median over rounds of the slowest rank's time.
+        low_s, high_s: the middle half of the rounds is between them.
+    """
+
+    part: Part
+    collective: str
+    nbytes: int
+    seconds: float
+    low_s: float
+    high_s: float
+
+
+def fitted(
+    layout: Layout, times: Sequence[Time], library: Library, *, overlap: float = 0.0
+) -> Fabric:
+    """Returns the fabric under which the model's times come nearest to measured ones.
+
+    Nearest by the sum of absolute logarithms of their ratios: small and large sizes count alike,
+    and a few odd times move nothing. Between nodes, one rank per node tells the latency; the
+    bandwidth is the higher one of these ranks' and of all ranks', since several network cards need
+    several ranks, and all ranks together may be bound by the link inside a node.
+
+    Args:
+        layout: of the ranks.
+        times: the measurements.
+        library: what carried them.
+        overlap: of the latencies of several messages; see :class:`commhooks.predict.Fabric`.
+    """
+    one_node = layout.per_node == layout.ranks
+    empty = Fabric(
+        "measured", Link(0.0, 1.0), library=library, overlap=overlap, source="commhooks link"
+    )
+
+    def inside(link: Link) -> Fabric:
+        return replace(empty, between=link, inside=link, ranks_per_node=layout.per_node)
+
+    if one_node:
+        here = _nearest(layout, times, "inside", inside)
+        return replace(inside(here), source=COPIED)
+    if layout.per_node == 1:
+        link = _nearest(layout, times, "between", lambda one: replace(empty, between=one))
+        return replace(empty, between=link)
+    here = _nearest(layout, times, "inside", inside)
+
+    def between(link: Link) -> Fabric:
+        return replace(empty, between=link, inside=here, ranks_per_node=layout.per_node)
+
+    few = _nearest(layout, times, "between", between)
+    whole = _nearest(layout, times, "all", between)
+    return between(Link(few.latency, max(few.bandwidth, whole.bandwidth)))
+
+
+def modelled(layout: Layout, time: Time, fabric: Fabric) -> float:
+    """Returns what the model gives for a measurement."""
+    return float(_modelled(layout, time.part, time.collective, [time.nbytes], fabric)[0])
+
+
+def _modelled(
+    layout: Layout, part: Part, collective: str, sizes: Sequence[int], fabric: Fabric
+) -> np.ndarray:
+    ranks, per_node = layout.ranks, layout.per_node
+    if part == "inside":
+        return collective_seconds(collective, sizes, ranks=per_node, fabric=fabric)
+    leaders = range(0, ranks, per_node) if part == "between" and per_node > 1 else None
+    return collective_seconds(
+        collective, sizes, ranks=ranks, fabric=fabric, part=leaders, alone=True
+    )
+
+
+def _nearest(
+    layout: Layout, times: Sequence[Time], part: Part, fabric_of: Callable[[Link], Fabric]
+) -> Link:
+    """Returns the link of a part; of several that fit equally, the slowest."""
+    groups = []
+    for collective in COLLECTIVES:
+        some = [one for one in times if (one.part, one.collective) == (part, collective)]
+        if some:
+            seconds = np.array([one.seconds for one in some])
+            groups.append((collective, [one.nbytes for one in some], np.log(seconds)))
+
+    def distance(latency: float, bandwidth: float) -> float:
+        fabric = fabric_of(Link(10.0**latency, 10.0**bandwidth))
+        return sum(
+            float(np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum())
+            for name, sizes, logs in groups
+        )
+
+    # A grid, and finer ones around its best point: whatever algorithms the model chooses by size,
+    # there is nothing to differentiate.
+    latencies, bandwidths = np.linspace(*_LATENCY, _POINTS), np.linspace(*_BANDWIDTH, _POINTS)
+    best = math.inf, 0.0, 0.0
+    for _ in range(_ZOOMS):
+        best = min((distance(x, y), y, x) for x in latencies for y in bandwidths)
+        _, y, x = best
+        dx, dy = latencies[1] - latencies[0], bandwidths[1] - bandwidths[0]
+        latencies = np.linspace(x - dx, x + dx, 7)
+        bandwidths = np.linspace(y - dy, y + dy, 7)
+    return Link(10.0 ** float(best[2]), 10.0 ** float(best[1]))
+
+
+# ---- measuring
+
 
 _SIZES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
 _LARGEST_RESULT = 2**30  # bytes: an all-gather's result has those of all ranks

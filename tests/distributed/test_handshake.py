@@ -15,8 +15,8 @@ import ddp_core
 from commhooks import HookState
 from commhooks.checkpoint.form import SavedBuckets
 from commhooks.hook import agreement as _agreement
-from commhooks.hook import running as _meeting
 from commhooks.hook import registration as _register
+from commhooks.hook import running as _meeting
 from commhooks.hook import state as _state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, gradients, mlp, outcome

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commhooks.predict import DEVICES, Device, ThisDevice
-from commhooks.predict.contention import (
+from commhooks.predict.device import (
     TAKE_TURNS,
     Contention,
     _share,
@@ -65,7 +65,7 @@ class _Lockstep:
 def test_on_a_cpu_two_threads_are_compared(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _Lockstep(share)
     clock = SimpleNamespace(perf_counter=both.clock)
-    monkeypatch.setattr("commhooks.predict.contention.time", clock)
+    monkeypatch.setattr("commhooks.predict.device.time", clock)
     # The last call of a turn may not be counted yet: one of thirty.
     assert _share_on_cpu(both.step, both.side) == pytest.approx(share, rel=0.07)
 

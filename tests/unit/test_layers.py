@@ -33,7 +33,7 @@ LATER = {
     ("commhooks", "timeline.py"): {"matplotlib"},
     ("commhooks", "verification.py"): {"pandas"},
     ("commhooks", "tradeoff_plot.py"): {"matplotlib"},
-    ("commhooks", "simulate_plot.py"): {"matplotlib"},
+    ("commhooks", "simulate.py"): {"matplotlib"},
     ("commhooks", "_powersgd.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},

@@ -14,9 +14,17 @@ from commhooks.cli.app import app
 from commhooks.cli.link import _show
 from commhooks.errors import RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric, save_fabric
-from commhooks.predict.link import LinkReport, measure_link
-from commhooks.predict.link_fit import COLLECTIVES, Layout, Part, Time, fitted, modelled
-from commhooks.predict.link_overlap import shared
+from commhooks.predict.link import (
+    COLLECTIVES,
+    Layout,
+    LinkReport,
+    Part,
+    Time,
+    fitted,
+    measure_link,
+    modelled,
+    shared,
+)
 
 SIZES = [2**power for power in range(10, 27, 2)]
 

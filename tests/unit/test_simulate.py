@@ -41,11 +41,10 @@ from commhooks.predict import (
     save_workload,
 )
 from commhooks.predict.collectives import collective_seconds, shared_seconds
-from commhooks.predict.contention import Contention
+from commhooks.predict.device import Contention
 from commhooks.predict.models import MODELS
-from commhooks.predict.pipeline import AT_ONCE, Parts, pipelined
 from commhooks.predict.simulate import MARGIN, Row
-from commhooks.predict.step import MOST_RANKS, exchanges_of
+from commhooks.predict.step import AT_ONCE, MOST_RANKS, Parts, exchanges_of, pipelined
 
 A100 = DEVICES["a100"]
 

@@ -12,7 +12,7 @@ import torch
 from commhooks import Bucket, Result, Scheme
 from commhooks.core.bucket import SchemeExchange
 from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
-from commhooks.predict.codec import time_parts
+from commhooks.predict.device import time_parts
 from commhooks.predict.planned import Work, planned
 from ddp_core import AllReduce, overlapped
 
