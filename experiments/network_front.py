@@ -17,7 +17,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.predict.advise import error_of
-from commhooks.report.colours import GREY, OKABE_ITO
+from commhooks.report.style import GREY, OKABE_ITO
 from experiments.models import MODELS
 from experiments.network_setups import CHOICE, setup_of
 

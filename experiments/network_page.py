@@ -12,8 +12,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from commhooks.report.colours import OKABE_ITO
 from commhooks.report.page import Page
+from commhooks.report.style import OKABE_ITO
 from experiments.network_front import ABOUT, exchange_errors, fronts
 from experiments.network_setups import CHOICE, setup_of
 

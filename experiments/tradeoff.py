@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 
 import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks.cli import commands as _commands
-from commhooks.cli.tradeoff import FIGURES, Point, with_fronts, write_csv
-from commhooks.cli.tradeoff_plot import drawn
+from commhooks.cli.tradeoff import FIGURES, Point, drawn, with_fronts, write_csv
 from commhooks.research.trace import Trace
 
 __all__ = ["means_of", "page_with_errors", "traces_in"]

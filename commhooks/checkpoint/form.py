@@ -6,6 +6,9 @@ added to another before it was checked.
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -13,14 +16,15 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint.checksum import FIELDS, checksum
 from commhooks.checkpoint.placement import read_placement
+from commhooks.core.bytes import as_bytes
 from commhooks.core.names import renamed
 from commhooks.errors import CheckpointError
 from commhooks.kernels import all_finite
 
 __all__ = [
     "COMMON",
+    "FIELDS",
     "FLOATS",
     "FORMAT",
     "MAX_STEP",
@@ -31,6 +35,8 @@ __all__ = [
     "SavedBuckets",
     "StateDict",
     "check_numbers",
+    "checksum",
+    "digest",
     "need_fields",
     "rank_fields",
     "read",
@@ -38,6 +44,63 @@ __all__ = [
     "tensor_error",
     "whole_number",
 ]
+
+
+# The common fields of a checksum. A field that a state lacks, as older ones may, is left out.
+FIELDS = (
+    "format",
+    "version",
+    "commhooks",
+    "torch",
+    "scheme",
+    "structure",
+    "step",
+    "seed",
+    "world_size",
+    "layout",
+    "bucket_bytes",
+    "plan",
+)
+_CHUNK = 1 << 24  # bytes of a GPU's tensor that are copied to the host at once
+
+
+def checksum(common: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of the common fields and of one rank's part, in hexadecimal digits.
+
+    Keys of memory without values do not count, since not every file format keeps them.
+    """
+    fields = {field: common[field] for field in FIELDS if field in common}
+    # One checksum per rank, not of the whole: files of several ranks may be merged or split.
+    places = [part["rank"], part["global_rank"], part["leader"]]
+    further = [part[field] for field in ("arrival", "placement") if field in part]
+    values: dict[tuple[str, ...], Tensor] = {
+        (key, name): value for key, names in part["memory"].items() for name, value in names.items()
+    }
+    return digest([fields, places, *further], values)
+
+
+def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
+    """Returns the SHA-256 of plain values and of named tensors' dtypes, shapes and bytes."""
+    sha256 = hashlib.sha256()
+
+    def add(what: object) -> None:
+        # As JSON, in which tuples are lists and keys are sorted: a file may have changed both.
+        sha256.update(json.dumps(what, sort_keys=True).encode() + b"\n")
+
+    add(plain)
+    for path in sorted(tensors):
+        value = tensors[path].detach()
+        add([*path, str(value.dtype), list(value.shape)])
+        flat = as_bytes(value)
+        for begin in range(0, flat.numel(), _CHUNK):
+            piece = flat[begin : begin + _CHUNK].cpu()
+            # hashlib takes objects with the buffer protocol, which tensors do not have.
+            sha256.update((ctypes.c_char * piece.numel()).from_address(piece.data_ptr()))
+    return sha256.hexdigest()
+
+
+# ---- the form
+
 
 FORMAT = "commhooks.hook_state"
 # 1 had no checksum and no global ranks; 2 did not tell that a rank trains whole parameters.

@@ -4,7 +4,10 @@ No ``from __future__ import annotations`` here: DistributedDataParallel compares
 a hook with the classes themselves and refuses strings.
 """
 
+from __future__ import annotations
+
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -18,15 +21,16 @@ from commhooks.checkpoint.form import MAX_STEP, check_numbers, need_fields, read
 from commhooks.classic._hook_access import memory_of
 from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
 from commhooks.classic._owner import Group
-from commhooks.classic._powersgd_models import OnModels
-from commhooks.classic._powersgd_settings import (
+from commhooks.classic._powersgd_models import (
     BATCHED,
     LAYERWISE,
     SETTINGS,
+    Inner,
     Kind,
+    OnModels,
+    PowerSGDSettings,
     scheme_of,
 )
-from commhooks.classic._powersgd_stats import CompressionStats
 from commhooks.core.settings import check_seed, declared, fitting
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.parameters import ddp_models
@@ -34,7 +38,46 @@ from commhooks.hook.state import HookState
 from commhooks.schemes import batched_powersgd, powersgd
 from commhooks.wrappers.feedback import RESIDUAL
 
-__all__ = ["PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+__all__ = ["CompressionStats", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
+
+
+logger = logging.getLogger("commhooks.classic")
+
+
+class CompressionStats(PowerSGDSettings):
+    """Holds the statistics of PowerSGDState, over all models."""
+
+    __slots__ = (
+        "next_stats_report",
+        "total_numel_after_compression",
+        "total_numel_before_compression",
+    )
+
+    def _start_counting(self) -> None:
+        self.total_numel_before_compression = 0
+        self.total_numel_after_compression = 0
+        self.next_stats_report = 0
+
+    def compression_stats(self) -> tuple[float, int, int]:
+        """Returns the compression rate, and the entries before and after, over compressed steps."""
+        before, after = self.total_numel_before_compression, self.total_numel_after_compression
+        return (before / after if after else 0, before, after)
+
+    def _count(self, inner: Inner, kind: Kind, bucket: GradBucket) -> None:
+        """Adds a compressed bucket to the statistics; logs them every few steps."""
+        before, after = inner.count(self, kind, bucket.parameters())
+        self.total_numel_before_compression += before
+        self.total_numel_after_compression += after
+        if bucket.is_last() and inner.hook.step >= self.next_stats_report:
+            self.next_stats_report = inner.hook.step + self.compression_stats_logging_frequency
+            rate, before, after = self.compression_stats()
+            logger.info(
+                "step %d: PowerSGD sent %d entries for %d, rate %.1f",
+                inner.hook.step, after, before, rate,
+            )  # fmt: skip
+
+
+# ---- the state and its hooks
 
 
 _PICKLE = "the pickled PowerSGDState"
@@ -210,7 +253,7 @@ class PowerSGDState(CompressionStats):
 
     # ---- copies
 
-    def gathered(self) -> "PowerSGDState":
+    def gathered(self) -> PowerSGDState:
         """Returns a copy with the memory of all ranks, for one rank to save; all ranks call this.
 
         The copy continues bit for bit on every rank, and on another number of ranks, too. It is as

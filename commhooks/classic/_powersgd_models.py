@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
+from commhooks.checkpoint.form import read
 from commhooks.classic._hook_access import (
     continue_from,
     group_of,
@@ -18,15 +23,178 @@ from commhooks.classic._hook_access import (
     set_step,
     step_under_way,
 )
-from commhooks.classic._launch import Wires
+from commhooks.classic._launch import Wires, cast_payloads
 from commhooks.classic._owner import Group, Owner, owner_of
-from commhooks.classic._powersgd_settings import Kind, PowerSGDSettings, made_from, scheme_of
-from commhooks.classic._saved_alone import Saved, agree_on_parts
+from commhooks.core.scheme import Scheme
+from commhooks.core.settings import fitting
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.handshake import handshake
 from commhooks.hook.state import HookState
+from commhooks.schemes.batched_powersgd import BatchedPowerSGD
+from commhooks.schemes.powersgd import PowerSGD, payload_numel
+from commhooks.wrappers.feedback import RESIDUAL, ErrorFeedback
+from commhooks.wrappers.schedules import DelayedStart
 
-__all__ = ["Inner", "OnModels"]
+__all__ = [
+    "BATCHED",
+    "LAYERWISE",
+    "SETTINGS",
+    "Inner",
+    "Kind",
+    "OnModels",
+    "PowerSGDSettings",
+    "agree_on_parts",
+    "made_from",
+    "scheme_of",
+]
+
+
+SETTINGS = (
+    "matrix_approximation_rank",
+    "start_powerSGD_iter",
+    "min_compression_rate",
+    "use_error_feedback",
+    "warm_start",
+    "orthogonalization_epsilon",
+    "random_seed",
+    "compression_stats_logging_frequency",
+    "batch_tensors_with_same_shape",
+)
+
+
+class PowerSGDSettings:
+    """Holds the settings of PowerSGDState, which users may change between two steps."""
+
+    __slots__ = ()
+    process_group: Group
+    matrix_approximation_rank: int
+    start_powerSGD_iter: int  # noqa: N815 (torch's name)
+    min_compression_rate: float
+    use_error_feedback: bool
+    warm_start: bool
+    orthogonalization_epsilon: float
+    random_seed: int
+    compression_stats_logging_frequency: int
+    batch_tensors_with_same_shape: bool
+
+
+class Kind(NamedTuple):
+    """Describes the layer-wise or the batched variant.
+
+    Attributes:
+        scheme: makes the scheme.
+        numel: returns how many entries a bucket of parameters of given shapes sends.
+    """
+
+    scheme: Callable[[PowerSGDSettings], Scheme]
+    numel: Callable[[PowerSGDSettings, Sequence[torch.Size]], int]
+
+
+def _layerwise(settings: PowerSGDSettings) -> Scheme:
+    return PowerSGD(
+        rank=settings.matrix_approximation_rank,
+        min_compression_rate=settings.min_compression_rate,
+        warm_start=settings.warm_start,
+    )
+
+
+def _layerwise_numel(settings: PowerSGDSettings, shapes: Sequence[torch.Size]) -> int:
+    return payload_numel(shapes, settings.matrix_approximation_rank, settings.min_compression_rate)
+
+
+def _batched(settings: PowerSGDSettings) -> Scheme:
+    return BatchedPowerSGD(rank=settings.matrix_approximation_rank, warm_start=settings.warm_start)
+
+
+def _batched_numel(settings: PowerSGDSettings, shapes: Sequence[torch.Size]) -> int:
+    numel = sum(shape.numel() for shape in shapes)
+    side = math.isqrt(max(numel - 1, 0)) + 1
+    return min(numel, 2 * min(settings.matrix_approximation_rank, side) * side)
+
+
+LAYERWISE = Kind(_layerwise, _layerwise_numel)
+BATCHED = Kind(_batched, _batched_numel)
+
+
+def scheme_of(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> Scheme:
+    """Makes the scheme of the present settings.
+
+    Raises:
+        TypeError, ValueError: a setting has a wrong type or value.
+    """
+    scheme = kind.scheme(settings)
+    if fitting("PowerSGDState", "use_error_feedback", settings.use_error_feedback, bool):
+        scheme = ErrorFeedback(scheme)
+    # The cast is outside: dense steps travel in 16 bits, too, as with torch's wrappers.
+    return cast_payloads(DelayedStart(scheme, settings.start_powerSGD_iter), wires)
+
+
+def made_from(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> tuple[Any, ...]:
+    """Returns what a scheme is made from, to see whether it has changed; the seed comes last."""
+    # Not the scheme itself: making one checks every setting, and this runs in each step.
+    return (
+        kind,
+        wires,
+        settings.matrix_approximation_rank,
+        settings.start_powerSGD_iter,
+        settings.min_compression_rate,
+        settings.use_error_feedback,
+        settings.warm_start,
+        settings.random_seed,
+    )
+
+
+# ---- states that one rank saved
+
+
+Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]
+
+
+def agree_on_parts(saved: Saved, group: dist.ProcessGroup) -> None:
+    """Checks that ranks without a part of their own have loaded the same state; warns of losses.
+
+    All ranks of ``group`` call this.
+
+    Args:
+        saved: the state that this rank has loaded.
+        group: the ranks that continue.
+
+    Raises:
+        CheckpointError: some ranks have loaded their own states, and some another rank's.
+    """
+    common, parts = read(saved, verify=False)
+    held = sorted(part.rank for part in parts)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, (held, common["world_size"]), group=group)
+    # The usual case: each rank has its own part, of a run with as many ranks.
+    has_own_part = all(rank in present for rank, (present, _) in enumerate(everyone))
+    if has_own_part and all(size == group.size() for _, size in everyone):
+        return
+    # Otherwise all ranks have to hold the same state: a mixture would lose the residuals of some
+    # ranks without a warning.
+    if any(entry != everyone[0] for entry in everyone):
+        loaded = ", ".join(
+            f"rank {rank} that of {present}" for rank, (present, _) in enumerate(everyone)
+        )
+        raise CheckpointError(
+            f"PowerSGDState: the ranks have loaded different states ({loaded}). Residuals differ "
+            f"per rank: every rank loads its own file, or all the same one"
+        )
+    size = common["world_size"]
+    missing = sorted(set(range(size)) - set(held))
+    residual = parts[0].memory.get(RESIDUAL, {})
+    if group.rank() == 0 and missing and any(bool(value.any()) for value in residual.values()):
+        warnings.warn(
+            f"PowerSGDState: the state loaded was saved by rank {held[0]} of {size} alone. It "
+            f"lacks the residuals of ranks {missing}, what error feedback had still to send of "
+            f"their gradients; they go on with zero. To keep them, all ranks call "
+            f"state.gathered(), and one saves what that returns",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+# ---- parts of a state
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ from commhooks.cli import commands as _commands
 from commhooks.cli import headroom as _headroom
 from commhooks.cli import link as _link
 from commhooks.cli import simulate as _simulate
-from commhooks.cli.fabrics import print_presets
-from commhooks.cli.user_schemes import load_files
+from commhooks.cli.arguments import load_files
+from commhooks.cli.simulate import print_presets
 from commhooks.core.settings import printable
 from commhooks.errors import Error, MissingPackageError
 from commhooks.predict.step import MOST_RANKS

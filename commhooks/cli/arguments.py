@@ -1,10 +1,11 @@
-"""Reads the arguments that predictions share: models, timelines, schemes with options, lists."""
+"""Reads the arguments of commands: schemes in a user's files, models, timelines, lists."""
 
 from __future__ import annotations
 
 import ast
 import math
 import runpy
+import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +14,7 @@ from typing import Any
 import typer
 from torch import nn
 
-from commhooks import Scheme
-from commhooks.cli.user_schemes import load_files, made, sentence
+from commhooks import Scheme, make, scheme_names
 from commhooks.core.settings import shown
 from commhooks.predict.device import DEVICES, Device
 from commhooks.predict.fabric import Fabric, fabric
@@ -25,13 +25,68 @@ from commhooks.predict.workload import Workload, load_workload
 __all__ = [
     "fabrics_of",
     "listed",
+    "load_files",
+    "made",
     "need_folders",
     "note_of",
     "numbers_of",
     "schemes_of",
+    "sentence",
     "settings_of",
+    "split",
     "workload_of",
 ]
+
+
+def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Runs the files among ``which``.
+
+    Returns:
+        The names among ``which``, and the names of the schemes that the files register.
+    """
+    added = load_files([Path(word) for word in which if word.endswith(".py")])
+    return [word for word in which if not word.endswith(".py")], added
+
+
+def load_files(files: Sequence[Path]) -> list[str]:
+    """Runs files that register schemes and returns the names that they add."""
+    before = set(scheme_names())
+    for path in files:
+        if not path.is_file():
+            raise typer.BadParameter(f"no file {path}")
+        try:
+            # Not imported: a file anywhere, whose name may be that of an installed module. Its
+            # ``if __name__ == "__main__"`` does not run.
+            runpy.run_path(str(path), run_name=path.stem)
+        except (Exception, SystemExit) as error:  # a file may call sys.exit
+            raise typer.BadParameter(f"{path} does not run: {sentence(error, path)}") from error
+    return [name for name in scheme_names() if name not in before]
+
+
+def made(name: str, **options: Any) -> Scheme:
+    """Makes a registered scheme.
+
+    Raises:
+        typer.BadParameter: the scheme raised an exception; the message has its name.
+    """
+    try:
+        return make(name, **options)
+    except Exception as error:  # a user's scheme may raise anything
+        raise typer.BadParameter(f"{name} cannot be made: {sentence(error)}") from error
+
+
+def sentence(error: BaseException, path: Path | None = None) -> str:
+    """Returns an error of a user's code as a sentence, with the line of ``path`` that raised it."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if path is not None and frame.filename == str(path)
+    ]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"
+
+
+# ---- what predictions share
 
 
 def need_folders(*files: Path | None) -> None:

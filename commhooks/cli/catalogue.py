@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commhooks import Scheme, Simulation, scheme_names
-from commhooks.cli.user_schemes import made, split
+from commhooks.cli.arguments import made, split
 from commhooks.core.registry import factory_of, options_of
 from commhooks.core.scheme import slots_of
 from commhooks.research.trace import bits_per_entry

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +23,8 @@ from rich.table import Table
 
 from commhooks import kernels, make, scheme_names
 from commhooks._version import __version__
+from commhooks.cli.arguments import made, sentence, split
 from commhooks.cli.catalogue import one_thread
-from commhooks.cli.launch import one_launch
-from commhooks.cli.template import TEMPLATE
 from commhooks.cli.tradeoff import (
     FIGURES,
     MOST_STEPS,
@@ -33,16 +33,17 @@ from commhooks.cli.tradeoff import (
     Point,
     cases_of,
     cell,
+    drawn,
+    page_of,
     random_gradients,
     title_of,
     with_fronts,
     write_csv,
 )
 from commhooks.cli.tradeoff import SAME as NOT_COMPARED
-from commhooks.cli.tradeoff_plot import drawn, page_of
-from commhooks.cli.user_schemes import made, sentence, split
 from commhooks.core.registry import factory_of
 from commhooks.errors import MissingPackageError
+from commhooks.kernels import all_finite, use_kernels
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import check_scheme, laws_of
 from commhooks.research.trace import Gradients, Trace, steps_of
@@ -50,7 +51,80 @@ from commhooks.research.trace import Gradients, Trace, steps_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["check", "doctor", "new", "recorded", "tradeoff", "version"]
+__all__ = ["TEMPLATE", "check", "doctor", "new", "one_launch", "recorded", "tradeoff", "version"]
+
+
+# No annotations: a file to start from is read before it is checked. It obeys every law as written,
+# so that a law that breaks later shows what a change has broken.
+TEMPLATE = '''"""A gradient compression scheme: NAME.
+
+    commhooks check NAME.py      runs the laws that every scheme obeys
+    commhooks schemes NAME.py    lists its bits next to those of all others
+    commhooks tradeoff NAME.py   compares its error and bits with those of all others
+
+In training, import this file, then call commhooks.register(ddp_model, "NAME").
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from commhooks import Biased, Codec, Traits, register_scheme
+
+
+@register_scheme("NAME")
+@dataclass(frozen=True)
+class CLASS(Codec):
+    """Sends the sign of every entry, and the mean magnitude of the bucket.
+
+    Args:
+        scale: a setting, for ``register(..., scale=...)``.
+    """
+
+    scale: float = 1.0
+
+    # Biased: a scheme that is made by name then gets error feedback.
+    traits = Traits(error=Biased())
+
+    def __post_init__(self):
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"CLASS(scale=...): 0 < scale <= 1, got {self.scale!r}")
+
+    def encode(self, gradient, bucket):
+        """Returns named tensors; their shapes and dtypes may not depend on values."""
+        wide = torch.promote_types(gradient.dtype, torch.float32)  # a sum in 16 bits may overflow
+        size = self.scale * gradient.abs().sum(dtype=wide) / max(1, gradient.numel())
+        return {"signs": gradient.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
+
+    def decode(self, payload, like, bucket):
+        """Returns the gradient that one rank's payload stands for; ranks are averaged later."""
+        return payload["signs"] * payload["size"]
+'''
+
+
+# ---- commhooks doctor
+
+
+def one_launch(device: str = "cuda") -> str:
+    """Runs a kernel on a device and compares its result; says what came of it, and never raises."""
+    try:
+        begin = time.perf_counter()
+        with use_kernels("native"):
+            x = torch.zeros(1000, device=device)
+            good = all_finite(x)
+            x[7] = torch.nan
+            bad = all_finite(x)
+        results = bool(good), bool(bad)  # waits for the device
+        took = time.perf_counter() - begin
+    except Exception as error:  # whatever it is: the command tells what is wrong here
+        text = str(error).strip().splitlines() or [""]
+        return f"failed: {type(error).__name__}: {text[0]}"
+    if results != (True, False):
+        return f"wrong: all_finite of 1000 zeros, and with a NaN, is {results}"
+    return f"right ({1e3 * took:.0f} ms with loading, or compiling, the kernel)"
+
+
+# ---- commands
 
 
 # ---- version and doctor

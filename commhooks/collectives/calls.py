@@ -15,12 +15,10 @@ from torch import Tensor
 from commhooks.checkpoint.form import FLOATS, MAX_STEP, SavedBuckets, read, whole_number
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.dense import Dense
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, equal_shards
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import from_json, is_shape
-from commhooks.core.shards import equal_shards
-from commhooks.core.slot import Slot
-from commhooks.core.step_info import number_of
+from commhooks.core.slot import Slot, number_of
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.capture import need_no_capture, not_traced
 from commhooks.hook.engine import Engine

@@ -6,8 +6,7 @@ from commhooks.core.memory import Memory
 from commhooks.core.packed import PackedCodec, Randomness
 from commhooks.core.registry import register_scheme, scheme_names
 from commhooks.core.scheme import Codec, Scheme
-from commhooks.core.slot import Number, Slot
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import Number, Slot, StepInfo
 from commhooks.core.traits import Biased, Exact, Traits, Unbiased
 
 __all__ = [

@@ -1,27 +1,50 @@
-"""Defines ``Bucket``, the argument of a scheme's exchange."""
+"""Defines ``Bucket`` and ``Result``: what a scheme's exchange is given, and what it returns."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, Span, check_shards, from_rows, to_rows
 from commhooks.core.memory import Memory, share_storage
-from commhooks.core.result import Result, SchemeExchange
-from commhooks.core.shards import Span, check_shards, from_rows, to_rows
-from commhooks.core.slot import Slot
-from commhooks.core.step_info import StepInfo, number_of
+from commhooks.core.slot import Slot, StepInfo, number_of
 from commhooks.errors import SchemeError
 from commhooks.kernels import RandomBits
-from ddp_core import AllGather, AllReduce, ReduceScatter
+from ddp_core import AllGather, AllReduce, Collective, ReduceScatter
 
 __all__ = ["Bucket", "Result", "SchemeExchange", "nan_unless"]
+
+
+class Result(NamedTuple):
+    """Holds the result of one exchange of a bucket on one rank.
+
+    Attributes:
+        mean: flat averaged gradient; the same bits on every rank unless ``traits.agrees`` is False.
+            With ``bucket.shards`` the mean of this rank's shard.
+        sent: flat tensor that this rank's contribution decodes to; the mean of ``sent`` over ranks
+            is ``mean``. None: ``gradient - unsent``, or the whole gradient where that is None, too.
+        unsent: flat, ``gradient - sent``; None where the scheme leaves the subtraction to
+            :meth:`Bucket.completed`.
+        finite: one bool, whether the bucket is finite on all ranks; the same on every rank. None:
+            the scheme did not check.
+    """
+
+    mean: Tensor
+    sent: Tensor | None = None
+    unsent: Tensor | None = None
+    finite: Tensor | None = None
+
+
+SchemeExchange = Generator[Collective, Tensor, Result]
+
+
+# ---- a bucket
 
 
 _ATTRIBUTES = {"raw", "output", "residual", "unsent", "layout", "memory", "step", "seed"}

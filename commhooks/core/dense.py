@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from commhooks.core.bucket import Bucket, SchemeExchange
+from commhooks.core.layout import Span
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
-from commhooks.core.shards import Span
 from commhooks.core.traits import Traits
 
 __all__ = ["Dense"]

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.bytes import as_bytes
+from commhooks.core.layout import Span
 from commhooks.core.settings import check_settings, shown
-from commhooks.core.shards import Span
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
 from commhooks.errors import SchemeError

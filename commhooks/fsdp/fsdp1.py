@@ -29,10 +29,9 @@ from commhooks._torch import (
     set_fsdp1_hook,
 )
 from commhooks.checkpoint.placement import Cut, cut_of
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, equal_shards
 from commhooks.core.names import is_padding, padding_name, plain_name
 from commhooks.core.scheme import Scheme
-from commhooks.core.shards import equal_shards
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp.fit import fit_to_host
 from commhooks.hook.attachment import HostGuard

@@ -47,12 +47,11 @@ from commhooks._torch import (
     size_before,
 )
 from commhooks.checkpoint.placement import cut_of
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, equal_shards
 from commhooks.core.names import piece_name, plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import check_seed
-from commhooks.core.shards import equal_shards
-from commhooks.core.step_info import number_of
+from commhooks.core.slot import number_of
 from commhooks.core.user_line import user_line
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp.fit import fit_to_host

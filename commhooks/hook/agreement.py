@@ -8,8 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._version import __version__
-from commhooks.checkpoint.checksum import digest
-from commhooks.checkpoint.form import SavedBuckets
+from commhooks.checkpoint.form import SavedBuckets, digest
 from commhooks.checkpoint.ranks import resizes_of
 from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme, slot_error, walk

@@ -17,13 +17,12 @@ from torch import Tensor
 from commhooks.checkpoint.placement import Cut
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.dense import Dense
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, Span
 from commhooks.core.memory import Memory
 from commhooks.core.names import is_padding, whole_name
 from commhooks.core.scheme import Scheme, slots_of, walk
 from commhooks.core.settings import check_seed
-from commhooks.core.shards import Span
-from commhooks.core.step_info import Counters, StepInfo
+from commhooks.core.slot import Counters, StepInfo
 from commhooks.core.traits import Exact
 from commhooks.errors import SchemeError
 from commhooks.hook.parameters import Parameters

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.form import (
     FORMAT,
     VERSION,
     MemoryDict,
     SavedBuckets,
     check_numbers,
+    checksum,
     read,
     whole_number,
 )

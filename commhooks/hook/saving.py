@@ -13,7 +13,6 @@ from torch import Tensor
 
 from commhooks._torch import device_of_objects
 from commhooks._version import __version__
-from commhooks.checkpoint.checksum import checksum
 from commhooks.checkpoint.form import (
     FORMAT,
     VERSION,
@@ -21,6 +20,7 @@ from commhooks.checkpoint.form import (
     Saved,
     SavedBuckets,
     StateDict,
+    checksum,
     rank_fields,
     read,
 )
@@ -38,8 +38,7 @@ from commhooks.checkpoint.ranks import (
 from commhooks.core.bytes import as_bytes
 from commhooks.core.names import is_padding, piece_of, whole_name
 from commhooks.core.scheme import Scheme, slots_of
-from commhooks.core.slot import Slot
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import Slot, StepInfo
 from commhooks.core.user_line import user_line
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook.handshake import handshake

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoint.placement import Cut
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, Span
 from commhooks.core.names import (
     is_padding,
     padding_name,
@@ -20,7 +20,6 @@ from commhooks.core.names import (
     whole_name,
 )
 from commhooks.core.scheme import Scheme, walk
-from commhooks.core.shards import Span
 from commhooks.core.slot import Slot
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import Parameter, Parameters

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,256 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import comm_hooks
+from commhooks.checkpoint.form import MAX_STEP, digest, tensor_error, whole_number
+from commhooks.checkpoint.placement import need_placement, stored_placement
 from commhooks.core.scheme import Scheme
-from commhooks.hook import GroupChange
+from commhooks.core.settings import fitting
+from commhooks.errors import CheckpointError
+from commhooks.hook import GroupChange, HookState
 from commhooks.hook import saving as _checkpoint_hook
-from commhooks.hook.state import HookState
+from commhooks.hook.parameters import Parameters
 from commhooks.local.fragments import Fragment, Pending, fragments_of
-from commhooks.local.other_ranks import STAYS, move, share
-from commhooks.local.outer_settings import checked
-from commhooks.local.saving import check_state, sealed
 from ddp_core import completed
 
-__all__ = ["DiLoCo", "local_sgd"]
+__all__ = [
+    "STAYS",
+    "VERSION",
+    "DiLoCo",
+    "OuterSettings",
+    "check_state",
+    "checked",
+    "local_sgd",
+    "move",
+    "sealed",
+    "share",
+]
+
+
+class OuterSettings(NamedTuple):
+    """Holds the settings of :class:`commhooks.DiLoCo` on which the ranks have to agree."""
+
+    every: int
+    fragments: int
+    delay: int
+    lr: float
+    momentum: float
+    nesterov: bool
+
+
+def checked(
+    *,
+    every: int,
+    fragments: int,
+    delay: int,
+    lr: float,
+    momentum: float,
+    nesterov: bool,
+) -> OuterSettings:
+    """Returns the settings after checking them.
+
+    Raises:
+        TypeError: a setting has another type.
+        ValueError: a setting is out of range, or does not fit another one.
+    """
+    every, fragments, delay = (
+        fitting("DiLoCo", name, value, int)
+        for name, value in (("every", every), ("fragments", fragments), ("delay", delay))
+    )
+    lr, momentum = (
+        fitting("DiLoCo", name, value, float)
+        for name, value in (("lr", lr), ("momentum", momentum))
+    )
+    nesterov = fitting("DiLoCo", "nesterov", nesterov, bool)
+    for name, value in (("every", every), ("fragments", fragments)):
+        if value < 1:
+            raise ValueError(f"DiLoCo({name}=...) is 1 or more, got {value!r}")
+    # A fragment is sent every ``every // fragments`` steps, so that each has its turn in ``every``.
+    if every % fragments:
+        raise ValueError(
+            f"DiLoCo(every=..., fragments=...): every is a multiple of fragments, "
+            f"got {every} and {fragments}"
+        )
+    # Each fragment is applied before the next one is sent: one exchange at a time is under way.
+    if not 0 <= delay < every // fragments:
+        raise ValueError(
+            f"DiLoCo(delay=...): 0 <= delay < every / fragments = {every // fragments}, "
+            f"got {delay!r}"
+        )
+    if not 0 <= momentum < 1:
+        raise ValueError(f"DiLoCo(momentum=...): 0 <= momentum < 1, got {momentum!r}")
+    if not lr > 0:  # NaN is refused, too
+        raise ValueError(f"DiLoCo(lr=...) is above 0, got {lr!r}")
+    return OuterSettings(every, fragments, delay, lr, momentum, nesterov)
+
+
+# ---- saved states
+
+
+# Version 1 had neither "version" nor "checksum". States of whole parameters have version 2, without
+# a "placement".
+VERSION = 3
+_FIELDS = ("hook", "steps", "outer_steps", "outer", "momentum", "arriving")
+
+
+def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
+    """Returns a state with its version and checksum; the hook's part has a checksum already.
+
+    Args:
+        placement: this rank's pieces by parameter, of those that are cut (tensor parallelism).
+    """
+    if placement:
+        state = {**state, "placement": stored_placement(placement)}
+    version = VERSION if placement else VERSION - 1
+    return {**state, "version": version, "checksum": _checksum(state)}
+
+
+def check_state(
+    state: object, fragments: Mapping[int, Fragment], every: int, known: Parameters
+) -> Mapping[str, Any]:
+    """Returns a state after checking all but the hook's part, which the hook checks.
+
+    Args:
+        state: anything that was loaded from a file.
+        fragments: those of the model, by number.
+        every: inner steps between two exchanges of a parameter.
+        known: the model's parameters.
+
+    Raises:
+        CheckpointError: the state is foreign, incomplete, damaged, or of another model.
+    """
+    # Types and shapes come before the checksum, whose computation relies on them.
+    if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
+        raise _refused(f"takes what state_dict() returned, with {', '.join(_FIELDS)}")
+    for field in ("steps", "outer_steps"):
+        if not whole_number(state[field], 0, MAX_STEP):
+            raise _refused(f"{field!r} is no number of steps; the file is damaged")
+    for field in ("outer", "momentum"):
+        _check_parameters(field, state[field], fragments)
+    _check_arriving(state["arriving"], fragments, every)
+    version = state.get("version", 1)
+    if not whole_number(version, 1, VERSION):
+        raise _refused("saved in a newer version of the format: update commhooks")
+    given, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
+    if type(given) is not type(wanted) or given != wanted:
+        raise _refused(
+            "the checksum is wrong: the state was changed after it was saved, or the file is "
+            "damaged. Load an older checkpoint"
+        )
+    placement = state.get("placement", [] if version == VERSION else None)
+    need_placement("DiLoCo.load_state_dict", placement, known.placement, known.find)
+    return state
+
+
+def _check_parameters(field: str, values: object, fragments: Mapping[int, Fragment]) -> None:
+    """Raises unless ``values`` has one finite tensor for each parameter."""
+    expected = {
+        name: value
+        for fragment in fragments.values()
+        for name, value in zip(fragment.names, getattr(fragment, field), strict=True)
+    }
+    if not isinstance(values, Mapping) or set(values) != set(expected):
+        raise _refused(
+            f"{field!r} is not of the {len(expected)} parameters of this model; is the checkpoint "
+            f"another model's?"
+        )
+    for name, like in expected.items():
+        # Shapes are compared here: ``copy_`` would broadcast, and a vector of one entry fits all.
+        _check_tensor(f"{field!r} of parameter {name!r}", values[name], like.shape)
+        if not bool(torch.isfinite(values[name]).all()):
+            raise _refused(f"{field!r} of parameter {name!r} is not finite; it is damaged")
+
+
+def _check_arriving(arriving: object, fragments: Mapping[int, Fragment], every: int) -> None:
+    """Raises unless ``arriving`` lists averages that fragments of this model may wait for."""
+    if not isinstance(arriving, (list, tuple)):
+        raise _refused("'arriving' is a list; the file is damaged")
+    seen = set()
+    for saved in arriving:
+        if not isinstance(saved, Mapping) or any(key not in saved for key in ("fragment", "mean")):
+            raise _refused("'arriving' holds fragments and means; the file is damaged")
+        number = saved["fragment"]
+        if not whole_number(number, 0, MAX_STEP) or number in seen:
+            raise _refused("'arriving' holds each fragment once; the file is damaged")
+        if number not in fragments:
+            raise _refused("saved with more fragments; make it with as many")
+        seen.add(number)
+        if not whole_number(saved.get("left"), 0, every):
+            raise _refused("'arriving' has steps left, no more than every; the file is damaged")
+        # A mean that is not finite is legal: ``DiLoCo`` goes back to the last exchange then.
+        numel = sum(value.numel() for value in fragments[number].outer)
+        _check_tensor(f"the mean arriving of fragment {number}", saved["mean"], torch.Size([numel]))
+
+
+def _check_tensor(what: str, value: object, shape: torch.Size) -> None:
+    error = tensor_error(value)
+    if error is None:
+        assert isinstance(value, Tensor)
+        if not value.is_floating_point():
+            error = f"is of {value.dtype}, not floating point"
+        elif value.shape != shape:
+            error = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
+    if error is not None:
+        raise _refused(f"{what} {error}; is the checkpoint another model's?")
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Returns the checksum of all but the hook's part, which has one."""
+    tensors: dict[tuple[str, ...], Tensor] = {
+        (what, name): value for what in ("outer", "momentum") for name, value in state[what].items()
+    }
+    arriving = []
+    for saved in state["arriving"]:
+        arriving.append([saved["fragment"], saved["left"]])
+        tensors["arriving", str(saved["fragment"])] = saved["mean"]
+    placement = [state["placement"]] if "placement" in state else []
+    return digest([state["steps"], state["outer_steps"], arriving, *placement], tensors)
+
+
+def _refused(why: str) -> CheckpointError:
+    return CheckpointError(f"DiLoCo.load_state_dict: {why}")
+
+
+# ---- other ranks
+
+
+STAYS = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
+
+
+def move(hook: HookState, group: dist.ProcessGroup) -> GroupChange:
+    """Moves the hook of a DiLoCo, which does not move when it is told by itself."""
+    hook.stays = ""
+    try:
+        return hook.change_group(group)
+    finally:
+        hook.stays = STAYS
+
+
+def share(
+    fragments: Sequence[Fragment],
+    counts: Sequence[int],
+    change: GroupChange,
+    group: dist.ProcessGroup,
+) -> list[int]:
+    """Takes outer parameters and momenta of one rank; all ranks of ``group`` call it.
+
+    A rank that joins begins with these parameters.
+
+    Returns:
+        The counts of that rank.
+    """
+    device = fragments[0].outer[0].device
+    numbers = torch.tensor(list(counts), dtype=torch.int64, device=device)
+    dist.broadcast(numbers, group=group, group_src=change.source)
+    for fragment in fragments:
+        for value in (*fragment.outer, *fragment.momentum):
+            real = torch.view_as_real(value) if value.is_complex() else value
+            dist.broadcast(real, group=group, group_src=change.source)
+        if group.rank() in change.joined:
+            fragment.restore()
+    return [int(number) for number in numbers.tolist()]
+
+
+# ---- DiLoCo
 
 
 class DiLoCo:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from commhooks._torch import UNSAFE_VIEW, TorchDispatchMode
-from commhooks.core.flat_values import Initial
 from commhooks.core.layout import Layout
-from commhooks.core.memory import Memory
+from commhooks.core.memory import Initial, Memory
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import shown
 from commhooks.errors import Error

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commhooks.report.colours import BLUE, GREY, RED
 from commhooks.report.page import Page
+from commhooks.report.style import BLUE, GREY, RED
 from commhooks.report.timeline import draw
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import brief

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from commhooks.hook.ledger import Ledger
-from commhooks.report.colours import BLUE, GREEN, ORANGE
+from commhooks.report.style import BLUE, GREEN, ORANGE
 from ddp_core import RoundRecord, needs
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import Slot, StepInfo
 from commhooks.kernels import all_finite, subtract_low_rank
 from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank
 from ddp_core import AllReduce, Collective, overlapped

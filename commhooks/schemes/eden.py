@@ -10,8 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core.blocks import BlockCodec
-from commhooks.core.packed import Pattern, Piece, Randomness, Shards
+from commhooks.core.packed import BlockCodec, Pattern, Piece, Randomness, Shards
 from commhooks.core.registry import register_scheme
 from commhooks.core.traits import ErrorKind, Unbiased
 from commhooks.kernels import (

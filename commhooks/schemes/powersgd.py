@@ -13,8 +13,7 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import Slot, StepInfo
 from commhooks.core.traits import Biased, Traits
 from commhooks.kernels import (
     all_finite,

@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from commhooks.core.blocks import BlockCodec, one_segment
-from commhooks.core.packed import Pattern, Piece, Randomness, Shards
+from commhooks.core.packed import BlockCodec, Pattern, Piece, Randomness, Shards, one_segment
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Biased, ErrorKind, Unbiased

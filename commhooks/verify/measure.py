@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from commhooks._torch import foreach_norms
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, Span
 from commhooks.core.memory import Memory, staged_in
 from commhooks.core.names import is_padding, whole_name
 from commhooks.core.scheme import Scheme
-from commhooks.core.shards import Span
 from commhooks.kernels import squared_norms
 from commhooks.verify.equal import hashes
 from commhooks.verify.sketch import dots_of, sketches_of

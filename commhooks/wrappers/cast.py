@@ -12,8 +12,8 @@ from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.dense import Dense
+from commhooks.core.layout import Span
 from commhooks.core.scheme import Scheme
-from commhooks.core.shards import Span
 from commhooks.kernels import all_finite, scaled_cast
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import has_feedback

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.layout import Span
 from commhooks.core.scheme import Scheme, walk
-from commhooks.core.shards import Span
-from commhooks.core.slot import Slot
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import Slot, StepInfo
 from commhooks.core.traits import Biased, Exact, Traits
 from commhooks.wrappers.base import Wrapper
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
+from commhooks.core.layout import Span
 from commhooks.core.scheme import Scheme
-from commhooks.core.shards import Span
 from ddp_core import AllReduce, Collective, as_request
 from ddp_core._torch import foreach_copy
 

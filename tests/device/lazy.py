@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from commhooks.core import step_info
+from commhooks.core import slot
 from commhooks.kernels.runtime.op import Op
 from ddp_core.exchange import clocks, devices
 
@@ -373,7 +373,7 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
             (Op, "__call__", run),
             (torch, "get_device_module", lambda d=None: machine if d == "meta" else module_of(d)),
             (clocks, "_clocks", {}),  # each is of one machine
-            (step_info, "stream_of", stream_of),
+            (slot, "stream_of", stream_of),
             (devices, "stream_of", stream_of),
         ):
             stack.enter_context(mock.patch.object(target, name, value))

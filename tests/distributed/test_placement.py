@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.checkpoint.checksum import checksum
+from commhooks.checkpoint.form import checksum
 from commhooks.checkpoint.placement import piece_here
 from commhooks.core.names import is_padding, whole_name
 from commhooks.errors import CheckpointError, MismatchError

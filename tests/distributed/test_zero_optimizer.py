@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks.errors import CheckpointError, Error, MismatchError, RegistrationError
 from commhooks.zero import ZeroOptimizer
-from commhooks.zero.checks import need_elementwise
+from commhooks.zero.optimizer import need_elementwise
 from commhooks.zero.saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.device.bodies import default_dtype

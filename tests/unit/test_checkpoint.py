@@ -20,8 +20,7 @@ from commhooks import (
     make,
 )
 from commhooks.checkpoint import flatten_state, unflatten_state
-from commhooks.checkpoint.checksum import FIELDS, checksum
-from commhooks.checkpoint.form import FORMAT, VERSION, read, read_memory
+from commhooks.checkpoint.form import FIELDS, FORMAT, VERSION, checksum, read, read_memory
 from commhooks.checkpoint.memory import check_complete, check_memory
 from commhooks.checkpoint.ranks import (
     memory_for_rank,
@@ -31,7 +30,7 @@ from commhooks.checkpoint.ranks import (
     with_own_pieces,
 )
 from commhooks.core.scheme import slots_of
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import StepInfo
 from commhooks.errors import CheckpointError
 from commhooks.research.baselines import IntSGD
 from commhooks.schemes import (

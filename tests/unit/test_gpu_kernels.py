@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 from commhooks.cli import commands
-from commhooks.cli.launch import one_launch
+from commhooks.cli.commands import one_launch
 from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import __main__ as study
 from experiments.gpu_kernels import cubins, exchange, predictions, programs, share, versions

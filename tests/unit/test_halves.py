@@ -13,8 +13,8 @@ from torch.testing import assert_close
 from commhooks import ErrorFeedback, Scheme, make
 from commhooks.classic._minmax import MinMaxPerChannel
 from commhooks.core import Bucket, Layout
+from commhooks.core.layout import Span, equal_shards
 from commhooks.core.packed import PackedCodec, Piece, Randomness
-from commhooks.core.shards import Span, equal_shards
 from commhooks.errors import SchemeError
 from commhooks.hook.engine import Engine, Exactly
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast

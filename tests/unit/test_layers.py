@@ -32,7 +32,7 @@ LATER = {
     ("commhooks", "run.py"): {"matplotlib"},
     ("commhooks", "timeline.py"): {"matplotlib"},
     ("commhooks", "verification.py"): {"pandas"},
-    ("commhooks", "tradeoff_plot.py"): {"matplotlib"},
+    ("commhooks", "tradeoff.py"): {"matplotlib"},
     ("commhooks", "simulate.py"): {"matplotlib"},
     ("commhooks", "_powersgd.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},

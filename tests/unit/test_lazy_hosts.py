@@ -18,8 +18,7 @@ from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
 from commhooks.hook.sharded import OwnShards, ShardedParameter, ShardedParameters
-from commhooks.zero.gather import Gather
-from commhooks.zero.shards import Shards
+from commhooks.zero.shards import Gather, Shards
 from ddp_core import Drivers
 from tests.device.lazy import LazyDevice, LazyTensor, Order, lazy_device
 from tests.device.loopback import loopback

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from commhooks.cli.app import app
-from commhooks.cli.fabrics import preset_rows
+from commhooks.cli.simulate import preset_rows
 from commhooks.predict import PRESETS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "simulate.md"

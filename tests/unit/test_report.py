@@ -22,7 +22,7 @@ from commhooks.auto.trials import Candidate, Race
 from commhooks.core.dense import Dense
 from commhooks.hook.ledger import Ledger
 from commhooks.report import Page
-from commhooks.report.labels import spread
+from commhooks.report.style import spread
 from commhooks.report.timeline import chrome_trace, draw, spans
 from commhooks.verify import Finding, Verification, Verified
 from ddp_core import RoundRecord

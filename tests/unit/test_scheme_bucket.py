@@ -20,7 +20,7 @@ from commhooks import (
 )
 from commhooks.core import Layout, Slot
 from commhooks.core.bucket import SchemeExchange
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import StepInfo
 from commhooks.core.traits import Traits, Unbiased, composed, worst
 from commhooks.errors import SchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK

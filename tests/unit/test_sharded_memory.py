@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from commhooks.core import Layout
-from commhooks.core.shards import equal_shards
+from commhooks.core.layout import equal_shards
 from commhooks.hook.engine import Engine
 from ddp_core import simulate
 from experiments.sharded_memory import SCHEMES, formula

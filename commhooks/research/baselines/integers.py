@@ -11,8 +11,7 @@ from torch import Tensor
 from commhooks.core.bucket import Bucket, SchemeExchange, nan_unless
 from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Number
-from commhooks.core.step_info import StepInfo
+from commhooks.core.slot import Number, StepInfo
 from commhooks.core.traits import Biased, Traits, Unbiased
 from commhooks.kernels import (
     all_finite,

@@ -1,10 +1,15 @@
-"""Puts labels beside points so that none covers another."""
+"""Colours and labels of all pictures."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["spread"]
+__all__ = ["BLUE", "GREEN", "GREY", "OKABE_ITO", "ORANGE", "PURPLE", "RED", "SKY", "spread"]
+
+
+BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+RED, SKY, GREY = "#D55E00", "#56B4E9", "#7F7F7F"
+OKABE_ITO = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 
 
 def spread(wanted: Sequence[float], least: float, low: float, high: float) -> list[float]:
