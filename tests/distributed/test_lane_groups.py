@@ -165,6 +165,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_a_child_of_fork_ends_and_its_parent_trains_on():
     done = subprocess.run(
         [sys.executable, "-c", FORKS],

@@ -73,6 +73,7 @@ def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_for_the_store_ends_at_the_timeout() -> None:
     for found in run_ranks(_meet_nobody, 2, pg_timeout=TIMEOUT):
         for call, text in found.items():

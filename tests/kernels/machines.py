@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import cycle
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,8 @@ from tests.emulator.runner import emulated
 
 # Lanes in natural order, reversed, and mixed: a missing barrier shows in some order.
 ORDERS = (0, 31, 5)
+# The order of the next call of `machines`; tests/kernels/conftest.py begins anew in every test.
+TURNS = {"orders": cycle(ORDERS)}
 
 
 def instruction_sets() -> list[str]:
@@ -23,7 +26,10 @@ def instruction_sets() -> list[str]:
     return list(cpu.INSTRUCTION_SETS[1 : best + 1]) or ["base"]
 
 
-def machines(*, orders: Sequence[int] = ORDERS) -> list[str]:
+def machines(*, orders: Sequence[int] | None = None) -> list[str]:
+    """The machines to compare; the cases of a test take turns with the emulator's orders."""
+    if orders is None:
+        orders = (next(TURNS["orders"]),)
     # On a lent GPU neither the library for CPUs nor minutes for the emulator may be at hand.
     # "guarded" is a rehearsal: the way of a GPU with the CPU's kernels.
     if (only := os.environ.get("COMMHOOKS_TEST_MACHINES")) in ("gpu", "guarded"):

@@ -81,6 +81,7 @@ def test_missing_cuda_kernels_are_told_once():
         blockwise.quantize_op.implementation("cuda")  # a second warning would be an error
 
 
+@pytest.mark.slow
 def test_the_environment_sets_the_mode():
     program = "import commhooks.kernels as k; print(k.implementations('cpu')['quantize'])"
     done = subprocess.run(

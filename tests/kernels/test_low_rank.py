@@ -21,7 +21,7 @@ from commhooks.kernels import (
 )
 from commhooks.kernels._matrices import runs_of
 from tests.kernels.inputs import CPP, DTYPES, plain, same, tricky
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import ORDERS, machines, on
 
 KERNELS = {
     "low_rank.cu": [
@@ -83,7 +83,7 @@ def run_all(run: Any, x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("hard", [False, True])
 def test_kernels_of_all_machines_agree_bit_for_bit(dtype, hard):
     x, first = bucket(dtype, hard=hard), None
-    for machine in machines():
+    for machine in machines(orders=ORDERS):
         with on(machine, KERNELS) as run:
             results = run_all(run, x)
         first = first or results

@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks.kernels import Matrices, orthonormalize, unit_rows, use_kernels
 from commhooks.kernels.orthonormal import orthonormalize_op, unit_rows_op
 from tests.kernels.inputs import plain, same, tricky
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import ORDERS, machines, on
 
 KERNELS = {"orthonormal.cu": ["orthonormalize", "unit_rows"]}
 # Ranks around a group of 4 rows, and sides around 32 and 1024 partial sums.
@@ -48,7 +48,7 @@ def define(op: Any, *args: Any) -> None:
 @pytest.mark.parametrize("hard", [False, True])
 def test_kernels_equal_the_definition(hard: bool) -> None:
     expected = outputs(define, hard=hard)
-    for machine in machines():
+    for machine in machines(orders=ORDERS):
         with on(machine, KERNELS) as run:
             got = outputs(run, hard=hard)
         for i, (one, other) in enumerate(zip(expected, got, strict=True)):

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.kernels import gather_random, philox, random_k, random_places, scatter_random
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import ORDERS, machines, on
 
 KERNELS = {
     "random_k.cu": [
@@ -21,7 +21,7 @@ KEY = (torch.tensor(5), 2**45 + 3, 7)
 
 
 def test_kernels_equal_the_definition():
-    for machine in machines():
+    for machine in machines(orders=ORDERS):
         with on(machine, KERNELS) as run:
             for dtype in DTYPES:
                 for n in SIZES:

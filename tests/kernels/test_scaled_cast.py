@@ -11,14 +11,14 @@ import torch
 
 from commhooks.kernels import cast, philox, scaled_cast
 from tests.kernels.inputs import CPP, DTYPES, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import ORDERS, machines, on
 
 KERNELS = {"cast.cu": [f"cast<{a}, {b}>" for a in CPP.values() for b in CPP.values()]}
 NARROW = (torch.float16, torch.bfloat16)
 
 
 def test_kernels_equal_the_definition():
-    for machine in machines():
+    for machine in machines(orders=ORDERS):
         with on(machine, KERNELS) as run:
             for wide, narrow, n, scale in itertools.product(DTYPES, DTYPES, SIZES, (1.0, 1 / 3)):
                 x = (unaligned if n % 2 else tricky)(n, wide)

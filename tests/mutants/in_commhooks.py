@@ -620,7 +620,7 @@ MUTANTS: list[Mutant] = [
             "what a rank keeps weighs by the new number of ranks twice",
             "merged(parts, rank, saved_size, change.world_size, resizes)",
             "merged(parts, rank, change.world_size, change.world_size, resizes)",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
         (
             "a rank that joins keeps what it had",
@@ -641,7 +641,7 @@ MUTANTS: list[Mutant] = [
             "shared values do not go to a rank that joins",
             "sent |= {key for key in own if key not in resizes}",
             "sent |= set()",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
     ),
     *planted(
@@ -650,19 +650,19 @@ MUTANTS: list[Mutant] = [
             "a rank goes on with its own seed",
             'engine.step, engine.seed = source.step, given["seed"]',
             "engine.step = source.step",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
         (
             "a rank that joins has buckets of its own",
             'bool(change.joined or change.behind or given["regroups"])',
             'bool(given["regroups"])',
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
         (
             "a hook keeps its place among the ranks before",
             "engine.rank, engine.world_size = group.rank(), group.size()",
             "engine.world_size = group.size()",
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[torch]",
+            f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
     ),
     *planted(

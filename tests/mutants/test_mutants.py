@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -40,3 +42,19 @@ def test_a_text_that_is_not_there_once_is_an_error() -> None:
         mutant.planted_in()
     with pytest.raises(ValueError, match=r"'twice': its text occurs [0-9]+ times in Bucket, not"):
         mutant._replace(where="Bucket").planted_in()
+
+
+@pytest.mark.slow
+def test_every_test_of_a_mutant_is_among_those_of_make_test() -> None:
+    tests = sorted({mutant.test for mutant in MUTANTS})
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-n", "0"]
+    done = subprocess.run(
+        [*command, "-p", "no:cacheprovider", "-m", "not slow", *tests],
+        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    quick = done.stdout.splitlines()
+    assert not [
+        test
+        for test in tests
+        if not any(one == test or one.startswith(f"{test}[") for one in quick)
+    ]

@@ -47,6 +47,7 @@ def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) 
     assert [row for row in rows if row["error"]] == []
 
 
+@pytest.mark.slow
 def test_what_cases_launch_is_compiled_beforehand(rehearsal: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(share, "steps", lambda setting: iter(list(share_steps(setting))[:2]))
     monkeypatch.setattr(exchange, "SCHEMES", {"onebit": exchange.SCHEMES["onebit"]})
