@@ -4,8 +4,6 @@ No ``from __future__ import annotations`` here: DistributedDataParallel compares
 a hook with the classes themselves and refuses strings.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Mapping, Sequence
@@ -253,7 +251,7 @@ class PowerSGDState(CompressionStats):
 
     # ---- copies
 
-    def gathered(self) -> PowerSGDState:
+    def gathered(self) -> "PowerSGDState":
         """Returns a copy with the memory of all ranks, for one rank to save; all ranks call this.
 
         The copy continues bit for bit on every rank, and on another number of ranks, too. It is as

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -65,7 +66,7 @@ class _Lockstep:
 def test_on_a_cpu_two_threads_are_compared(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _Lockstep(share)
     clock = SimpleNamespace(perf_counter=both.clock)
-    monkeypatch.setattr("commhooks.predict.device.time", clock)
+    monkeypatch.setattr(sys.modules["commhooks.predict.device"], "time", clock)
     # The last call of a turn may not be counted yet: one of thirty.
     assert _share_on_cpu(both.step, both.side) == pytest.approx(share, rel=0.07)
 
