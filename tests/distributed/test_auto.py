@@ -125,6 +125,7 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", NONE_IS_BEST)
 def test_where_no_scheme_is_faster_none_runs_on_all_ranks(case: str) -> None:
     first, second = run_ranks(_without_winner, 2, case)

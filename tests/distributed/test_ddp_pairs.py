@@ -138,6 +138,7 @@ def _ways(rank: int, world_size: int, names: list[str]) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, 1])
 def test_every_way_to_a_loss_gives_the_mean(part):
     for wrong in run_ranks(_ways, 2, list(OPTIONS)[part::2], timeout=100):
@@ -171,6 +172,7 @@ def _in_backward(rank: int, world_size: int) -> list[str]:
     return wrong
 
 
+@pytest.mark.slow
 def test_an_optimizer_in_backward_steps_as_after_it_with_every_option():
     for wrong in run_ranks(_in_backward, 2, ignore_warnings=(".*full backward hook",)):
         assert wrong == []
@@ -201,6 +203,7 @@ def _after_a_raise(rank: int, world_size: int) -> None:
     assert torch.equal(averaged(everything), everything)
 
 
+@pytest.mark.slow
 def test_ranks_stay_equal_when_backward_raises_between_steps_in_backward():
     run_ranks(_after_a_raise, 2)
 
@@ -220,6 +223,7 @@ def _changed_graph(rank: int, world_size: int, uses: list[tuple[int, int]]) -> t
     return error, model._get_ddp_logging_data()["error"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("uses", [[(0, 0), (2, 2)], [(0, 0), (0, 0), (0, 2)], [(1, 1), (0, 1)]])
 def test_a_static_graph_that_changes_is_an_error_in_that_backward(uses):
     results = run_ranks(_changed_graph, 2, uses)
@@ -248,6 +252,7 @@ def _late(rank: int, world_size: int) -> None:
     assert "marked as ready twice" in error[1]
 
 
+@pytest.mark.slow
 def test_gradients_that_would_stay_local_are_an_error():
     run_ranks(_late, 2)
 
@@ -263,6 +268,7 @@ def _thawed(rank: int, world_size: int) -> None:
     assert "2.weight was frozen" in error[1] or "2.bias was frozen" in error[1]
 
 
+@pytest.mark.slow
 def test_a_parameter_that_was_frozen_and_is_trained_is_an_error():
     run_ranks(_thawed, 1)
 
@@ -293,6 +299,7 @@ def _raise(grad: Tensor) -> None:
     raise ArithmeticError("on purpose")
 
 
+@pytest.mark.slow
 def test_marks_of_no_sync_survive_a_raised_step():
     run_ranks(_raised_after_no_sync, 2)
 
@@ -330,6 +337,7 @@ def _skipped(rank: int, world_size: int) -> list[int]:
     return sent
 
 
+@pytest.mark.slow
 def test_buckets_are_skipped_where_no_rank_has_a_gradient():
     for sent in run_ranks(_skipped, 2):
         assert sent == [True, False, False, True, False]
@@ -490,5 +498,6 @@ def _other_ranks(rank: int, world_size: int) -> None:
         assert all(parameter.grad is None for parameter in model.parameters())  # it has stepped
 
 
+@pytest.mark.slow
 def test_a_hook_follows_to_other_ranks_or_says_that_it_cannot():
     run_ranks(_other_ranks, 2, ignore_warnings=(".*full backward hook",))

@@ -656,5 +656,6 @@ def _hooked_join(rank: int, world_size: int) -> None:
             assert torch.equal(after[1], expected), (config, divide)
 
 
+@pytest.mark.slow
 def test_join_with_every_scheme_divides_by_all_or_by_those_with_input():
     run_ranks(_hooked_join, 2, ignore_warnings=(*REMARKS, "Detected uneven"), timeout=110)

@@ -25,11 +25,13 @@ def hosts(rank: int, world_size: int) -> list[str]:
     return list(HOSTS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_every_body_runs_on_the_cpu(world_size: int) -> None:
     assert run_ranks(bodies, world_size, timeout=100) == [list(BODIES)] * world_size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_every_host_runs_on_the_cpu(world_size: int) -> None:
     quiet = (".*FSDP", ".*NO_SHARD", ".*deprecated")  # of FSDP1

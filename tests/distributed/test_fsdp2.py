@@ -671,6 +671,7 @@ def _auto(rank: int, world_size: int, between: bool) -> list[str]:
     return [str(hook.scheme), hook.plan]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "between"), [(2, False), (4, True)])
 def test_auto_times_candidates_and_all_ranks_keep_the_same(ranks: int, between: bool) -> None:
     found = run_ranks(_auto, ranks, between)

@@ -229,6 +229,7 @@ def _each(rank: int, world_size: int, *cases: Any) -> None:
         case(rank, world_size)
 
 
+@pytest.mark.slow
 def test_when_and_as_what_fsdp2_gathers() -> None:
     run_ranks(_each, 2, _in_16_bits, _ahead_of_time, _inference)
 

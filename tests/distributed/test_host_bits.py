@@ -324,6 +324,7 @@ def _by_schemes(rank: int, world_size: int) -> dict[str, tuple[Found, Found]]:
     }
 
 
+@pytest.mark.slow
 def test_hosts_of_one_layout_give_the_same_bits_and_others_have_the_error_of_the_scheme() -> None:
     ranks = run_ranks(_by_schemes, 2, ignore_warnings=QUIET)
     for name in SCHEMES:

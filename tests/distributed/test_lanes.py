@@ -114,6 +114,7 @@ def _train_with_delays(rank, world_size, steps):
     return parameters(model), len(rounds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "steps"),
     [

@@ -37,6 +37,7 @@ def _measure(rank: int, world_size: int) -> LinkReport:
     return found
 
 
+@pytest.mark.slow
 def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() -> None:
     found, other = run_ranks(_measure, 2)
     assert found.fabric == other.fabric

@@ -90,6 +90,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "before", "second", "after", "how"), CASES)
 def test_residuals_arrive_on_another_host(
     first: str, before: int, second: str, after: int, how: str, folder: Path
@@ -113,6 +114,7 @@ def _own_state(rank: int, world_size: int, host: str, states: list[Any]) -> dict
     return {name: value for name, value in residual.items() if "#" not in name}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second"), [("fsdp2", "ddp"), ("ddp", "fsdp2")])
 def test_a_rank_takes_its_own_state_of_another_host(first: str, second: str, folder: Path) -> None:
     _, states, _ = saved_on(first, 3, folder)
@@ -130,6 +132,7 @@ def _torchs_load(rank: int, world_size: int, host: str, folder: str) -> str:
     return str(raised.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "second", "text"),
     [("fsdp2", "ddp", "call commhooks.load_dcp"), ("ddp", "fsdp2", "Missing key")],

@@ -324,6 +324,7 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             assert told or torch.equal(*everyone), (name, everyone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
 )

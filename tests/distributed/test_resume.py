@@ -157,6 +157,7 @@ def test_resume_with_other_bucket_sizes_is_bit_equal(config, tmp_path):
         assert torch.equal(got[rank][1], want[rank][1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world_size", "config", "bucket_kb"),
     [(2, "batched", SMALL), (2, "batched", LARGE), (3, "powersgd", SMALL), (3, "powersgd", LARGE)],

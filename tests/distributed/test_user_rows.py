@@ -88,6 +88,7 @@ def resume(rank: int, world_size: int, name: str) -> list[Tensor]:
     return train(again, rank, range(5, 8))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["powerSGD_hook", "batched_powerSGD_hook"])
 def test_r01_a_saved_powersgd_state_resumes_in_a_new_model_of_many_buckets(name: str) -> None:
     assert_equal_ranks(run_ranks(resume, 2, name))
@@ -103,6 +104,7 @@ def load_with_default_options(rank: int, world_size: int) -> Any:
     return loaded["state"].iter, loaded["dict"]["step"]
 
 
+@pytest.mark.slow
 def test_r02_torch_load_takes_the_state_with_its_default_weights_only() -> None:
     assert run_ranks(load_with_default_options, 2) == [(4, 4)] * 2
 
@@ -123,6 +125,7 @@ def reload_model(rank: int, world_size: int) -> bool:
     return again.step == 2 and again.calls > 0
 
 
+@pytest.mark.slow
 def test_r03_a_reloaded_model_whose_hook_would_not_run_raises_until_it_is_registered() -> None:
     assert all(run_ranks(reload_model, 2))
 
@@ -156,6 +159,7 @@ def one_infinite_step(rank: int, world_size: int) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_r04_one_infinite_gradient_spoils_one_step_only() -> None:
     assert run_ranks(one_infinite_step, 2) == [(False, True, True, 1)] * 2
 
@@ -174,6 +178,7 @@ def overflow_in_the_cast(rank: int, world_size: int) -> list[bool]:
     return finite
 
 
+@pytest.mark.slow
 def test_r05_a_float16_overflow_under_powersgd_is_forgotten_after_the_step() -> None:
     results = run_ranks(overflow_in_the_cast, 2, ignore_warnings=(OVERFLOWS,))
     assert results == [[True, True, False, True, True]] * 2
@@ -193,6 +198,7 @@ def extreme_values(rank: int, world_size: int) -> Any:
     return (kept - values).abs().div(values).max().item()
 
 
+@pytest.mark.slow
 def test_r06_a_float16_overflow_is_reported_and_bfloat16_keeps_the_range() -> None:
     assert max(run_ranks(extreme_values, 2)) <= 2**-7  # two roundings to 8 bits
 
@@ -211,6 +217,7 @@ def zero_layer(rank: int, world_size: int) -> bool:
     return not results[0].any() and all(bool(one.isfinite().all()) for one in results)
 
 
+@pytest.mark.slow
 def test_r07_a_layer_with_zero_gradient_stays_zero_under_powersgd() -> None:
     assert all(run_ranks(zero_layer, 2))
 
@@ -233,6 +240,7 @@ def many_buckets(rank: int, world_size: int) -> Any:
     return len(indices), gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_r08_powersgd_runs_on_gloo_with_many_buckets(world_size: int) -> None:
     results = run_ranks(many_buckets, world_size)
@@ -250,12 +258,14 @@ def hook_on_gloo(rank: int, world_size: int, name: str) -> Any:
     return result, distance(result[:1], backward(plain, rank, 0)[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["quantization_pertensor_hook", "quantization_perchannel_hook"])
 def test_r09_quantization_hooks_run_on_gloo(name: str) -> None:
     results = run_ranks(hook_on_gloo, 2, name)
     assert_equal_ranks([gradients for gradients, _ in results])
 
 
+@pytest.mark.slow
 def test_r10_bf16_compress_hook_runs_on_gloo() -> None:
     results = run_ranks(hook_on_gloo, 2, "bf16_compress_hook")
     assert_equal_ranks([gradients for gradients, _ in results])
@@ -302,15 +312,18 @@ def any_callable(rank: int, world_size: int, name: str) -> bool:
     return same and bool(seen)
 
 
+@pytest.mark.slow
 def test_r11_a_hook_with_postponed_annotations_runs() -> None:
     assert isinstance(postponed.__annotations__["bucket"], str)
     assert all(run_ranks(any_callable, 2, "postponed"))
 
 
+@pytest.mark.slow
 def test_r12_a_hook_whose_second_argument_has_another_name_runs() -> None:
     assert all(run_ranks(any_callable, 2, "other_name"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["partial", "object"])
 def test_r13_a_partial_and_an_object_run_as_hooks(name: str) -> None:
     assert all(run_ranks(any_callable, 2, name))
@@ -330,6 +343,7 @@ def second_registration(rank: int, world_size: int) -> bool:
     return all(map(torch.equal, backward(model, rank, 1), backward(plain, rank, 1)))
 
 
+@pytest.mark.slow
 def test_r14_switch_changes_the_scheme_where_a_second_registration_cannot() -> None:
     assert all(run_ranks(second_registration, 2))
 
@@ -351,6 +365,7 @@ def python_reducer(rank: int, world_size: int, name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["register", "powerSGD_hook", "fp16_compress_hook"])
 def test_r15_under_the_python_reducer_the_error_names_the_setting(name: str) -> None:
     assert all(run_ranks(python_reducer, 1, name))
@@ -371,6 +386,7 @@ def two_models_and_another_rank(rank: int, world_size: int) -> Any:
     return results, ranks
 
 
+@pytest.mark.slow
 def test_r16_one_state_serves_two_models_and_takes_another_rank_mid_run() -> None:
     results = run_ranks(two_models_and_another_rank, 2)
     assert_equal_ranks([gradients for gradients, _ in results])
@@ -397,6 +413,7 @@ def per_rank_residuals(rank: int, world_size: int) -> Any:
     return restored and kept, hook.residual(name)
 
 
+@pytest.mark.slow
 def test_r17_residuals_are_restored_per_rank_and_another_ranks_are_refused() -> None:
     (good0, residual0), (good1, residual1) = run_ranks(per_rank_residuals, 2)
     assert good0
@@ -417,6 +434,7 @@ def classic_state_of_rank_zero(rank: int, world_size: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_r17_a_classic_state_of_rank_zero_is_refused_on_rank_one() -> None:
     assert all(run_ranks(classic_state_of_rank_zero, 2))
 
@@ -436,6 +454,7 @@ def sharded(rank: int, world_size: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_r18_on_fsdp_the_error_says_what_to_wrap_in() -> None:
     assert all(run_ranks(sharded, 2, ignore_warnings=(".*",)))
 
@@ -450,6 +469,7 @@ def uneven_inputs(rank: int, world_size: int) -> Any:
     return [parameter.detach().clone() for parameter in model.parameters()], state.iter
 
 
+@pytest.mark.slow
 def test_r23_join_with_uneven_inputs_works_under_powersgd() -> None:
     results = run_ranks(uneven_inputs, 2)
     assert_equal_ranks([parameters for parameters, _ in results])
@@ -472,5 +492,6 @@ def accumulation(rank: int, world_size: int) -> Any:
     return hook.step, all(map(torch.equal, *results))
 
 
+@pytest.mark.slow
 def test_r24_with_no_sync_the_hook_sees_the_accumulated_sum_once() -> None:
     assert run_ranks(accumulation, 2) == [(1, True)] * 2

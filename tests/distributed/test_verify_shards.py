@@ -80,6 +80,7 @@ def _accused(rank: int, world_size: int, host: str, few: bool) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("host", "ranks", "few"),
     [

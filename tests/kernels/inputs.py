@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-SIZES = (0, 1, 31, 32, 33, 255, 256, 257, 2049, 5000)
+SIZES = (0, 1, 31, 33, 256, 257, 2049, 5000)
 LARGE = (2**20 - 1, 2**20 + 1)
 CPP = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 DTYPES = tuple(CPP)

@@ -49,6 +49,7 @@ def decoded(x: torch.Tensor, block: int, levels: int, step: int = 1) -> torch.Te
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_entries_are_a_level_off_at_most_and_right_on_average(size):
     x, draws, levels = plain(1024) * size, 2000, 5

@@ -58,6 +58,7 @@ def test_places_ascend_one_in_each_stratum(n, k):
     assert (places.diff() > 0).all()
 
 
+@pytest.mark.slow
 def test_every_place_is_as_likely():
     n, k, draws = 60, 6, 4000
     counts = torch.zeros(n)

@@ -23,6 +23,7 @@ from tests.pairs.features import (
 SOME = 20  # pairs of each class
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("host", HOSTS)
 def test_pairs_obey_the_laws_or_are_refused_as_expected(host: str) -> None:
@@ -31,6 +32,7 @@ def test_pairs_obey_the_laws_or_are_refused_as_expected(host: str) -> None:
     assert not wrong(found), "\n".join(wrong(found))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_what_a_class_refuses_by_itself_says_why() -> None:
     runner = Runner()
@@ -45,6 +47,7 @@ def test_what_a_class_refuses_by_itself_says_why() -> None:
         runner.restart()
 
 
+@pytest.mark.slow
 def test_every_feature_is_in_pairs_and_the_tables_name_features() -> None:
     for host in HOSTS:
         met = {name for pair in pairs(host) for name in pair}

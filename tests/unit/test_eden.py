@@ -72,6 +72,7 @@ def test_two_phases_round_twice_and_independently(world_size: int) -> None:
     assert math.isclose(error_of(mean, exact), 1.571**2 - 1, rel_tol=0.03)
 
 
+@pytest.mark.slow
 def test_the_mean_over_rotations_is_the_gradient() -> None:
     # The worst vector there is for a rotation: one entry, all others zero.
     x = torch.zeros(1024)

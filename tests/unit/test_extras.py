@@ -48,6 +48,7 @@ def python(code: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_training_needs_torch_and_numpy_only_and_tables_say_what_they_need(tmp_path: Path) -> None:
     done = python(f"{HIDDEN}{TRAINS}{REFUSES}", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -58,6 +58,7 @@ def test_what_cases_launch_is_compiled_beforehand(rehearsal: Any, monkeypatch: A
     assert rehearsal[0].kernels.keys() <= found.keys()
 
 
+@pytest.mark.slow
 def test_a_prediction_is_of_a_case_that_there_is(rehearsal: Any) -> None:
     ops = [row["op"].replace("sum of 4", "sum of 8") for row in rehearsal[1]["share"]]
     for begin in predictions._EXPECTED:

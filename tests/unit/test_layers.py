@@ -196,6 +196,7 @@ def test_no_lower_layer_reaches_up_as_text_either() -> None:
             assert not names & {"commhooks", "import_module", "__import__"}, path
 
 
+@pytest.mark.slow
 def test_importing_commhooks_takes_no_cupy_no_pandas_and_no_cuda() -> None:
     code = (
         "import sys, commhooks, torch\n"

@@ -166,6 +166,7 @@ class LiesInTheFolder(Scheme):
 """
 
 
+@pytest.mark.slow
 def test_a_scheme_is_one_file(tmp_path: Path) -> None:
     """Put beside the others it is registered: no list names it."""
     root = Path(commhooks.__file__).parent

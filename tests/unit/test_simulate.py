@@ -596,6 +596,7 @@ def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> N
     assert "slow" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_schemes_are_timed_here_for_a_recorded_step(command: str, tmp_path: Path) -> None:
     save_workload(SMALL, tmp_path / "w.json")
@@ -615,6 +616,7 @@ def test_a_step_of_several_passes_computes_longer(command: str) -> None:
         assert f"{told} of computing" in " ".join(done.output.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path: Path) -> None:
     from commhooks.predict import save_fabric

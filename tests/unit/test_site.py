@@ -38,6 +38,7 @@ def test_a_page_for_each_file(site: Path) -> None:
         assert (site / name.replace("README", "index")).exists(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("package", [commhooks, ddp_core], ids=lambda one: one.__name__)
 def test_the_reference_has_every_public_class_and_function(site: Path, package: ModuleType) -> None:
     pages = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
@@ -47,6 +48,7 @@ def test_the_reference_has_every_public_class_and_function(site: Path, package: 
             assert f"{package.__name__}.{name}" in anchors
 
 
+@pytest.mark.slow
 def test_no_page_needs_another_host(site: Path) -> None:
     """Scripts, fonts and styles lie beside the pages, which read the same without a network."""
     for page in site.rglob("*.html"):
@@ -54,11 +56,13 @@ def test_no_page_needs_another_host(site: Path) -> None:
         assert not [one for one in elements if re.search(r"(?:src|href)=\W?(?:https?:)?//", one)]
 
 
+@pytest.mark.slow
 def test_formulas_are_drawn_by_the_browser_itself(site: Path) -> None:
     assert "<math" in (site / "schemes" / "gossip.html").read_text()
     assert not [page.name for page in site.rglob("*.html") if "arithmatex" in page.read_text()]
 
 
+@pytest.mark.slow
 def test_sessions_in_docstrings_are_shown_as_code(site: Path) -> None:
     """Markdown takes ``>>>`` for a quotation unless it stands in a section of examples."""
     for page in (site / "reference").glob("*.html"):

@@ -51,12 +51,14 @@ def test_the_parts_of_an_exchange_are_timed_apart() -> None:
     assert_sleeps(time_parts(Sleeps(), SHAPES, 4, torch.device("cpu")))
 
 
+@pytest.mark.slow
 def test_this_device_gives_the_time_of_buckets_that_it_has_not_timed() -> None:
     here = ThisDevice()
     assert_sleeps(here.parts(Sleeps(), SHAPES, 4))
     assert_sleeps(here.parts(Sleeps(), 2 * SHAPES, 4))
 
 
+@pytest.mark.slow
 def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
     work = Workload.of("small", [Layer("w", (300, 400), 1.0)], forward_s=0.01)
     fabric = Fabric("fast", Link(0.0, 1e15))
