@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from tests.house.run import COUNTS, KEPT, one_bucket
 from tests.house.source import ROOT, counts, longest_chain
 
@@ -26,6 +28,7 @@ def test_what_runs_is_seen() -> None:
     assert all(row[name] > 10 for row in before.values() for name in KEPT)
 
 
+@pytest.mark.slow
 def test_the_source_is_counted() -> None:
     found = counts()
     assert found["files: ddp_core"] == len(list((ROOT / "ddp_core").rglob("*.py")))

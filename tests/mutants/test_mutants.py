@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 
@@ -21,11 +22,21 @@ def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
 def test_a_mutant_fits_the_source_and_is_code(mutant: Mutant) -> None:
     file, planted = mutant.planted_in()
-    source = (ROOT / file).read_text()
+    source = _source(file)
     if not file.endswith(".py"):  # CUDA, which the emulator compiles
         assert planted != source
         return
-    assert ast.dump(ast.parse(planted)) != ast.dump(ast.parse(source))
+    assert ast.dump(ast.parse(planted)) != _dump(file)
+
+
+@cache
+def _source(file: str) -> str:
+    return (ROOT / file).read_text()
+
+
+@cache
+def _dump(file: str) -> str:
+    return ast.dump(ast.parse(_source(file)))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
