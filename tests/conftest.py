@@ -18,7 +18,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests of many cases that differ in little, by how their names begin: every run takes the first of
 # so many cases, ``make test-all`` all.
 VARIANTS = {
-    "tests/contract/test_conformance.py::test_registered_schemes_obey_every_law": 2,
     "tests/contract/test_laws.py::test_a_bad_bucket_keeps_the_memory_of_the_whole_step": 2,
     "tests/contract/test_laws.py::test_a_bad_step_arrives_everywhere_and_changes_no_memory": 6,
     "tests/contract/test_laws.py::test_all_ranks_get_equal_bits": 4,
