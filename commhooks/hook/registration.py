@@ -167,7 +167,10 @@ def register(
             "register: no process group; call torch.distributed.init_process_group first"
         )
     verification = verification_of(verify, history)
-    if host := _host_of(model):
+    # By its name: hosts are above this module, and most models have none.
+    found = resolve_name("commhooks.hosts:host_of")(model)
+    if found is not None:
+        host, registers = found
         _need_defaults(
             process_group=process_group,
             layout=layout,
@@ -180,8 +183,8 @@ def register(
             options["between"] = between
         elif between is not None:
             raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
-        registers: Callable[..., HookState] = resolve_name(_HOSTS[host])
-        return registers(model, scheme, seed=seed, history=history, **options)
+        state: HookState = registers(model, scheme, seed=seed, history=history, **options)
+        return state
     if between is not None:
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
     ddp = find_ddp(model)
@@ -236,31 +239,6 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
         made: Callable[..., HookState] = resolve_name("commhooks.auto:AutoHook")
         return made
     return partial(HookState, scheme)
-
-
-# Classes of modules that reduce gradients themselves, and what registers a hook on them. By name:
-# importing them takes a second, and most models have none.
-_HOSTS = {
-    "FSDPModule": "commhooks.fsdp.fsdp2:register_on_fsdp2",
-    "FullyShardedDataParallel": "commhooks.fsdp.fsdp1:register_on_fsdp1",
-    "DDP": "commhooks.hosts.composable:register_on_composable",
-}
-_REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a class "DDP"
-
-
-def _host_of(model: object) -> str | None:
-    """Returns the name of the class that reduces a model's gradients; None: none in _HOSTS."""
-    if not isinstance(model, nn.Module):
-        return None
-    if any(base.__module__ == _REPLICATE for base in type(model).__mro__):
-        return "DDP"
-    kinds = [base for module in model.modules() for base in type(module).__mro__]
-    if DistributedDataParallel in kinds:
-        return None
-    names = [
-        base.__name__ for base in kinds if base.__module__.startswith("torch.distributed.fsdp")
-    ]
-    return next((name for name in names if name in _HOSTS), None)
 
 
 def _need_defaults(**arguments: object) -> None:

@@ -5,6 +5,52 @@ that the framework has wrapped, and saves and loads the states of all ranks as o
 modules by name. Programs that take a process group have :func:`process_group`.
 """
 
-from commhooks.hosts._process_group import SchemeGroup, process_group
+from __future__ import annotations
 
-__all__ = ["SchemeGroup", "process_group"]
+from collections.abc import Callable
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+if TYPE_CHECKING:
+    from commhooks.hosts._process_group import SchemeGroup, process_group
+
+__all__ = ["SchemeGroup", "host_of", "process_group"]
+
+# Classes of modules that reduce gradients themselves, and what registers a hook on them. By name:
+# importing them takes a second, and most models have none.
+_REGISTERS = {
+    "FSDPModule": "commhooks.fsdp.fsdp2:register_on_fsdp2",
+    "FullyShardedDataParallel": "commhooks.fsdp.fsdp1:register_on_fsdp1",
+    "DDP": "commhooks.hosts.composable:register_on_composable",
+}
+_REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a class "DDP"
+
+
+def host_of(model: object) -> tuple[str, Callable[..., Any]] | None:
+    """Returns the class that reduces a model's gradients, and what registers a hook on it.
+
+    None for DistributedDataParallel, and for what no host serves.
+    """
+    name = _class_of(model) if isinstance(model, nn.Module) else ""
+    return (name, resolve_name(_REGISTERS[name])) if name else None
+
+
+def _class_of(model: nn.Module) -> str:
+    if any(base.__module__ == _REPLICATE for base in type(model).__mro__):
+        return "DDP"
+    kinds = [base for module in model.modules() for base in type(module).__mro__]
+    if DistributedDataParallel in kinds:
+        return ""
+    names = [
+        base.__name__ for base in kinds if base.__module__.startswith("torch.distributed.fsdp")
+    ]
+    return next((name for name in names if name in _REGISTERS), "")
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("SchemeGroup", "process_group"):
+        return resolve_name(f"commhooks.hosts._process_group:{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
