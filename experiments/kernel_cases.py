@@ -22,7 +22,7 @@ from commhooks.kernels import (
     shared,
     sparse,
 )
-from commhooks.kernels._blockwise_formats import FORMATS, one_segment, payload_bytes
+from commhooks.kernels._blockwise import FORMATS, one_segment, payload_bytes
 from commhooks.kernels.dct import dct_op
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.hadamard import hadamard_op

@@ -1,6 +1,5 @@
 """Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
 
-from ._parts import part_bytes
 from .affine import dequantize_affine, quantize_affine
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, segments_for
 from .cast import scaled_cast
@@ -18,7 +17,7 @@ from .low_rank import (
 )
 from .norms import quantize_norms
 from .orthonormal import orthonormalize, unit_rows
-from .parts import dequantize_parts, quantize_parts, squared_norms
+from .parts import dequantize_parts, part_bytes, quantize_parts, squared_norms
 from .philox import RandomBits
 from .random_k import gather_random, random_places, scatter_random
 from .requantize import requantize

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
-from ._blockwise_formats import Format, Payload
+from ._blockwise import Format, Payload
 from .cast import stochastic
 from .segments import Segments
 

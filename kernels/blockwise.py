@@ -14,12 +14,15 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_draws, check_feedback, check_message, check_messages
-from ._blockwise_formats import (
+from ._blockwise import (
     ALIGNMENT,
     FORMATS,
     Payload,
+    check_draws,
+    check_feedback,
     check_form,
+    check_message,
+    check_messages,
     layout_of,
     one_segment,
     payload_bytes,

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
-from ._blockwise_formats import Payload, layout_of, one_segment
+from ._blockwise import Payload, layout_of, one_segment
 from .blockwise import aligned
 from .levels import root_of, summed
 from .runtime import cpu, cuda

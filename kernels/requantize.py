@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_draws, check_feedback, check_message, check_messages
+from ._blockwise import check_draws, check_feedback, check_message, check_messages
 from .blockwise import (
     aligned,
     draws_of,

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise_checks import check_feedback, check_message, check_messages
-from ._blockwise_formats import layout_of
+from ._blockwise import check_feedback, check_message, check_messages, layout_of
 from .blockwise import aligned, as_messages, grid_rows, layout_for, places, table_for
 from .hadamard import check_signs, transform
 from .runtime import cpu, cuda

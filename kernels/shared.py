@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
-from ._blockwise_checks import check_feedback
+from ._blockwise import check_feedback
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
 from .runtime.op import check, op

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from ._blockwise_checks import check_feedback
+from ._blockwise import check_feedback
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
 from .runtime.op import check, op

@@ -27,7 +27,7 @@ from commhooks.kernels import (
     requantize,
     segments_for,
 )
-from commhooks.kernels._blockwise_formats import layout_of
+from commhooks.kernels._blockwise import layout_of
 
 __all__ = ["Blockwise", "Rounding", "Undithered", "fp8", "int4", "int8", "onebit"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.kernels.runtime.signatures import SIGNATURES
+from commhooks.kernels.runtime.cpu import SIGNATURES
 from tests.builds import folder
 from tests.emulator import runner
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from commhooks.kernels import Matrices, tail_table
-from commhooks.kernels._parts import Parts
 from commhooks.kernels.blockwise import payload_bytes, quantize, segments_for
+from commhooks.kernels.parts import Parts
 
 __all__ = ["CALLS", "quantized"]
 

@@ -23,7 +23,7 @@ from commhooks.kernels import (
 from commhooks.kernels.philox import as_seed
 from commhooks.kernels.runtime import cpu
 from commhooks.kernels.runtime.arguments import as_ctypes
-from commhooks.kernels.runtime.signatures import SIGNATURES
+from commhooks.kernels.runtime.cpu import SIGNATURES
 from tests.emulator.runner import HERE, KERNELS
 from tests.kernels.calls import CALLS, quantized
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels import blockwise, philox, use_kernels
-from commhooks.kernels._blockwise_formats import Payload, one_segment
+from commhooks.kernels._blockwise import Payload, one_segment
 from commhooks.kernels.blockwise import (
     FORMATS,
     dequantize,

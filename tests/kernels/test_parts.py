@@ -18,8 +18,7 @@ from commhooks.kernels import (
     segments_for,
     squared_norms,
 )
-from commhooks.kernels._parts import Parts
-from commhooks.kernels.parts import dequantize_parts_op, quantize_parts_op, squared_norms_op
+from commhooks.kernels.parts import Parts, dequantize_parts_op, quantize_parts_op, squared_norms_op
 from tests.kernels.inputs import CPP, DTYPES, plain, same, tricky, unaligned
 from tests.kernels.machines import machines, on
 

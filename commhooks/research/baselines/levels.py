@@ -13,7 +13,7 @@ from commhooks.core.registry import register_scheme
 from commhooks.core.scheme import Codec
 from commhooks.core.traits import Traits, Unbiased
 from commhooks.kernels import dequantize, payload_bytes, quantize, quantize_norms
-from commhooks.kernels._blockwise_formats import layout_of, one_segment
+from commhooks.kernels._blockwise import layout_of, one_segment
 
 __all__ = ["QSGD", "TernGrad"]
 
