@@ -95,8 +95,6 @@ class Exactly:
 
     def exchange(self, scheme: Scheme, bucket: Bucket) -> SchemeExchange:
         """Exchanges a bucket."""
-        if not self._names:  # before the layout is looked up, which most schemes never need
-            return (yield from scheme.exchange(bucket))
         exact, others = self._split(bucket.layout)
         dense = flushing(Dense())  # sends what another scheme has kept of them
         if not exact or not others:
@@ -289,7 +287,7 @@ class Engine:
             else:
                 bucket = self.bucket(grad, find_layout, shards, output)
                 measurement = _measure(self, step, number, bucket)
-                result = yield from (run or partial(self.exactly.exchange, self.scheme))(bucket)
+                result = yield from (run or self._run_of_scheme())(bucket)
                 mean = values = _checked(self.scheme, result, bucket.output)
                 finite = result.finite
                 if measurement is not None:
@@ -306,6 +304,12 @@ class Engine:
             raise
         finally:
             self._finish(step)
+
+    def _run_of_scheme(self) -> Callable[[Bucket], SchemeExchange]:
+        # Without exact parameters the layout, which most schemes never need, is not looked up.
+        if not self.exactly.rounds:
+            return self.scheme.exchange
+        return partial(self.exactly.exchange, self.scheme)
 
     def judges(self, mean: Tensor) -> bool:
         """Whether it matters that a mean is finite: for memory, or for the count of bad steps."""
