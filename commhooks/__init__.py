@@ -116,6 +116,11 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name not in _NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # The package before its module: two threads that import them the other way round would wait for
+    # each other.
+    package = _NAMES[name].rpartition(".")[0]
+    if package != __name__:
+        import_module(package)
     found = globals()[name] = getattr(import_module(_NAMES[name]), name)
     return found
 

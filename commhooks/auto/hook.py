@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from commhooks.checkpoint.form import read
 from commhooks.core.registry import need_known
 from commhooks.core.scheme import Scheme
 from commhooks.core.settings import fitting, from_json
-from commhooks.errors import CheckpointError
+from commhooks.errors import CheckpointError, OptionError
 from commhooks.hook.ledger import Summary
 from commhooks.hook.sharded import need_shards
 from commhooks.hook.state import HookState, Tried
@@ -80,11 +81,20 @@ class AutoHook(HookState):
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")
         most = fitting("auto", "error", error, float)
         self._schemes, self._begins_anew = made, False
-        found = [Candidate(name, scheme, error_of(scheme)) for name, scheme in made.items()]
+        if most < 0:
+            raise OptionError(f"auto(error=...): a squared error, 0 or more, got {error}")
+        found = [Candidate(name, scheme, _error_of(name, scheme)) for name, scheme in made.items()]
         allowed = [one for one in found if one.error <= most or one.name in ("none", "bf16")]
         self._allowed = [one.name for one in allowed]
         self._trials = Trials(self, super().switch, allowed, steps=steps)
         super().__init__("none", model, process_group=process_group, seed=seed, history=history)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        # What was timed here says nothing of another process: a hook with the scheme that runs.
+        return HookState, ("none",), self.__getstate__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
+        return copy.copy(self)
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         return super()._facts(scheme) | {"candidates": self._allowed}
@@ -132,6 +142,11 @@ class AutoHook(HookState):
             super().load_state_dict(state, strict=False)
             self._trials.begin()
             return
+        if strict and plan.get("split"):
+            raise CheckpointError(
+                "load_state_dict: the saved run had two schemes, which 'auto' cannot have; "
+                "strict=False keeps step and residual, and times the candidates anew"
+            )
         found = self._saved_choice(common["scheme"])
         before = self.scheme
         if found is not None:
@@ -141,7 +156,10 @@ class AutoHook(HookState):
         except BaseException:
             self._replace(before)
             raise
-        self._trials.end(f"auto runs {found[0] if found else 'none'}, as the run that was saved.")
+        if found is None:  # without ``strict``: the saved run had a scheme that is no candidate
+            self._trials.begin()
+        else:
+            self._trials.end(f"auto runs {found[0]}, as the run that was saved.")
 
     def saved_plan(self) -> str:
         """Returns the choice as JSON, for ``load_state_dict``."""
@@ -162,7 +180,8 @@ class AutoHook(HookState):
         if found is not None and describe(found[1]) != describe(without_flush(self.scheme)):
             self._replace(found[1])
         if not self.decided:
-            self._trials.end(f"auto runs {found[0] if found else 'none'}, as the ranks it joins.")
+            what = found[0] if found else "the scheme it has"
+            self._trials.end(f"auto runs {what}, as the ranks it joins.")
 
     def ranks_changed(self) -> None:
         """Begins the trials anew if they were not over: they have measured other ranks."""
@@ -176,6 +195,15 @@ class AutoHook(HookState):
             if describe(scheme) == saved:
                 return name, scheme
         return None
+
+
+def _error_of(name: str, scheme: Scheme) -> float:
+    try:
+        return error_of(scheme)
+    except Exception as error:  # a scheme of the user's
+        raise OptionError(
+            f"auto(candidates=...): {name!r} failed on a matrix of 512 x 512 entries: {error}"
+        ) from error
 
 
 def _read_plan(text: str) -> dict[str, Any]:

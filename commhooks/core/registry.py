@@ -42,6 +42,8 @@ _IMPORT = "import commhooks.research.baselines"
 
 # Names of options in other libraries, torch's hooks above all, and what replaces each here.
 _ELSEWHERE = {
+    "verify_every": "it is called verify in register(..., verify=...)",
+    "verification": "it is called verify in register(..., verify=...)",
     "matrix_approximation_rank": "it is called rank here",
     "start_powerSGD_iter": "it is called start_step here",
     "start_iter": "it is called start_step here",
@@ -123,10 +125,10 @@ def factory_of(name: str) -> Factory:
             "commhooks.register(model, 'auto')"
         )
     if factory is None:
-        if name in BASELINES:
+        if name.lower() in BASELINES:
             raise UnknownSchemeError(
-                f"no scheme {name!r} is registered yet; `{_IMPORT}` registers it, with the others "
-                f"that papers compare with. Registered: {', '.join(scheme_names())}"
+                f"no scheme {name.lower()!r} is registered yet; `{_IMPORT}` registers it, with the "
+                f"others that papers compare with. Registered: {', '.join(scheme_names())}"
             )
         hint = _nearest(name.lower(), scheme_names())
         raise UnknownSchemeError(

@@ -177,6 +177,8 @@ def register(
             verify=verify if host == "DDP" else None,
             scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,
         )
+        if "verification" in options:
+            raise OptionError("register(verification=...): it is called verify, as in verify=100")
         if host != "DDP":
             options["verification"] = verification
         if host == "FSDPModule":
@@ -220,6 +222,7 @@ def register(
     state.agree("commhooks.register", facts, MEETING)
     # After the handshake, which compares this fact: all ranks raise, or none does.
     if _has_skipped(ddp):
+        state.close()
         raise RegistrationError(
             "register: this model was trained without a hook before, with "
             "skip_all_reduce_unused_params=True; torch's DistributedDataParallel fails at the next "

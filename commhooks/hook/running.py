@@ -155,8 +155,6 @@ class Running:
     def _verify_with(self, verification: Verification | None) -> None:
         """Takes what verifies steps, before the hook meets the other ranks."""
         self.verification = self._engine.observer = verification
-        if verification is not None:
-            verification.take()
 
     @property
     def scheme(self) -> Scheme:

@@ -76,18 +76,29 @@ def made_candidates(candidates: Iterable[str] | Mapping[str, Scheme]) -> dict[st
             f"candidates=... is a list of names, or schemes by name: [{candidates!r}], not "
             f"{candidates!r}"
         )
-    given = (
-        dict(candidates)
-        if isinstance(candidates, Mapping)
-        else {name: make(name) for name in candidates}
-    )
+    if isinstance(candidates, Mapping):
+        given = dict(candidates)
+    elif isinstance(candidates, Iterable) and all(isinstance(one, str) for one in candidates):
+        given = {name: make(name) for name in candidates}
+    else:
+        raise OptionError(
+            f"candidates=... is a list of names, or schemes by name as in "
+            f'{{"mine": scheme}}, got {shown(candidates)}'
+        )
+    usual = {"none": make("none"), "bf16": make("bf16")}
     for name, scheme in given.items():
+        if not isinstance(name, str) or not isinstance(scheme, Scheme):
+            raise OptionError(
+                f"candidates=...: schemes by name, got {shown(scheme)} by {shown(name)}"
+            )
+        if scheme != usual.get(name, scheme):
+            raise OptionError(f"candidates=...: {name!r} is {usual[name]}; take another name")
         if scheme.traits.returns != "mean":
             raise ValueError(
                 f"candidates={shown(name)}: it returns no average of gradients, so that it is no "
                 f"replacement for the others"
             )
-    return {"none": make("none"), "bf16": make("bf16")} | given
+    return usual | given
 
 
 def error_of(scheme: Scheme, gradients: Mapping[str, Tensor] | None = None) -> float:

@@ -81,6 +81,11 @@ class Verification:
         if action not in ("warn", "raise"):
             raise OptionError(f"Verification(action): 'warn' or 'raise', got {shown(action)}")
         self.action: Action = action
+        history = fitting("Verification", "history", history, int)
+        if history < 1:
+            raise OptionError(
+                f"Verification(history=...): a number of rows, 1 or more, got {history}"
+            )
         self._findings: deque[Finding] = deque(maxlen=history)
         self.steps = 0
         self._rows: deque[Verified] = deque(maxlen=history)
@@ -100,15 +105,7 @@ class Verification:
         self._noted: tuple[int, Tensor] | None = None  # a step, and hashes of parameters before it
         self._apart = False  # a scheme has run that lets parameters differ
         self._last = ""
-        self._owned = False  # by a hook
-
-    def take(self) -> None:
-        """Makes a hook the owner; raises OptionError if there is one."""
-        if self._owned:
-            raise OptionError(
-                "register(verify=...): this Verification is another hook's; make one for each hook"
-            )
-        self._owned = True
+        self._owner: weakref.ref[object] | None = None  # the hook, while it is open
 
     def open(
         self,
@@ -130,9 +127,15 @@ class Verification:
             values: returns the parameters that ranks have in common, by name; no other names later.
             owner: the hook; with it, or at exit, the last verified step is looked at.
         """
+        known = None if self._owner is None else self._owner()
+        if self._group is not None and known not in (None, owner):
+            raise OptionError(
+                "register(verify=...): this Verification is another hook's; make one for each hook"
+            )
         self._beside = beside
         if self._group is not None:
             return
+        self._owner = weakref.ref(owner)
         self._group, self._join = group, join
         self._values, self._names, self._apart = values, tuple(values()), False
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +18,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.auto import AutoHook
 from commhooks.auto.trials import Candidate, Race, Stage, Trials, chosen
 from commhooks.core import Bucket, Scheme
 from commhooks.core.bucket import SchemeExchange
 from commhooks.core.dense import Dense
-from commhooks.errors import MismatchError
+from commhooks.errors import MismatchError, OptionError
+from commhooks.hook import HookState
 from commhooks.predict.advise import made_candidates
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import without_flush
@@ -286,6 +290,50 @@ def test_the_plan_and_its_comparison_are_logged(since: float, verdict: str) -> N
     ]
     assert decided.startswith("auto runs a: 10 % less time")
     assert "none: 1000.0 ms per step" in decided
+
+
+@dataclass(frozen=True)
+class Fails(Scheme):
+    """Raises on any gradient."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        raise RuntimeError("on purpose")
+        yield  # a generator
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"candidates": [commhooks.make("int8")]}, "a list of names, or schemes by name"),
+        ({"candidates": {"a": "int8"}}, "schemes by name, got 'int8' by 'a'"),
+        ({"candidates": 3}, "a list of names, or schemes by name"),
+        ({"candidates": {"none": commhooks.make("int8")}}, "'none' is"),
+        ({"candidates": {"bad": Fails()}}, "'bad' failed .*: on purpose"),
+        ({"error": -1.0}, "0 or more"),
+    ],
+)
+def test_wrong_candidates_are_refused_by_name(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        AutoHook(**options)
+
+
+def test_a_copy_of_the_hook_runs_the_scheme_that_ran() -> None:
+    hook = AutoHook(candidates=["int8"])
+    hook.switch("int8")
+    for one in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert type(one) is HookState
+        assert one.scheme == hook.scheme
+
+
+def _resume_another(rank: int, world_size: int) -> tuple[bool, str]:
+    hook = commhooks.register(CoreDDP(mlp()), "topk")
+    again: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8"])
+    again.load_state_dict(hook.state_dict(gather=True), strict=False)
+    return again.decided, again.plan
+
+
+def test_a_saved_scheme_that_is_no_candidate_begins_the_trials() -> None:
+    assert not run_ranks(_resume_another, 2)[0][0]
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:

@@ -437,13 +437,30 @@ def test_a_finding_in_the_last_step_is_told_at_exit(end: str, tmp_path: Path) ->
     assert "step 2, rank 0, bucket 0, parameter '2.weight': the average of" in done.stderr
 
 
+def _registers_again(rank: int, world_size: int) -> bool:
+    verification = Verification(1)
+    with pytest.raises(commhooks.errors.MismatchError):
+        commhooks.register(CoreDDP(mlp(16, 2)), "int4" if rank else "int8", verify=verification)
+    ddp = CoreDDP(mlp(16, 2))
+    commhooks.register(ddp, "int8", verify=verification)
+    ddp(torch.randn(4, 16)).square().mean().backward()
+    commhooks.unregister(ddp)
+    hook = commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify=verification)
+    return hook.verification is verification
+
+
+def test_a_verification_serves_again_where_no_hook_has_it() -> None:
+    assert run_ranks(_registers_again, 2) == [True, True]
+
+
 def _looks(rank: int, world_size: int) -> list[str]:
     with pytest.raises(OptionError, match=r"a number of steps, a commhooks\.Verification or None"):
         commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify="raise")  # type: ignore[arg-type]
     verification = Verification(1)
-    commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify=verification)
+    owner = commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify=verification)
     with pytest.raises(OptionError, match="another hook's"):
         commhooks.register(CoreDDP(mlp(16, 2)), "int8", verify=verification)
+    owner.close()
     ddp, hook = _wrong_hook("raise")
     seen = []
     if rank == 0:  # one rank alone looks at it, which raises nothing
@@ -494,6 +511,8 @@ def test_wrong_arguments_are_refused() -> None:
         Verification(0)
     with pytest.raises(OptionError, match="'warn' or 'raise'"):
         Verification(1, "ignore")  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match="a number of rows"):
+        Verification(1, history=-1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
