@@ -27,6 +27,7 @@ from commhooks.errors import MismatchError, OptionError
 from commhooks.hook import HookState
 from commhooks.predict.advise import made_candidates
 from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import without_flush
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import run_ranks
@@ -106,7 +107,14 @@ NONE_IS_BEST = {"slow when tried": (Stage.FIRST, 0.0), "slow once chosen": (Stag
 def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
     begins, seconds_per_byte = NONE_IS_BEST[case]
     ddp = CoreDDP(mlp(256, 2))
-    slow = {name: Slow(commhooks.make(name)) for name in ("bf16", "int8")}
+    dense_in_16_bits = Cast.exchange  # "bf16", which always takes part
+
+    def slow_cast(scheme: Any, bucket: Bucket) -> SchemeExchange:
+        time.sleep(SLEEPS[0])
+        return (yield from dense_in_16_bits(scheme, bucket))
+
+    mock.patch.object(Cast, "exchange", slow_cast).start()
+    slow = {"int8": Slow(commhooks.make("int8"))}
     hook: Any = commhooks.register(ddp, "auto", candidates=slow, measure_steps=3)
     raced = []
     with _slow_line(seconds_per_byte):

@@ -39,7 +39,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launches, dict[
     return launches, rows
 
 
-@pytest.mark.parametrize(("part", "least"), [("share", 80), ("exchange", 35)])
+@pytest.mark.parametrize(("part", "least"), [("share", 80), ("exchange", 31)])
 @pytest.mark.slow
 def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) -> None:
     rows = rehearsal[1][part]
