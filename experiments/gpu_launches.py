@@ -102,8 +102,8 @@ def _free_launches() -> Iterator[None]:
     stubs: dict[tuple[Any, str], Any] = {
         (Op, "implementation"): lambda op, device_type: op.kernels["cuda"],
         (cuda, "_function"): lambda *_: lambda *_, **__: None,
-        (cuda, "_current_device"): lambda: 0,
-        (cuda, "_current_stream"): lambda index: 0,
+        (cuda, "current_device"): lambda: 0,
+        (cuda, "current_stream"): lambda index: 0,
         (cuda, "_most_blocks"): lambda index: 2112,
     }
     with ExitStack() as stack:
