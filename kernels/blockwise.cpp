@@ -4,15 +4,21 @@
 EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* segments, i64 chosen,
                  const float* residual, float* unsent, const i64* step, i64 seed, i64 stream, i64 first,
                  i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
-    Random random = random_of(step, seed, stream, first);
-    Dither dither = dither_from(random, rank, ranks);
+    const Random begin = random_of(step, seed, stream, first);
+    const Dither shifted = dither_from(begin, rank, ranks);
+    const i64 rows = rows_chosen(segments, chosen);
+    unsigned shift = 0;  // of the draws for entries of 16 bits
     with_format((int)format, [&](auto f) {
+        using F = decltype(f);
+        shift = F::is_dithered ? shifted.rank >> 16 : 0u;
         with_dtype((int)dtype, [&](auto number) {
-            using F = decltype(f);
             using T = decltype(number);
-            for (i64 place = 0; place < rows_chosen(segments, chosen); ++place, payload += bytes) {
+            Random random = begin;
+            Dither dither = shifted;
+            for (i64 place = 0; place < rows; ++place) {
                 const Row row = row_of(segments, chosen, place);
-                clear_padding<F>(segments, row.index, (int)block, false, payload, {codes_at, tails_at, bytes});
+                u8* const to = payload + place * bytes;
+                clear_padding<F>(segments, row.index, (int)block, false, to, {codes_at, tails_at, bytes});
                 const T* from = (const T*)x + row.entry;
                 const float* rest = residual ? residual + row.entry : nullptr;
                 float* left = unsent ? unsent + row.entry : nullptr;
@@ -20,24 +26,35 @@ EXPORT(quantize)(i64 format, i64 dtype, i64 block, const void* x, const Run* seg
                 for (; run < end; ++run) {
                     encode_all<F>(Source<T>{from + run->begin, rest ? rest + run->begin : nullptr},
                                   run->count, (int)block, step ? &random : nullptr,
-                                  payload + block_of(run->slot, (int)block) * kScaleBytes<F>,
-                                  payload + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
+                                  to + block_of(run->slot, (int)block) * kScaleBytes<F>,
+                                  to + codes_at + run->slot / kUnit<F> * kUnitBytes<F>,
                                   left ? left + run->begin : nullptr, run->slot, nullptr, &dither);
                 }
-                encode_tails(
-                    segments, row.index, step ? &random : nullptr, F::is_dithered ? dither.rank >> 16 : 0u,
-                    (BFloat16*)(payload + tails_at),
-                    [&](i64 entry, i64, int n, float* to) {
-                        for (int i = 0; i < n; ++i) to[i] = as_float(from[entry + i]);
-                        for (int i = 0; i < n && rest; ++i) to[i] += rest[entry + i];
-                    },
-                    [&](i64 entry, int n, const float* errors) {
-                        if (left) __builtin_memcpy(left + entry, errors, sizeof(float) * (unsigned)n);
-                    });
                 random.first += kRowKeys;
                 dither.random.first += kRowKeys;
             }
         });
+    });
+    // Entries of 16 bits are the same in all formats: in a loop of their own, they are compiled once.
+    with_dtype((int)dtype, [&](auto number) {
+        using T = decltype(number);
+        Random random = begin;
+        for (i64 place = 0; place < rows; ++place, random.first += kRowKeys) {
+            const Row row = row_of(segments, chosen, place);
+            const T* from = (const T*)x + row.entry;
+            const float* rest = residual ? residual + row.entry : nullptr;
+            float* left = unsent ? unsent + row.entry : nullptr;
+            encode_tails(
+                segments, row.index, step ? &random : nullptr, shift,
+                (BFloat16*)(payload + place * bytes + tails_at),
+                [&](i64 entry, i64, int n, float* to) {
+                    for (int i = 0; i < n; ++i) to[i] = as_float(from[entry + i]);
+                    for (int i = 0; i < n && rest; ++i) to[i] += rest[entry + i];
+                },
+                [&](i64 entry, int n, const float* errors) {
+                    if (left) __builtin_memcpy(left + entry, errors, sizeof(float) * (unsigned)n);
+                });
+        }
     });
 }
 
@@ -45,14 +62,15 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
                    i64 stride, i64 count, const Run* segments, i64 chosen, i64 block, float factor,
                    i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, void* out) {
     Dither dither = dither_from(random_of(step, seed, stream, first), 0, count);
+    const i64 rows = rows_chosen(segments, chosen);
     with_format((int)format, [&](auto f) {
         with_dtype((int)dtype, [&](auto number) {
             using F = decltype(f);
             using T = decltype(number);
-            const i64 rows = rows_chosen(segments, chosen);
-            for (i64 place = 0; place < rows; ++place, payloads += bytes, dither.random.first += kRowKeys) {
+            for (i64 place = 0; place < rows; ++place, dither.random.first += kRowKeys) {
                 const Row row = row_of(segments, chosen, place);
-                const Payloads from = {payloads, payloads + codes_at, stride, (int)count};
+                const u8* const scales = payloads + place * bytes;
+                const Payloads from = {scales, scales + codes_at, stride, (int)count};
                 T* to = (T*)out + row.entry;
                 const Run *run = runs_of(segments, row.index), *end = runs_of(segments, row.index + 1);
                 for (; run < end; ++run) {
@@ -68,20 +86,28 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
                         else decode_streaming<F>(here, run->count, (int)block, factor, entries, &dither);
                     } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
                 }
-                each_tail_run(segments, row.index, [&](const Run& run, i64 place) {
-                    float sums[kGroup];
-                    for (i64 at = 0; at < run.count; at += kGroup) {
-                        const int n = (int)(run.count - at < kGroup ? run.count - at : kGroup);
-                        T* entries = to + run.begin + at;
-                        sum_tails(payloads + tails_at, stride, count, place + at, n, sums);
-                        for (int i = 0; i < n; ++i) {
-                            const float value = sums[i] * factor;
-                            put(entries + i, accumulate ? as_float(entries[i]) + value : value);
-                        }
-                    }
-                });
             }
         });
+    });
+    with_dtype((int)dtype, [&](auto number) {
+        using T = decltype(number);
+        for (i64 place = 0; place < rows; ++place) {
+            const Row row = row_of(segments, chosen, place);
+            const u8* const tails = payloads + place * bytes + tails_at;
+            T* to = (T*)out + row.entry;
+            each_tail_run(segments, row.index, [&](const Run& run, i64 first_tail) {
+                float sums[kGroup];
+                for (i64 at = 0; at < run.count; at += kGroup) {
+                    const int n = (int)(run.count - at < kGroup ? run.count - at : kGroup);
+                    T* entries = to + run.begin + at;
+                    sum_tails(tails, stride, count, first_tail + at, n, sums);
+                    for (int i = 0; i < n; ++i) {
+                        const float value = sums[i] * factor;
+                        put(entries + i, accumulate ? as_float(entries[i]) + value : value);
+                    }
+                }
+            });
+        }
     });
 }
 

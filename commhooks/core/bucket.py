@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -121,7 +120,8 @@ class Bucket(StepInfo):
                 f"Bucket.replace: no attribute {', '.join(sorted(unknown))}; there are "
                 f"{', '.join(sorted(_ATTRIBUTES))}"
             )
-        other = copy.copy(self)
+        other = Bucket.__new__(Bucket)
+        other.__dict__.update(self.__dict__)
         if changes.keys() & {"raw", "residual", "unsent"}:
             other._sum = []  # another sum: no longer shared
         if "layout" in changes:

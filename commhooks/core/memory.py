@@ -10,7 +10,6 @@ dropped otherwise, so an overflow leaves residuals and factors as they were.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
@@ -232,8 +231,8 @@ class Memory:
 
         An exchange of an abandoned step that is still running cannot write into the next step.
         """
-        step = copy.copy(self)  # shallow: committed values are shared
-        step._staged, step._notes = {}, {}
+        step = Memory.__new__(Memory)
+        step.__dict__.update(self.__dict__, _staged={}, _notes={})  # committed values are shared
         return step
 
     def writes_on(self, device: torch.device) -> Memory:

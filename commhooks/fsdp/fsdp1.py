@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -35,9 +34,10 @@ from commhooks.core.scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp.fit import fit_to_host
 from commhooks.hook.attachment import HostGuard
+from commhooks.hook.exchanges import HookBucket
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.parameters import Parameter, memory_order
-from commhooks.hook.sharded import FlatParameters, ShardedBucket, average
+from commhooks.hook.sharded import FlatParameters
 from commhooks.hook.state import HookState
 from commhooks.verify import Verification
 from ddp_core.reducer.autograd import (
@@ -202,13 +202,13 @@ def reduce_unit(
     hook, number, layout, parameters, beside = state
     if beside is not None:
         beside.hook_ran_in = backward_number()
-    bucket = ShardedBucket(number, gradient, layout)
+    bucket = HookBucket(number, gradient, layout, waits=True)
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
-        bucket = replace(bucket, shards=parts, output=shard[0], dense_sends=1.0)
+        bucket.shards, bucket.output, bucket.dense_sends = parts, shard[0], 1.0
     # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
-    frozen = [name for name, one in parameters.items() if not one.requires_grad]
-    average(hook, replace(bucket, left_alone=frozen))
+    bucket.left_alone = [name for name, one in parameters.items() if not one.requires_grad]
+    hook.start(bucket).wait()
 
 
 def _units(model: nn.Module) -> dict[str, Any]:

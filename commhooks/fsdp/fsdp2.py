@@ -7,7 +7,7 @@ are averaged with those of the same rank on other nodes, by any scheme.
 
 One bucket, step by step: ``register_on_fsdp2`` puts a :class:`SchemeReduceScatter` on each module's
 group of parameters. In backward FSDP2 calls it with the flat gradient (``input_tensor``). It looks
-up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``ShardedBucket`` of them, and
+up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``HookBucket`` of them, and
 ``average`` starts the hook's exchange, waits for it, and leaves the mean of this rank's shard in
 ``output_tensor``. The exchange is ``Engine.exchange``, which runs the scheme; beside tensor
 parallelism ``Exactly`` cuts the bucket in two before, and averages exactly what is not cut between
@@ -56,13 +56,12 @@ from commhooks.core.user_line import user_line
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp.fit import fit_to_host
 from commhooks.hook.attachment import HostGuard
+from commhooks.hook.exchanges import HookBucket
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.sharded import (
     OwnShards,
-    ShardedBucket,
     ShardedParameter,
     ShardedParameters,
-    average,
 )
 from commhooks.hook.state import HookState
 from commhooks.verify import Verification
@@ -282,12 +281,13 @@ class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
     ) -> None:
         # ``async_op`` is False: FSDP2 reads ``output_tensor`` in stream order.
         numel, ranks = input_tensor.numel(), group.size()
-        bucket = ShardedBucket(
+        bucket = HookBucket(
             self._module.number,
             input_tensor,
             self._module.layout(self._known, numel, ranks),
             shards=equal_shards(numel, ranks),
             output=output_tensor,
+            waits=True,
             dense_sends=1.0,
         )
         before = 1.0
@@ -295,7 +295,7 @@ class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
             before = self._module.divided_before(input_tensor)
         if before != 1:
             input_tensor.mul_(before)
-        average(self.hook, bucket)
+        self.hook.start(bucket).wait()
         if op == dist.ReduceOp.AVG:
             return
         # A sum, which FSDP2 divides afterwards; or a sum of products with its divide factor.
@@ -316,7 +316,7 @@ class BetweenNodes(Replacement):
         units = self._module.reduced_units(reduced) if _keeps_units(self.hook) else 1.0
         if units != 1:
             reduced.div_(units)
-        average(self.hook, ShardedBucket(self._module.number, reduced, layout))
+        self.hook.start(HookBucket(self._module.number, reduced, layout, waits=True)).wait()
         if self._module.group.gradient_divide_factor is not None:
             # By which FSDP2 has divided: it stands for the number of all ranks, of replicas too.
             units *= self.hook.world_size

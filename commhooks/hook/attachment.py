@@ -129,11 +129,11 @@ class Attendance:
 
     # ---- what tells it
 
-    def came(self, bucket: Any) -> None:
-        """Takes note of a call, with this bucket."""
+    def came(self, *, is_last: bool) -> None:
+        """Takes note of a call, with a bucket that is the last of its step, or not."""
         self.calls += 1
         self._doubtful = None
-        if bucket.is_last():
+        if is_last:
             self._expects = False
 
     def forward_begins(self, *, synchronises: bool) -> None:

@@ -164,6 +164,7 @@ class Engine:
     def scheme(self, scheme: Scheme) -> None:
         # Used for every bucket, and computed from all wrappers: kept.
         self._scheme, self.traits = scheme, scheme.traits
+        self._averages = self.traits.averages
         slots = slots_of(scheme)
         self.keeps_memory = bool(slots)
         self.memory.declared = frozenset(slot.key for slot in slots)
@@ -279,16 +280,23 @@ class Engine:
         assert step is not None, "an exchange is launched before it runs"
         try:
             if grad.is_sparse:
-                mean = yield from _exchange_sparse(grad, self.scheme)
+                mean = yield from _exchange_sparse(grad, self._scheme)
                 values = sparse_values(mean)
             elif run is None and not grad.is_floating_point():
-                mean = yield from _exchange_complex(grad, self.scheme)
+                mean = yield from _exchange_complex(grad, self._scheme)
                 values = torch.view_as_real(mean)
             else:
                 bucket = self.bucket(grad, find_layout, shards, output)
-                measurement = _measure(self, step, number, bucket)
-                result = yield from (run or self._run_of_scheme())(bucket)
-                mean = values = _checked(self.scheme, result, bucket.output)
+                measurement = None
+                if self.observer is not None:
+                    measurement = _measure(self, self.observer, step, number, bucket)
+                if run is None:
+                    run = self._scheme.exchange
+                    # Else the layout, which most schemes never need, is not looked up.
+                    if self.exactly.rounds:
+                        run = partial(self.exactly.exchange, self._scheme)
+                result = yield from run(bucket)
+                mean = values = _checked(self._scheme, result, bucket.output)
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
@@ -305,17 +313,12 @@ class Engine:
         finally:
             self._finish(step)
 
-    def _run_of_scheme(self) -> Callable[[Bucket], SchemeExchange]:
-        # Without exact parameters the layout, which most schemes never need, is not looked up.
-        if not self.exactly.rounds:
-            return self.scheme.exchange
-        return partial(self.exactly.exchange, self.scheme)
-
     def judges(self, mean: Tensor) -> bool:
         """Whether it matters that a mean is finite: for memory, or for the count of bad steps."""
-        counts = self.counts and mean.device.type == "cpu" and self.traits.averages
+        if self.keeps_memory or self.notes_finite:
+            return True
         is_wide = mean.is_floating_point() and mean.element_size() > 1
-        return self.keeps_memory or self.notes_finite or (counts and is_wide)
+        return is_wide and self.counts and self._averages and mean.is_cpu
 
     @property
     def needs_agreement(self) -> bool:
@@ -381,10 +384,11 @@ def _agreed(step: _Step, onward: Engine | None = None) -> Exchange:
     return worst
 
 
-def _measure(engine: Engine, step: _Step, number: int, bucket: Bucket) -> Measurement | None:
+def _measure(
+    engine: Engine, observer: Observer, step: _Step, number: int, bucket: Bucket
+) -> Measurement | None:
     """Begins to measure a bucket, if an observer wants that."""
-    observer = engine.observer
-    if observer is None or not observer.wants(engine.step, engine.scheme):
+    if not observer.wants(engine.step, engine.scheme):
         return None
     what = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
     one = (

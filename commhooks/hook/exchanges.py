@@ -1,4 +1,4 @@
-"""Hands the exchanges of buckets, and of parts of buckets, to the driver of their device."""
+"""Describes buckets of all hosts alike, and hands their exchanges to the driver of their device."""
 
 from __future__ import annotations
 
@@ -12,15 +12,91 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from commhooks.core.layout import Layout
+from commhooks.core.layout import Layout, Span
+from commhooks.hook.binding import Binding
 from commhooks.hook.coalesce import Coalescer, Group, Names
 from commhooks.hook.engine import Engine
 from commhooks.hook.ledger import Ledger
-from commhooks.hook.sharded import ShardedBucket
 from ddp_core import Clock, Drivers, Exchange, GradBucket, RoundRecord, Streams, Task, clock_of
 from ddp_core._torch import version_of
+from ddp_core.exchange.clocks import HOST
 
-__all__ = ["Exchanges", "Gradient", "Step", "gradients_of", "key_of", "left_alone"]
+__all__ = ["Exchanges", "Gradient", "HookBucket", "Step", "gradients_of", "left_alone"]
+
+
+@dataclass(eq=False)
+class HookBucket:
+    """Describes a bucket of any host, as hooks exchange it.
+
+    Attributes:
+        number: in the step, for reports; of a host without ``origin`` the same in every step.
+        gradient: flat, dense or sparse; may be overwritten.
+        layout: names and shapes of the parameters, or pieces of them, in it; or a function for
+            them, since many schemes never ask.
+        shards: begin and end of the entries whose mean each rank needs; None: all of them.
+        output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
+        then: goes on with the mean, by one collective at most, before the exchange is over.
+        waits: whether the host waits for the mean before it does anything else.
+        dense_sends: how often ``(n - 1) / n`` of the gradient would be sent without compression:
+            twice in an all-reduce (also where its second half is what ``then`` does), once in a
+            reduce-scatter.
+        left_alone: names of pieces that do not get the mean, since they are frozen.
+        key: two buckets of one step have different keys; by default the number.
+        is_last: whether the host knows that this is the last bucket of the step.
+        note: gets the rows of the ledger, too.
+        origin: the bucket of DistributedDataParallel, or of a host like it, which may lay out its
+            buckets anew; None: the host has the same buckets in every step, and waits for each.
+    """
+
+    number: int
+    gradient: Tensor
+    layout: Layout | Callable[[], Layout]
+    shards: Sequence[Span] | None = None
+    output: Tensor | None = None
+    then: Callable[[Tensor], Exchange] | None = None
+    waits: bool = False
+    dense_sends: float = 2.0
+    left_alone: Sequence[str] = ()
+    key: Any = None
+    is_last: bool = False
+    note: Callable[[RoundRecord], None] | None = None
+    origin: Any = None
+
+    def __post_init__(self) -> None:
+        if self.key is None:
+            self.key = self.number
+
+    @classmethod
+    def of(cls, bucket: Any, binding: Binding) -> HookBucket:
+        """Returns the description of a bucket with the methods of torch's ``GradBucket``."""
+        buffer, number = bucket.buffer(), bucket.index()
+        # Buckets that torch rebuilds may get the address of the old ones, and ranks that take them
+        # for those would add up different parameters. A weak reference keeps the storage's
+        # identity.
+        place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())
+        names = tuple(bucket.names()) if isinstance(bucket, GradBucket) else None
+        return cls(
+            number,
+            buffer,
+            lambda: binding.parameters.layout(bucket.parameters()),
+            key=(number, buffer.dtype, buffer.numel(), place, names),
+            is_last=bucket.is_last(),
+            note=getattr(bucket, "note", None),
+            origin=bucket,
+        )
+
+    def find_layout(self) -> Layout:
+        """Returns names and shapes of what the gradient has."""
+        return self.layout if isinstance(self.layout, Layout) else self.layout()
+
+    def continued(self, exchange: Exchange) -> Exchange:
+        """Returns an exchange that leaves the mean in its place, followed by ``then``."""
+        mean = yield from exchange
+        into = self.gradient if self.output is None else self.output
+        # A scheme may return memory of its own, as ``Scaled`` does.
+        if mean.data_ptr() != into.data_ptr():
+            mean = into.copy_(mean)
+        return mean if self.then is None else (yield from self.then(mean))
 
 
 @dataclass(eq=False)
@@ -31,13 +107,14 @@ class Step:
         holds: whether buckets wait for the last bucket.
         timed: whether times are recorded on a GPU, too.
         device, clock: of the first bucket.
-        buckets: keys of the launched buckets (:func:`key_of`); an equal key is of another step.
-        passes: numbers of the backward passes that call back at their end.
+        finds_unused: whether gradients of parameters that no rank uses may stay unwritten.
         told: whether ``ddp_core`` reports the end, also without a backward pass (join).
+        buckets: keys of the launched buckets; an equal key is of another step.
+        passes: numbers of the backward passes that call back at their end.
         complete: whether the last bucket has come.
         paused: whether an inner backward pass is over; the outer pass may bring more buckets.
         parameters: number of parameters in the buckets so far, if ``holds``.
-        layouts: functions that return the layouts of the dense buckets.
+        layouts: functions that return the layouts of the dense buckets of hosts with an ``origin``.
         regrouped: the saved buckets, if the parameters were exchanged in them.
         left_alone: names of what does not get the average, as its host says.
         gradients: parameters whose ``.grad`` may not be written, as they were at the launch.
@@ -45,13 +122,14 @@ class Step:
 
     number: int
     group: dist.ProcessGroup
-    holds: bool
+    holds: bool = False
     timed: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    clock: Clock = field(default_factory=Clock)
+    clock: Clock = HOST
+    finds_unused: bool = False
+    told: bool = False
     buckets: list[Any] = field(default_factory=list)
     passes: set[int] = field(default_factory=set)
-    told: bool = False
     complete: bool = False
     paused: bool = False
     parameters: int = 0
@@ -85,17 +163,6 @@ class Gradient:
             return False
         # A gradient that is a view of its bucket has the average without another write.
         return version_of(grad) == self.version and grad.untyped_storage().data_ptr() != self.bucket
-
-
-def key_of(bucket: Any, buffer: Tensor) -> Any:
-    """Returns a bucket's identity; two buckets of one step have different ones."""
-    if isinstance(bucket, ShardedBucket):
-        return bucket.number  # its host makes a new tensor each time
-    # Buckets that torch rebuilds may get the address of the old ones, and ranks that take them for
-    # those would add up different parameters. A weak reference keeps the storage's identity.
-    place = None if buffer.is_sparse else StorageWeakRef(buffer.untyped_storage())
-    names = tuple(bucket.names()) if isinstance(bucket, GradBucket) else None
-    return bucket.index(), buffer.dtype, buffer.numel(), place, names
 
 
 def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Gradient]:
@@ -162,7 +229,7 @@ class Exchanges:
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
             max_rounds=self._engine.traits.rounds + self._engine.exactly.rounds + further_rounds,
-            record=partial(_record, self._ledger, note),
+            record=self._ledger.add if note is None else partial(_record, self._ledger, note),
             clock=clock_of(device, timed=step.timed),
             joins=commits and self._engine.keeps_memory,
             dense_sends=dense_sends,
@@ -170,38 +237,6 @@ class Exchanges:
             waited_for=waits and device.type == "cpu",
         )
         return self._drivers.run(task, device, step.group, waits=waits)
-
-    def start_bucket(
-        self,
-        step: Step,
-        bucket: Any,
-        buffer: Tensor,
-        find_layout: Callable[[], Layout],
-        *,
-        is_last: bool,
-    ) -> Future[Tensor]:
-        """Exchanges one bucket by itself."""
-        # What a host asks for besides the mean.
-        wanted = getattr(bucket, "wanted", dict[str, Any])()
-        exchange = self._engine.exchange(buffer, find_layout, bucket.index(), **wanted)
-        further_rounds, waits, dense_sends = 0, False, 2.0
-        if isinstance(bucket, ShardedBucket):
-            waits, dense_sends = bucket.waits, bucket.dense_sends
-            step.left_alone.update(bucket.left_alone)
-            exchange = bucket.continued(exchange)
-            further_rounds = int(bucket.then is not None)
-        return self.start(
-            step,
-            exchange,
-            bucket=bucket.index(),
-            dense_bytes=buffer.numel() * buffer.element_size(),
-            device=buffer.device,
-            is_last=is_last,
-            note=getattr(bucket, "note", None),
-            further_rounds=further_rounds,
-            waits=waits,
-            dense_sends=dense_sends,
-        )
 
     def agree(self, step: Step, beside: Sequence[dist.ProcessGroup]) -> None:
         """Agrees on the verdict of a step whose ranks have different parts of the means.
@@ -237,14 +272,11 @@ class Exchanges:
         )
         run(task, step.device).wait()
 
-    def start_cut(
-        self, step: Step, bucket: Any, buffer: Tensor, find_layout: Callable[[], Layout]
-    ) -> Future[Tensor]:
+    def start_cut(self, step: Step, bucket: HookBucket) -> Future[Tensor]:
         """Exchanges a bucket that is too large for the scheme, in parts."""
         parts = Coalescer(self._engine.traits.most_entries)
-        future = parts.hold(bucket.index(), buffer, find_layout)
-        note = getattr(bucket, "note", None)
-        self.start_groups(step, parts.one_by_one(), is_last=bucket.is_last(), note=note)
+        future = parts.hold(bucket.number, bucket.gradient, bucket.find_layout)
+        self.start_groups(step, parts.one_by_one(), is_last=bucket.is_last, note=bucket.note)
         return future
 
     def start_groups(

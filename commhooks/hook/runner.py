@@ -11,21 +11,18 @@ See ``docs/design/steps.md``.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.core.layout import Layout
 from commhooks.hook.binding import Binding
 from commhooks.hook.coalesce import Coalescer, Names
 from commhooks.hook.engine import Engine
-from commhooks.hook.exchanges import Exchanges, Step, gradients_of, key_of, left_alone
+from commhooks.hook.exchanges import Exchanges, HookBucket, Step, gradients_of, left_alone
 from commhooks.hook.ledger import Ledger
-from commhooks.hook.sharded import ShardedBucket
 from ddp_core import Drivers, call_after_backward, clock_of
 from ddp_core._torch import backward_number, current_node
 
@@ -101,42 +98,52 @@ class Runner:
         self._inward: Runner | None = None  # of the hook whose means this one averages further
         self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
-    def start(
-        self,
-        bucket: Any,
-        group: dist.ProcessGroup,
-        *,
-        finds_unused: bool = False,
-        told: bool = False,
-    ) -> Future[Tensor]:
+    def start(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Future[Tensor]:
         """Starts the exchange of one bucket, or holds it until the step's last bucket has come.
 
         Args:
-            finds_unused: whether gradients of parameters that no rank uses may stay unwritten.
-            told: whether ``step_landed`` or ``step_abandoned`` will be called for this step.
+            begin: returns the facts of the step that the bucket begins.
         """
-        buffer: Tensor = bucket.buffer()
-        step = self._enter(bucket, buffer, group)
-        step.told = told
-        find_layout = partial(_layout_of, self._binding, bucket)
-        if finds_unused and self._engine.keeps_memory and not buffer.is_sparse:
-            step.gradients += gradients_of(bucket.parameters(), buffer)
-        is_last = bucket.is_last()
-        # The buckets of a host that shards gradients never change, so no state needs them.
-        if not (buffer.is_sparse or isinstance(bucket, ShardedBucket)):
-            step.layouts.append(find_layout)
+        step, gradient, engine = self._enter(bucket, begin), bucket.gradient, self._engine
+        if bucket.origin is not None:
+            if step.finds_unused and engine.keeps_memory and not gradient.is_sparse:
+                step.gradients += gradients_of(bucket.origin.parameters(), gradient)
+            # Buckets of other hosts never change, so no state needs their layouts.
+            if not gradient.is_sparse:
+                step.layouts.append(bucket.find_layout)
+
+        # Hold the bucket, cut it, or exchange it as it is.
+        is_last = bucket.is_last
         if step.holds:
-            future = self._coalescer.hold(bucket.index(), buffer, find_layout)
+            future = self._coalescer.hold(bucket.number, gradient, bucket.find_layout)
             # In a static graph's first step torch may mark no bucket as the last one, and waits
             # inside backward for all of them.
-            step.parameters += len(bucket.parameters())
+            step.parameters += len(bucket.origin.parameters())
             is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
-        elif buffer.numel() > self._engine.traits.most_entries:
-            future = self._exchanges.start_cut(step, bucket, buffer, find_layout)
+        elif gradient.numel() > engine.traits.most_entries:
+            future = self._exchanges.start_cut(step, bucket)
         else:
-            future = self._exchanges.start_bucket(
-                step, bucket, buffer, find_layout, is_last=is_last
+            exchange = engine.exchange(
+                *(gradient, bucket.layout, bucket.number),
+                shards=bucket.shards,
+                output=bucket.output,
             )
+            if bucket.origin is None:
+                step.left_alone.update(bucket.left_alone)
+                exchange = bucket.continued(exchange)
+            future = self._exchanges.start(
+                step,
+                exchange,
+                bucket=bucket.number,
+                dense_bytes=gradient.numel() * gradient.element_size(),
+                device=gradient.device,
+                is_last=is_last,
+                note=bucket.note,
+                further_rounds=int(bucket.then is not None),
+                waits=bucket.waits,
+                dense_sends=bucket.dense_sends,
+            )
+
         if is_last:
             self.no_more_buckets()
             if not step.ends_later:
@@ -206,25 +213,20 @@ class Runner:
         self.settle()
         return self._step is not None or self._engine.under_way
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether the next bucket begins a step."""
-        return self._step is None
-
-    def _enter(self, bucket: Any, buffer: Tensor, group: dist.ProcessGroup) -> Step:
+    def _enter(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Step:
         """Returns the step that the bucket belongs to, and watches its backward pass."""
-        key, this_pass = key_of(bucket, buffer), backward_number()
-        step = self._open_for(bucket, key, this_pass)
+        this_pass = backward_number()
+        step = self._open_for(bucket, this_pass)
         if step is None:
-            # A host that shards gradients waits for each bucket before it hands over the next one.
-            holds = not isinstance(bucket, ShardedBucket) and (
-                self._engine.traits.coalesce or bool(self.regrouping.wanted)
-            )
-            number = self._engine.step
-            timed = self._ledger.times(number) or getattr(bucket, "note", None) is not None
-            step = self._step = Step(number, group, holds, timed, device=buffer.device)
-            step.clock = clock_of(buffer.device, timed=timed)
-        step.buckets.append(key)
+            step = begin(bucket)
+            # A host that waits for each bucket has no other ones to join it with.
+            wanted = self._engine.traits.coalesce or bool(self.regrouping.wanted)
+            step.holds = wanted and bucket.origin is not None
+            step.timed = self._ledger.times(step.number) or bucket.note is not None
+            step.device = bucket.gradient.device
+            step.clock = clock_of(step.device, timed=step.timed)
+            self._step = step
+        step.buckets.append(bucket.key)
         step.paused = False
         self._threads.add(threading.get_ident())
         # Once per pass, not per step: a reentrant pass runs its own callbacks at its own end.
@@ -233,18 +235,18 @@ class Runner:
             call_after_backward(partial(self._pass_ended, step))
         return step
 
-    def _open_for(self, bucket: Any, key: Any, this_pass: int) -> Step | None:
+    def _open_for(self, bucket: HookBucket, this_pass: int) -> Step | None:
         """Returns the open step if a bucket belongs to it; ends or drops it otherwise."""
         step = self._step
-        # By identity, not by index or ``is_last``: all buckets of a static graph's first step have
+        # By key, not by index or ``is_last``: all buckets of a static graph's first step have
         # index 0, and a skipped bucket may be the last one.
-        if step is None or not (step.complete or key in step.buckets):
+        if step is None or not (step.complete or bucket.key in step.buckets):
             return step
         goes_on = this_pass in step.passes or step.paused
-        if not isinstance(bucket, ShardedBucket) or step.told or not goes_on:
+        if bucket.origin is not None or step.told or not goes_on:
             self.step_abandoned()
             return None
-        if key not in step.buckets:
+        if bucket.key not in step.buckets:
             # A model of several FSDP2 roots reduces some of their gradients in callbacks, of which
             # each root has one: some run after the first of ours, which has completed the step.
             return step
@@ -283,9 +285,3 @@ class Runner:
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
         self._exchanges.start_groups(step, groups)
-
-
-def _layout_of(binding: Binding, bucket: Any) -> Layout:
-    if isinstance(bucket, ShardedBucket):
-        return bucket.layout
-    return binding.parameters.layout(bucket.parameters())

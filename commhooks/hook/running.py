@@ -25,6 +25,7 @@ from commhooks.hook.attachment import AttachmentGuard, Attendance
 from commhooks.hook.binding import Binding
 from commhooks.hook.capture import need_bucket, need_no_capture
 from commhooks.hook.engine import Engine, Exactly, shared_and_rounded
+from commhooks.hook.exchanges import HookBucket, Step
 from commhooks.hook.handshake import handshake
 from commhooks.hook.ledger import Ledger
 from commhooks.hook.parameters import Parameters
@@ -196,30 +197,37 @@ class Running:
 
     def start(self, bucket: Any) -> Future[Tensor]:
         """Starts the exchange of one bucket and returns the future of its averaged gradient."""
-        need_bucket(bucket)
         if self._closed:
             raise RegistrationError(
                 "the hook was closed (HookState.close), but the model still trains with it; "
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
-        need_no_capture(bucket.buffer().device, self.scheme, agreed=self._agreed)
-        # A collective. Every rank comes here with its first bucket, before it exchanges anything.
-        self._agree_after_load()
+        if not isinstance(bucket, HookBucket):
+            need_bucket(bucket)
+            bucket = HookBucket.of(bucket, self._binding)
+        if not bucket.gradient.is_cpu:
+            need_no_capture(bucket.gradient.device, self.scheme, agreed=self._agreed)
         if not self._attendance.calls:
             self._guard_model()
-        self._attendance.came(bucket)
-        self._binding.check_group()
-        self._check_ranks()
+        self._attendance.came(is_last=bucket.is_last)
+        return self._runner.start(bucket, self._begin_step)
+
+    def _begin_step(self, bucket: HookBucket) -> Step:
+        """Asks what is constant in a step, with its first bucket."""
+        # A collective. Every rank comes here with its first bucket, before it exchanges anything.
+        self._agree_after_load()
+        binding = self._binding
+        binding.check_group()
+        group = self._group_of_ranks()
         if self.verification is not None:
-            need_verifiable(bucket.buffer().device)
+            need_verifiable(bucket.gradient.device)
             self.verification.step_begins(self.step)
-            if self._runner.is_idle:
-                self.verification.first_bucket_comes(self.step, self.scheme)
-        return self._runner.start(
-            bucket,
-            self._binding.group(),
-            finds_unused=self._binding.may_leave_alone(bucket),
-            told=self._binding.core_telling(self) is not None,
+            self.verification.first_bucket_comes(self.step, self.scheme)
+        return Step(
+            self.step,
+            group,
+            finds_unused=binding.may_leave_alone(bucket.origin),
+            told=binding.core_telling(self) is not None,
         )
 
     def _guard_model(self) -> None:
@@ -419,8 +427,11 @@ class Running:
         for group in self._binding.beside:
             handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
 
-    def _check_ranks(self) -> None:
-        """Raises if the hook's group has other ranks than it had: some change under their users."""
+    def _group_of_ranks(self) -> dist.ProcessGroup:
+        """Returns the hook's group; raises if it has other ranks than it had.
+
+        The ranks of some groups change under their users.
+        """
         group, engine = self._binding.group(), self._engine
         if group.size() != engine.world_size or group.rank() != engine.rank:
             raise RegistrationError(
@@ -429,3 +440,4 @@ class Running:
                 f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
                 f"between two steps; for torchft use commhooks.hosts.torchft.register"
             )
+        return group

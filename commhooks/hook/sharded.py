@@ -1,16 +1,15 @@
-"""Parameters of which a host reduces one shard to each rank, and their buckets."""
+"""Parameters of which a host reduces one shard to each rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from commhooks.checkpoint.placement import Cut
-from commhooks.core.layout import Layout, Span
+from commhooks.core.layout import Layout
 from commhooks.core.names import (
     is_padding,
     padding_name,
@@ -23,15 +22,12 @@ from commhooks.core.scheme import Scheme, walk
 from commhooks.core.slot import Slot
 from commhooks.errors import RegistrationError
 from commhooks.hook.parameters import Parameter, Parameters
-from ddp_core import Exchange
 
 __all__ = [
     "FlatParameters",
     "OwnShards",
-    "ShardedBucket",
     "ShardedParameter",
     "ShardedParameters",
-    "average",
     "need_shards",
 ]
 
@@ -250,67 +246,7 @@ class FlatParameters(Parameters):
         return kept
 
 
-# ---- buckets
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedBucket:
-    """Describes a flat gradient of a host such as FSDP2, which holds pieces of parameters.
-
-    Has the methods of DistributedDataParallel's bucket that a hook calls.
-
-    Attributes:
-        number: of the bucket, the same in every step.
-        gradient: flat, all shards one after the other; may be overwritten.
-        layout: names and shapes of the pieces of parameters in it.
-        shards: begin and end of the entries whose mean each rank needs; None: all of them.
-        output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
-        then: goes on with the mean, by one collective at most, before the exchange is over.
-        waits: whether the host waits for the mean before it does anything else.
-        dense_sends: how often ``(n - 1) / n`` of the gradient would be sent without compression:
-            twice in an all-reduce (also where its second half is what ``then`` does), once in a
-            reduce-scatter.
-        left_alone: names of pieces that do not get the mean, since they are frozen.
-    """
-
-    number: int
-    gradient: Tensor
-    layout: Layout
-    shards: Sequence[Span] | None = None
-    output: Tensor | None = None
-    then: Callable[[Tensor], Exchange] | None = None
-    waits: bool = False
-    dense_sends: float = 2.0
-    left_alone: Sequence[str] = ()
-
-    def index(self) -> int:
-        """Returns the bucket's number."""
-        return self.number
-
-    def buffer(self) -> Tensor:
-        """Returns the flat gradient."""
-        return self.gradient
-
-    def parameters(self) -> list[Tensor]:
-        """Returns no parameters: a bucket has pieces of them, which the layout names."""
-        return []
-
-    def is_last(self) -> bool:
-        """Returns False: the host does not say which bucket is the last one of a step."""
-        return False
-
-    def wanted(self) -> dict[str, Any]:
-        """Returns the arguments of ``Engine.exchange`` for it."""
-        return {"shards": self.shards, "output": self.output}
-
-    def continued(self, exchange: Exchange) -> Exchange:
-        """Returns an exchange that leaves the mean in its place, followed by ``then``."""
-        mean = yield from exchange
-        into = self.gradient if self.output is None else self.output
-        # A scheme may return memory of its own, as ``Scaled`` does.
-        if mean.data_ptr() != into.data_ptr():
-            mean = into.copy_(mean)
-        return mean if self.then is None else (yield from self.then(mean))
+# ---- schemes
 
 
 def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
@@ -339,8 +275,3 @@ def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
             f"{call}: coalesce=True joins the buckets of a step, and {host} needs the mean of each "
             f"before it hands over the next one; leave it out"
         )
-
-
-def average(hook: Any, bucket: ShardedBucket) -> None:
-    """Averages a bucket by a :class:`commhooks.HookState`, into ``output`` or the gradient."""
-    hook.start(replace(bucket, waits=True)).wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import ClassVar, Literal
@@ -128,20 +128,28 @@ class ErrorFeedback(Feedback):
         return self.scheme.gathers
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        return (yield from self._corrected(bucket, self.scheme.exchange))
+        inside = _with_residual(bucket)
+        return _kept(inside, (yield from self.scheme.exchange(inside)))
 
     def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
-        return (yield from self._corrected(bucket, lambda one: self.scheme.all_gather(one, parts)))
+        inside = _with_residual(bucket)
+        return _kept(inside, (yield from self.scheme.all_gather(inside, parts)))
 
-    def _corrected(self, bucket: Bucket, run: Callable[[Bucket], SchemeExchange]) -> SchemeExchange:
-        residual = bucket.read(RESIDUAL_SLOT)
-        # Not in place: if the step turns out not to be finite, the old residual stays.
-        unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
-        inside = bucket.replace(residual=residual, unsent=unsent)
-        result = inside.completed((yield from run(inside)))
-        assert result.unsent is not None
-        bucket.write(RESIDUAL_SLOT, result.unsent)
-        return result
+
+def _with_residual(bucket: Bucket) -> Bucket:
+    """Returns a bucket with the residual of earlier steps, and room for that of this one."""
+    residual = bucket.read(RESIDUAL_SLOT)
+    # Not in place: if the step turns out not to be finite, the old residual stays.
+    unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
+    return bucket.replace(residual=residual, unsent=unsent)
+
+
+def _kept(inside: Bucket, result: Result) -> Result:
+    """Keeps what a step did not send as the next residual, and returns the completed result."""
+    result = inside.completed(result)
+    assert result.unsent is not None
+    inside.write(RESIDUAL_SLOT, result.unsent)
+    return result
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from commhooks.errors import RegistrationError
-from commhooks.hook.sharded import ShardedBucket
+from commhooks.hook.exchanges import HookBucket
 from commhooks.hook.state import HookState
 from commhooks.zero.shard import BucketShard
 
@@ -78,7 +78,7 @@ class ZeroHook(HookState):
         then = partial(owner.go_on, shard) if owner.in_backward else None
         mean = self._means[number] = torch.empty_like(shard.exact)
         whole = bucket.buffer()
-        return super().start(ShardedBucket(number, whole, shard.layout, shard.spans, mean, then))
+        return super().start(HookBucket(number, whole, shard.layout, shard.spans, mean, then))
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
         alone: Any = set(left_alone)

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange.collectives import Collective
 from ddp_core.exchange.lane_groups import LaneGroup, borrow
 from ddp_core.exchange.task import Task, clock
 
@@ -165,8 +166,7 @@ class Lanes:
         task.ticket = self._tickets
         self._tickets += 1
         self._under_way[task.ticket] = task
-        completion = self._step(task, None)
-        if completion is not None:
+        if (completion := self._go_on(task, task.advance())) is not None:
             completion.set_result(None)
         return future
 
@@ -230,20 +230,19 @@ class Lanes:
         request.run_overlap()
 
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
-        """Goes on with an exchange whose collective is done; see ``_step``."""
+        """Goes on with an exchange whose collective is done; see ``_go_on``."""
         task = self._under_way[ticket]
         lent = self._lanes[task.round].lent
         if lent is not None:
             lent.answered += 1
             lent.spoiled |= error is not None
-        return self._step(task, None if error is None else task.failed(error))
+        return self._go_on(task, task.advance(None if error is None else task.failed(error)))
 
-    def _step(self, task: Task, error: BaseException | None) -> _Completion | None:
-        """Advances ``task`` and puts its next collective into its lane.
+    def _go_on(self, task: Task, request: Collective | None) -> _Completion | None:
+        """Puts the next collective of ``task`` into its lane.
 
         Returns what is to be completed if there is none.
         """
-        request = task.advance(error)
         if request is not None:
             lane = self._lanes[task.round]
             with self._lock:

@@ -147,17 +147,18 @@ def exchange_pairs(
     for place in range(size):
         if ranks[place] == ranks[own]:
             receive[place].copy_(send[place])
-    alone = all(rank == ranks[own] for rank in ranks)
-    distances = range(1, 1 if alone or not send[own].numel() else size)  # nothing is no message
-    received = [(receive[p], ranks[p]) for p in ((own - distance) % size for distance in distances)]
-    sent = [(send[p], ranks[p]) for p in ((own + distance) % size for distance in distances)]
+    # Each rank receives first from the rank before it, which sends to it first.
+    alone, is_empty = len(set(ranks)) == 1, not send[own].numel()
+    distances = range(1, 1 if alone or is_empty else size)
+    sources = [(own - distance) % size for distance in distances]
+    targets = [(own + distance) % size for distance in distances]
     if on_gloo(group, send[own]):
         # Directly: torch.distributed does not know the groups of lanes.
-        works = [group.recv([_real(tensor)], peer, _TAG) for tensor, peer in received]
-        works += [group.send([_real(tensor)], peer, _TAG) for tensor, peer in sent]
+        works = [group.recv([_real(receive[place])], ranks[place], _TAG) for place in sources]
+        works += [group.send([_real(send[place])], ranks[place], _TAG) for place in targets]
     else:
-        messages = [_message(dist.irecv, tensor, group, peer) for tensor, peer in received]
-        messages += [_message(dist.isend, tensor, group, peer) for tensor, peer in sent]
+        messages = [_message(dist.irecv, receive[p], group, ranks[p]) for p in sources]
+        messages += [_message(dist.isend, send[p], group, ranks[p]) for p in targets]
         works = dist.batch_isend_irecv(messages) if messages else []
     return Pairs(works, [*send, *receive])
 

@@ -86,7 +86,7 @@ class Task:
                 yielded = next(self.exchange)
             else:
                 yielded = self.exchange.send(self.request.result())
-            self.request = as_request(yielded)
+            self.request = yielded if isinstance(yielded, Collective) else as_request(yielded)
         except StopIteration as stop:
             self.result = stop.value
             self._end()

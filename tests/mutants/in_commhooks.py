@@ -70,7 +70,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "key_of",
+        "HookBucket.of",
         (
             "buckets are known by their address",
             "StorageWeakRef(buffer.untyped_storage())",

@@ -611,8 +611,8 @@ MUTANTS: list[Mutant] = [
         "exchange_pairs",
         (
             "rows are stored as of another rank",
-            "(receive[p], ranks[p]) for",
-            "(receive[(p + 1) % size], ranks[p]) for",
+            "group.recv([_real(receive[place])]",
+            "group.recv([_real(receive[(place + 1) % size])]",
             f"{DISTRIBUTED}/test_pairs.py::test_rows_arrive_where_they_belong",
         ),
     ),

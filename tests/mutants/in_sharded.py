@@ -374,7 +374,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ShardedBucket.continued",
+        "HookBucket.continued",
         (
             "FSDP2's output is not written where a scheme has memory of its own",
             "            mean = into.copy_(mean)\n",
