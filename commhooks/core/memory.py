@@ -254,6 +254,7 @@ class Memory:
             good: the verdict, a tensor of one bool.
             left_alone: parameters that did not take part in the step; their values stay.
         """
+        # Take what was staged, with the old values of parameters that did not take part.
         staged, self._staged = self._staged, {}
         notes, self._notes = self._notes, {}
         absent: dict[Place, list[str]] = {}
@@ -272,6 +273,8 @@ class Memory:
                 (key, layout): self._without(key, layout, flat, left_alone)
                 for (key, layout), flat in staged.items()
             }
+
+        # On the host the verdict decides here; on a GPU a kernel chooses between old and new.
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
             _spare(self._kept, staged)
@@ -293,6 +296,8 @@ class Memory:
         # The new tensors are kept, and a kernel writes the old values to them if the step was bad:
         # after a good one, as nearly all are, nothing passes through memory.
         restore(replaced, good)
+
+        # Keep the new values, and the old tensors for the next step.
         for (key, layout), flat, old in changes:
             if flat is None:
                 self._kept.remove(key, layout)

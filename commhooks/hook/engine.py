@@ -279,6 +279,7 @@ class Engine:
         step, finite = self._open, None
         assert step is not None, "an exchange is launched before it runs"
         try:
+            # What a scheme takes goes to the scheme; other gradients are averaged uncompressed.
             if grad.is_sparse:
                 mean = yield from _exchange_sparse(grad, self._scheme)
                 values = sparse_values(mean)
@@ -300,6 +301,8 @@ class Engine:
                 finite = result.finite
                 if measurement is not None:
                     measurement.finish(mean, step.memory)
+
+            # Note whether the mean is finite, which decides what the step commits.
             if self.judges(values):
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)

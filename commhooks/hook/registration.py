@@ -167,6 +167,8 @@ def register(
             "register: no process group; call torch.distributed.init_process_group first"
         )
     verification = verification_of(verify, history)
+
+    # Hand a model of another host to the module that serves it.
     # By its name: hosts are above this module, and most models have none.
     found = resolve_name("commhooks.hosts:host_of")(model)
     if found is not None:
@@ -189,6 +191,8 @@ def register(
         return state
     if between is not None:
         raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+
+    # Refuse a model that has a hook.
     ddp = find_ddp(model)
     _drop_stale(ddp)
     if comm_hooks(ddp):
@@ -207,6 +211,8 @@ def register(
                 else "wrap the module again to change it"
             )
         )
+
+    # Make the hook, and compare it with those of the other ranks.
     core = None if layout is None else _core(ddp, "register(layout=...)")
     state = _make_state(scheme)(
         ddp, process_group=process_group, seed=seed, history=history, **options
@@ -229,6 +235,8 @@ def register(
             "bucket that it skips, with any hook ('INTERNAL ASSERT FAILED'). Register before the "
             "first step, wrap the module again, or use ddp_core.DistributedDataParallel"
         )
+
+    # Attach it.
     ddp.register_comm_hook(state, comm_hook)
     if core is not None:
         core.request_layout(group)

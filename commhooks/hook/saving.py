@@ -510,7 +510,8 @@ def prepare(
     hook._bind()
     engine, scheme = hook._engine, without_flush(hook.scheme)
     hook._attendance.excused = True
-    # A compiled or wrapped model has other names than the plain one.
+
+    # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook._parameters.find)
     common = saved.common
     fits = common["structure"] == structure(scheme)
@@ -521,6 +522,8 @@ def prepare(
         )
     if not fits:
         saved = saved.with_keys([RESIDUAL])
+
+    # Carry it over to the pieces, the ranks and the settings of this run.
     saved = with_own_pieces(saved, hook._parameters.placement, hook._parameters.find)
     _, _, leader = _places(hook)
     saved, foreign = resharded(hook, scheme, saved, leader)
@@ -531,6 +534,7 @@ def prepare(
     declared = _declared(hook, scheme, common["step"], _like_initial)
     declared = {key: values for key, values in declared.items() if key not in foreign}
 
+    # Check the memory of all ranks that this one reads, and select its share.
     def check(memory: MemoryDict) -> None:
         # Shapes are compared in memory order, as parameters lie in buckets.
         memory = as_kept(hook, scheme, memory)
@@ -543,6 +547,8 @@ def prepare(
     _, memory = memory_for_rank(
         saved, engine.rank, engine.world_size, resizes, leader=leader, alone=alone, check=check
     )
+
+    # Make what the hook continues with.
     # Copies: the caller may go on to use the tensors, or hand the same state to another hook.
     memory = {
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()

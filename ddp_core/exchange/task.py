@@ -78,6 +78,7 @@ class Task:
         Args:
             error: what went wrong with the pending collective; thrown into the generator.
         """
+        # Run the generator to its next request, or to its end.
         resumed = self.clock.now()
         try:
             if error is not None:
@@ -96,6 +97,7 @@ class Task:
             self.error = raised
             self._end()
             return None
+        # Refuse a collective that the scheme has not declared, for which there is no lane.
         if len(self.rows) >= max(self.max_rounds, 1):
             self.error = RoundsError(
                 f"step {self.step}, bucket {self.bucket}: the scheme yielded collective number "
@@ -105,6 +107,7 @@ class Task:
             self.exchange.close()
             self._end()
             return None
+        # Open the row of the collective; the dense bytes are in the first row only.
         dense_bytes = self.dense_bytes if not self.rows else 0
         ranks = self.world_size
         self.rows.append(
