@@ -76,15 +76,16 @@ EXPORT(dequantize)(i64 format, i64 dtype, const u8* payloads, i64 codes_at, i64 
                 for (; run < end; ++run) {
                     const Payloads here = from_slot<F>(from, run->slot, (int)block);
                     T* entries = to + run->begin;
-                    if (accumulate) decode_all<F, T, true>(here, run->count, (int)block, factor, entries, &dither);
+                    if (accumulate)
+                        add_decoded<F>(from, run->slot, run->count, (int)block, factor, entries, &dither);
                     else if constexpr (sizeof(T) == 4) {
                         // A bucket that is larger than the cache; short runs are not worth a buffer.
                         if (slots_of_row(segments) * rows < kStreamed || run->count < kLongest)
-                            decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
+                            decode_all<F, T>(here, run->count, (int)block, factor, entries, &dither);
                         else if ((unsigned long)entries % sizeof(Floats) == 0)
-                            decode_all<F, T, false, true>(here, run->count, (int)block, factor, entries, &dither);
+                            decode_all<F, T, true>(here, run->count, (int)block, factor, entries, &dither);
                         else decode_streaming<F>(here, run->count, (int)block, factor, entries, &dither);
-                    } else decode_all<F, T, false>(here, run->count, (int)block, factor, entries, &dither);
+                    } else decode_all<F, T>(here, run->count, (int)block, factor, entries, &dither);
                 }
             }
         });

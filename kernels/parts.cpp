@@ -62,6 +62,6 @@ EXPORT(quantize_parts)(const float* x, const Part* parts, i64 count, u8* payload
 
 EXPORT(dequantize_parts)(const u8* payloads, const Part* parts, i64 count, float* out) {
     each_part(parts, count, payloads, [&](i64 n, i64 begin, const u8* payload, i64 codes_at) {
-        decode_all<Int8, float, false>({payload, payload + codes_at, 0, 1}, n, kBlock, 1.0f, out + begin);
+        decode_all<Int8, float>({payload, payload + codes_at, 0, 1}, n, kBlock, 1.0f, out + begin);
     });
 }

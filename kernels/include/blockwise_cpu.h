@@ -249,26 +249,24 @@ INLINE void sum_block(const Payloads& from, i64 b, int block, int end, Dither* d
     }
 }
 
-template <class F, class T, bool ACCUMULATE, bool STREAMED = false>
+// Puts the first `n` entries of a row. Called once per run, so it is not inlined, which would double the code.
+template <class T> __attribute__((noinline)) void store_some(T* to, int n, const Floats (&row)[kVectors]) {
+    alignas(Floats) T some[kRow];
+    store(some, row);
+    for (int l = 0; l < n; ++l) to[l] = some[l];
+}
+
+template <class F, class T, bool STREAMED = false>
 void decode_all(const Payloads& from, i64 n, int block, float factor, T* out, Dither* dither = nullptr) {
     for (i64 at = 0, b = 0; at < n; at += block, out += block, ++b) {
         const int count = (int)(n - at < block ? n - at : block);
-        auto put = [=](T* to, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
-            Floats row[kVectors];
-            for (int v = 0; v < kVectors; ++v) {
-                row[v] = sum[v] * factor;
-                if (ACCUMULATE) row[v] += load(to + v * kWidth);
-            }
-            if constexpr (STREAMED) stream(to, row);
-            else store(to, row);
-        };
         sum_block<F>(from, b, block, rounded_up(count, kUnit<F>), dither,
                      [=](int i, const Floats(&sum)[kVectors]) __attribute__((always_inline)) {
-                         if (i + kRow <= count) return put(out + i, sum);
-                         alignas(Floats) T some[kRow] = {};
-                         for (int l = 0; l < count - i; ++l) some[l] = out[i + l];
-                         put(some, sum);
-                         for (int l = 0; l < count - i; ++l) out[i + l] = some[l];
+                         Floats row[kVectors];
+                         for (int v = 0; v < kVectors; ++v) row[v] = sum[v] * factor;
+                         if (i + kRow > count) store_some(out + i, count - i, row);
+                         else if constexpr (STREAMED) stream(out + i, row);
+                         else store(out + i, row);
                      });
     }
     if constexpr (STREAMED) end_of_stream();
@@ -332,6 +330,17 @@ INLINE i64 block_of(i64 slot, int block) { return slot >> __builtin_ctz((u32)blo
 template <class F> Payloads from_slot(const Payloads& from, i64 slot, int block) {
     return {from.scales + block_of(slot, block) * kScaleBytes<F>, from.codes + slot / kUnit<F> * kUnitBytes<F>,
             from.stride, from.count, slot};
+}
+
+// Adds to `out` what decode_all writes, by a buffer in the nearest cache.
+template <class F, class T>
+void add_decoded(const Payloads& from, i64 slot, i64 n, int block, float factor, T* out, Dither* dither) {
+    float some[kLongest];
+    for (i64 at = 0; at < n; at += kLongest) {
+        const int count = (int)(n - at < kLongest ? n - at : kLongest);
+        decode_all<F, float>(from_slot<F>(from, slot + at, block), count, block, factor, some, dither);
+        for (int i = 0; i < count; ++i) put(out + at + i, as_float(out[at + i]) + some[i]);
+    }
 }
 
 void clear(u8* bytes, i64 from, i64 to) {
