@@ -408,7 +408,7 @@ MUTANTS: list[Mutant] = [
         "Runner._open_for",
         (
             "a bucket after the end of backward begins another step",
-            "        if key not in step.buckets:\n",
+            "        if bucket.key not in step.buckets:\n",
             "        if False:\n",
             f"{STEPS}::test_nothing_is_lost_or_sent_twice[_two_roots-3]",
         ),
