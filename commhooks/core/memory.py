@@ -259,7 +259,7 @@ class Memory:
         notes, self._notes = self._notes, {}
         absent: dict[Place, list[str]] = {}
         # Parameters that had no value have none afterwards. Zeros would count as a value, from
-        # which ACP-SGD and ``IntSGD`` do not recover (docs/design/defects.md).
+        # which ACP-SGD and ``IntSGD`` do not recover (docs/design/foundation.md).
         if left_alone:
             absent = {
                 (key, layout): [

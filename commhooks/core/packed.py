@@ -5,8 +5,8 @@
 - **two-phase**: rank r receives all payloads of shard r, sums them in float32, packs the mean and
   sends it to all ranks; two roundings, ``2 (n - 1) / n`` payloads received.
 
-No pattern rounds partial sums along a ring: the error would grow with the number of ranks. Figures
-are in ``docs/design/schemes.md``.
+No pattern rounds partial sums along a ring: the error would grow with the number of ranks,
+see ``docs/design/foundation.md``.
 
 The two phases are also there by themselves, with shards that the caller chooses:
 :meth:`PackedCodec.reduce_scatter` and :meth:`PackedCodec.all_gather`, each with one rounding.

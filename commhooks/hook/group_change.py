@@ -2,7 +2,7 @@
 
 What a scheme keeps is carried over by the rules of a checkpoint that is loaded on another number of
 ranks (:mod:`commhooks.checkpoint.ranks`), with one difference: nobody sends a residual, since the
-rank that holds it goes on with it. See ``docs/design/hosts-world.md``.
+rank that holds it goes on with it. See ``docs/design/hosts.md``.
 """
 
 from __future__ import annotations

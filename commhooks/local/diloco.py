@@ -356,7 +356,7 @@ class DiLoCo:
         if self.steps % apart == 0:
             number = self.steps // apart % len(self._fragments)
             # Fragments of several dtypes are buckets of one step of the hook: all start before the
-            # first is waited for (docs/design/defects.md).
+            # first is waited for (docs/design/steps.md).
             _need_average(self.hook.scheme)  # again: ``hook.switch`` takes any scheme
             for fragment in self._fragments[number]:
                 fragment.measure()

@@ -111,7 +111,7 @@ class PowerSGD(Scheme):
         matrices = plan.matrices
         if not len(matrices):
             return (yield from bucket.all_reduce())
-        # P = M Q^T. The kernel adds the residual in the same pass (docs/design/foundation.md), and
+        # P = M Q^T. The kernel adds the residual in the same pass (docs/design/kernels.md), and
         # gathers the tail for the second payload.
         right = self._right_factors(plan, bucket)
         raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)

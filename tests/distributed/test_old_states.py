@@ -9,7 +9,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.old_states import FILE, SCHEMES, go_on
 
 # Random bits are keyed in another way since then, and the mean magnitude of a long block is summed
-# in parts (docs/design/cuda.md): the share of the average by which that may change it. A draw of
+# in parts (docs/design/kernels.md): the share of the average by which that may change it. A draw of
 # ternary values changes it by about its whole length. Blocks begin at parameters since then.
 CHANGED = {"int8": 0.02, "sdp4bit": 0.3, "terngrad": 2.0, "onebit": 0.3, "onebit_adam": 0.3}
 # Processors of another kind sum the products of matrices in another order.

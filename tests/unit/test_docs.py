@@ -35,6 +35,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("experiments/*/*.md")]
 )
+DESIGN = sorted([*(ROOT / "docs" / "design").glob("*.md"), ROOT / "CONTRIBUTING.md"])
 # Schemes that do nothing to a gradient: their row in the table of schemes says all.
 PLAIN = ("none", "allreduce", "noop")
 # Options of every scheme, each with a value.
@@ -150,6 +151,27 @@ def test_links_lead_somewhere(page: Path) -> None:
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), f"{page.name}: {link}"
         assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
+
+
+SOURCES = [
+    path
+    for folder in ("commhooks", "ddp_core", "kernels", "experiments", "tests")
+    for path in (ROOT / folder).rglob("*")
+    if path.suffix in {".py", ".cpp", ".cu", ".h"}
+]
+
+
+def test_pages_that_comments_name_exist() -> None:
+    for source in SOURCES:
+        for page in re.findall(r"\bdocs/[\w/-]+\.md", source.read_text()):
+            assert (ROOT / page).exists(), f"{source}: {page}"
+
+
+@pytest.mark.parametrize("page", DESIGN, ids=names(DESIGN))
+def test_files_that_the_design_names_exist(page: Path) -> None:
+    files = [path.as_posix() for path in SOURCES]
+    for file in re.findall(r"`([\w/]+\.(?:py|cpp|cu|h))\b", without_code(page)):
+        assert any(path.endswith(f"/{file}") for path in files) or (ROOT / file).exists(), file
 
 
 @pytest.mark.parametrize("page", PAGES, ids=names(PAGES))

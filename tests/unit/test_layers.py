@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -186,6 +187,42 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
         for one in ready:
             del left[one]
     assert not left, sorted(left)
+
+
+def mapped() -> list[str]:
+    """The folders in the map of CONTRIBUTING.md, in its order."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().partition("| folder | holds |\n|---|---|\n")[2]
+    rows = table.partition("\n\n")[0].splitlines()
+    return [folder for row in rows for folder in re.findall(r"`([\w/]+)`", row.split("|")[1])]
+
+
+def folders() -> set[str]:
+    """All folders of the packages, and those of the tests, that have files of their own."""
+    found = {*(ROOT / "tests").glob("*")}
+    for package in ("commhooks", "ddp_core", "kernels"):
+        found |= {ROOT / package, *(ROOT / package).rglob("*")}
+    return {
+        path.relative_to(ROOT).as_posix()
+        for path in found
+        if path.name != "__pycache__"
+        and not path.is_symlink()
+        and any([*path.glob("*.py"), *path.glob("*.h")])
+        and path.relative_to(ROOT).parts[:2] != ("commhooks", "kernels")
+    }
+
+
+def test_the_map_of_folders_is_complete_and_true() -> None:
+    listed = mapped()
+    assert len(set(listed)) == len(listed)
+    assert not folders() - set(listed), "CONTRIBUTING.md has no row for these folders"
+    assert all((ROOT / folder).is_dir() for folder in listed)
+
+
+@pytest.mark.parametrize("package", ["commhooks", "ddp_core"])
+def test_the_map_lists_folders_by_floor(package: str) -> None:
+    parts = [folder.split("/") for folder in mapped()]
+    listed = [rest[0] for first, *rest in parts if first == package and len(rest) == 1]
+    assert listed == sorted(listed, key=FLOORS[package].index)
 
 
 def test_no_lower_layer_reaches_up_as_text_either() -> None:
