@@ -19,6 +19,8 @@ from ddp_core import (
     group_timeout,
     shared_store,
 )
+from ddp_core.exchange.errors import ranks_in_words
+from ddp_core.exchange.shared_store import MeetingPoint
 
 __all__ = ["MEETING", "forget", "handshake", "roll_call"]
 
@@ -52,12 +54,17 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
     seconds = longest.total_seconds()
     end = time.monotonic() + seconds
     try:
-        key = _next_key(group, store, end)
+        point = _next_point(group, store, end)
         try:
-            outcome = _outcome(call, group, store, key, end, seconds)
+            outcome = point.wait_for_all(_EVERYONE, end)
+            if outcome is None:
+                came, missing = map(ranks_in_words, point.who_came())
+                text = f"not every rank came: {missing} did not within {seconds:g} s, {came} did"
+                outcome = store.ask(_giving_up(group, point, text), 0.0)
         except SilentStoreError:
             # Read by the others once the store answers again; nobody waits for that.
-            store.tell(_giving_up(group, key, f"rank {group.rank()} gave up: its store was silent"))
+            text = f"rank {point.rank} gave up: its store was silent"
+            store.tell(_giving_up(group, point, text))
             raise
     except SilentStoreError as error:
         raise SilentStoreError(f"{call}: {error}") from error
@@ -70,55 +77,27 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
 
 def forget(group: dist.ProcessGroup) -> None:
     """Removes the last call's keys from the store, after all ranks have passed."""
-    # Else every handshake of a long job leaves keys in the memory of the store's process.
-    store, (generation, number) = shared_store(group), _calls.get(group, (0, 0))
-    key = f"commhooks/{generation}/{number}"
-    names = [f"{key}/{group.rank()}"]
-    if group.rank() == 0:
-        names += [f"{key}/came", f"{key}/outcome"]
-    if store is not None:  # some stores do not delete keys: that is no error
-        store.tell(lambda it: [it.delete_key(name) for name in names])
+    if group in _calls and (store := shared_store(group)) is not None:
+        _point(group, store).forget()
 
 
-def _next_key(group: dist.ProcessGroup, store: SharedStore, end: float) -> str:
+def _point(group: dist.ProcessGroup, store: SharedStore) -> MeetingPoint:
+    """Returns where ranks meet in the last call."""
+    generation, number = _calls[group]
+    return MeetingPoint(store, f"commhooks/{generation}/{number}", group.rank(), group.size())
+
+
+def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> MeetingPoint:
     # Ranks that gave up on a call have counted it, and a rank that never came has not: after that
     # their numbers differ, so numbers begin again in a new generation.
     generation = store.ask(lambda it: it.add(_GENERATION, 0), end - time.monotonic())
     last = _calls.get(group, (0, 0))
     number = last[1] + 1 if last[0] == generation else 1
     _calls[group] = generation, number
-    return f"commhooks/{generation}/{number}"
+    return _point(group, store)
 
 
-def _outcome(
-    call: str, group: dist.ProcessGroup, store: SharedStore, key: str, end: float, seconds: float
-) -> str:
-    """Comes, and returns what was decided: whoever writes the outcome first decides for all ranks.
-
-    The last rank may come while another one gives up.
-    """
-    size = group.size()
-
-    def come(it: Any) -> str:
-        it.set(f"{key}/{group.rank()}", call)
-        if it.add(f"{key}/came", 1) == size:
-            return str(it.compare_set(f"{key}/outcome", "", _EVERYONE).decode())
-        return ""
-
-    outcome = store.ask(come, end - time.monotonic()) or _wait(store, f"{key}/outcome", end)
-    if outcome is not None:
-        return outcome
-    limit = f"{seconds:g} s"
-    ranks = range(size)
-    came = store.ask(lambda it: [one for one in ranks if it.check([f"{key}/{one}"])], 0.0)
-    return store.ask(_giving_up(group, key, _who_came(came, size, limit)), 0.0)
-
-
-def _wait(store: SharedStore, key: str, end: float) -> str | None:
-    return store.wait_for(key, end - time.monotonic())
-
-
-def _giving_up(group: dist.ProcessGroup, key: str, text: str) -> Callable[[Any], str]:
+def _giving_up(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Callable[[Any], str]:
     """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
     generation, _ = _calls[group]
 
@@ -127,19 +106,9 @@ def _giving_up(group: dist.ProcessGroup, key: str, text: str) -> Callable[[Any],
         # find the new generation. Not ``add``: several ranks may give up, the last of them after
         # the first has called again.
         it.compare_set(_GENERATION, str(generation), str(generation + 1))
-        return str(it.compare_set(f"{key}/outcome", "", text).decode())
+        return point.decide(text)(it)
 
     return give_up
-
-
-def _who_came(came: list[int], size: int, limit: str) -> str:
-    missing = sorted(set(range(size)) - set(came))
-    return f"not every rank came: {_ranks(missing)} did not within {limit}, {_ranks(came)} did"
-
-
-def _ranks(ranks: list[int]) -> str:
-    listed = ", ".join(map(str, ranks[:16])) + (f" and {len(ranks) - 16} more" * (len(ranks) > 16))
-    return f"rank{'s' * (len(ranks) != 1)} {listed}"
 
 
 # ---- facts

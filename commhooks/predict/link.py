@@ -26,7 +26,7 @@ from ddp_core import AllGather, AllReduce, AllToAll
 from ddp_core._torch import add_backend, set_default_backend, set_group_name
 from ddp_core.exchange.collectives import Collective
 from ddp_core.exchange.lane_groups import backend_for, is_gloo
-from ddp_core.exchange.shared_store import SharedStore, group_store
+from ddp_core.exchange.shared_store import Notes
 
 __all__ = [
     "COLLECTIVES",
@@ -399,9 +399,7 @@ class _Measurement:
         self._begin, self._budget = time.perf_counter(), budget_s
         self._rank, self._size, self._device = group.rank(), group.size(), device
         self._timeout = timedelta(seconds=timeout_s)
-        name = f"commhooks/link/{next(_numbers)}"
-        store = dist.distributed_c10d.PrefixStore(name, group_store(group))
-        self._store = SharedStore(store)
+        self._notes = Notes(group, "measure_link", next(_numbers), timeout_s)
         self._node = self._nodes(dist.get_rank())
         per_node = max(self._node.count(node) for node in self._node)
         self._layout = Layout(self._size, min(per_node, self._size))
@@ -428,8 +426,8 @@ class _Measurement:
         # Rank 0's numbers: two processors may round differently.
         links = [one and [one.latency, one.bandwidth] for one in (fit.between, fit.inside)]
         if self._rank == 0:
-            self._set("fit", json.dumps(links))
-        between, inside = json.loads(self._get("fit"))
+            self._notes.leave("fit", json.dumps(links))
+        between, inside = json.loads(self._notes.read("fit"))
         fit = replace(
             fit,
             between=Link(*between),
@@ -449,8 +447,8 @@ class _Measurement:
         """Returns the node of each rank, by the number of ranks per node that torchrun tells."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
         mine = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
-        self._set(f"node of {self._rank}", mine)
-        return [self._get(f"node of {rank}") for rank in range(self._size)]
+        self._notes.leave(f"node of {self._rank}", mine)
+        return [self._notes.read(f"node of {rank}") for rank in range(self._size)]
 
     def _make_parts(self) -> list[_Own]:
         """Returns the parts that are measured; the last one is of all ranks."""
@@ -491,16 +489,7 @@ class _Measurement:
             return group
 
         # A second more, in which the backend says which rank did not come.
-        return _Own(part, size, self._store.ask(connect, self._timeout.total_seconds() + 1))
-
-    def _set(self, key: str, text: str) -> None:
-        self._store.ask(lambda store: store.set(key, text), self._timeout.total_seconds())
-
-    def _get(self, key: str) -> str:
-        text = self._store.wait_for(key, self._timeout.total_seconds())
-        if text is None:
-            raise RuntimeError(f"{key!r} did not come from another rank")
-        return text
+        return _Own(part, size, self._notes.store.ask(connect, self._timeout.total_seconds() + 1))
 
     def _highest(self, values: Sequence[float]) -> list[float]:
         """Returns the largest of all ranks, value by value."""

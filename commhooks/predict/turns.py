@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
 from commhooks.core.scheme import Scheme
 from commhooks.core.traits import Traits
-from commhooks.errors import MissingRankError, RegistrationError
+from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, register
 from commhooks.wrappers import Schedule
 from commhooks.wrappers.make import make
 from ddp_core import AllReduce
-from ddp_core.exchange.shared_store import SharedStore, group_limit, group_store
+from ddp_core.exchange.shared_store import Notes, group_limit
 
 __all__ = ["BLOCK", "KINDS", "WARM_UP", "Facts", "OneValue", "Travel", "Turns"]
 
@@ -109,10 +109,8 @@ class Turns:
         self._hook.ledger.also_times = lambda step: (step - WARM_UP) % BLOCK == BLOCK - 1
         self._hook.stays = "its steps are being measured (headroom); change the ranks after that"
         self._group = ddp.process_group
-        name = f"commhooks/headroom/{next(_numbers)}"
-        store = dist.distributed_c10d.PrefixStore(name, group_store(self._group))
-        self._store = SharedStore(store)
-        self._limit = min(_MEETING, group_limit(self._group))
+        limit = min(_MEETING, group_limit(self._group))
+        self._notes = Notes(self._group, "headroom", next(_numbers), limit)
         self._cuda = ddp.device_type == "cuda" if hasattr(ddp, "device_type") else False
         self._marks: list[Any] = []
         self._turns = 0
@@ -157,8 +155,8 @@ class Turns:
         if self._hook.rank == 0:
             # The next turn takes as long as this one.
             seconds = _seconds(self._marks[-1 - len(KINDS) * BLOCK], self._marks[-1])
-            self._set(key, "no" if time.time() + seconds > self._deadline else "yes")
-        return self._get(key) == "no"
+            self._notes.leave(key, "no" if time.time() + seconds > self._deadline else "yes")
+        return self._notes.read(key) == "no"
 
     def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[Travel]]:
         """Returns durations by turn and kind, facts, and the travel of buckets; on all ranks.
@@ -175,13 +173,13 @@ class Turns:
         mine = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
         rank, size = self._hook.rank, self._hook.world_size
         travel, dense_nbytes = _travel(self._hook)
-        self._set(f"times of {rank}", json.dumps([mine, travel]))
+        self._notes.leave(f"times of {rank}", json.dumps([mine, travel]))
         if rank == 0:
-            everyone = [json.loads(self._get(f"times of {one}")) for one in range(size)]
+            everyone = [json.loads(self._notes.read(f"times of {one}")) for one in range(size)]
             slowest = [max(step) for step in zip(*(one[0] for one in everyone), strict=True)]
             travels = [[Travel(*one) for one in theirs] for _, theirs in everyone]
-            self._set("result", json.dumps([slowest, _of_all(travels)]))
-        slowest, agreed = json.loads(self._get("result"))
+            self._notes.leave("result", json.dumps([slowest, _of_all(travels)]))
+        slowest, agreed = json.loads(self._notes.read("result"))
         facts = Facts(
             world_size=size,
             backend=dist.get_backend(self._group),
@@ -196,21 +194,9 @@ class Turns:
         """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
-        self._set(f"rank {rank} parts", "")
+        self._notes.leave(f"rank {rank} parts", "")
         for one in range(size) if rank == 0 else ():
-            self._get(f"rank {one} parts")
-
-    def _set(self, key: str, text: str) -> None:
-        self._store.ask(lambda store: store.set(key, text), self._limit)
-
-    def _get(self, key: str) -> str:
-        text = self._store.wait_for(key, self._limit)
-        if text is None:
-            raise MissingRankError(
-                f"headroom: {key!r} did not come from another rank within {self._limit:g} s; all "
-                f"ranks run the same steps"
-            )
-        return text
+            self._notes.read(f"rank {one} parts")
 
 
 def _schedule(turns: int) -> Scheme:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from itertools import islice
 
 __all__ = [
     "CollectiveError",
@@ -14,7 +15,9 @@ __all__ = [
     "PeerError",
     "RoundsError",
     "SilentStoreError",
+    "listed",
     "needs",
+    "ranks_in_words",
 ]
 
 
@@ -63,6 +66,27 @@ class RoundsError(Error, RuntimeError):
 
 class MissingPackageError(Error, ImportError):
     """Raised when a call needs an optional package that is not installed."""
+
+
+def listed(names: Collection[object], most: int = 3) -> str:
+    """Returns names or numbers for a message, with commas: the first, and how many there are more.
+
+    Example:
+        >>> listed(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    first = ", ".join(map(str, islice(names, most)))
+    return first if len(names) <= most else f"{first} and {len(names) - most} more"
+
+
+def ranks_in_words(ranks: Collection[int]) -> str:
+    """Returns ranks for a message.
+
+    Example:
+        >>> ranks_in_words([0, 2])
+        'ranks 0, 2'
+    """
+    return f"rank{'s' * (len(ranks) != 1)} {listed(ranks, 16)}"
 
 
 @contextmanager

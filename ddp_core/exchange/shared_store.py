@@ -17,15 +17,24 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddp_core._torch import backend_of, backend_timeout, device_types, store_of
-from ddp_core.exchange.errors import SilentStoreError
+from ddp_core.exchange.errors import MissingRankError, SilentStoreError
 
-__all__ = ["SharedStore", "group_limit", "group_store", "group_timeout", "shared_store"]
+__all__ = [
+    "MeetingPoint",
+    "Notes",
+    "SharedStore",
+    "first_decides",
+    "group_limit",
+    "group_store",
+    "group_timeout",
+    "shared_store",
+]
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
@@ -230,3 +239,77 @@ def _place(store: Any) -> str:
         store = store.underlying_store
     tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
     return f" (at {store.host}:{store.port})" if isinstance(store, tcp) else ""
+
+
+# ---- ranks that meet
+
+
+def first_decides(key: str, text: str) -> Callable[[Any], str]:
+    """Returns a question that sets a key unless it is set; the answer is what all ranks read."""
+    return lambda store: str(store.compare_set(key, "", text).decode())
+
+
+class MeetingPoint(NamedTuple):
+    """Lets ranks meet once, at keys of a store that begin with ``key`` and have no other use."""
+
+    store: SharedStore
+    key: str
+    rank: int
+    size: int
+
+    def decide(self, outcome: str) -> Callable[[Any], str]:
+        """Returns a question that ends the meeting, unless another rank has; the answer is how."""
+        return first_decides(f"{self.key}/outcome", outcome)
+
+    def wait_for_all(self, outcome: str, end: float) -> str | None:
+        """Comes; returns how it ended, by ``outcome`` if all come; None at ``end`` (monotonic)."""
+
+        def come(store: Any) -> str | None:
+            store.set(f"{self.key}/{self.rank}", "")
+            is_last = store.add(f"{self.key}/came", 1) == self.size
+            return self.decide(outcome)(store) if is_last else None
+
+        ended = self.store.ask(come, end - time.monotonic())
+        return ended or self.store.wait_for(f"{self.key}/outcome", end - time.monotonic())
+
+    def who_came(self) -> tuple[list[int], list[int]]:
+        """Returns the ranks that have come until now, and the others."""
+        keys = {rank: f"{self.key}/{rank}" for rank in range(self.size)}
+        came = self.store.ask(lambda it: [one for one in keys if it.check([keys[one]])], 0.0)
+        return came, [one for one in keys if one not in came]
+
+    def forget(self) -> None:
+        """Removes the keys, when all ranks have read them."""
+        # Else every meeting of a long job leaves keys in the memory of the store's process.
+        names = [f"{self.key}/{self.rank}"]
+        if self.rank == 0:
+            names += [self.key, f"{self.key}/came", f"{self.key}/outcome"]
+        # Some stores do not delete keys: that is no error.
+        self.store.tell(lambda store: [store.delete_key(name) for name in names])
+
+
+class Notes:
+    """Holds texts that ranks leave each other in the store of their group, during one call.
+
+    Args:
+        call, number: of the call, the same on all ranks and never again.
+        limit: longest wait for another rank, in seconds.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, call: str, number: int, limit: float) -> None:
+        prefixed = dist.distributed_c10d.PrefixStore(f"{call}/{number}", group_store(group))
+        self.store, self._call, self._limit = SharedStore(prefixed), call, limit
+
+    def leave(self, key: str, text: str) -> None:
+        """Leaves a text."""
+        self.store.ask(lambda store: store.set(key, text), self._limit)
+
+    def read(self, key: str) -> str:
+        """Returns a text once a rank has left it; raises MissingRankError if none does."""
+        text = self.store.wait_for(key, self._limit)
+        if text is None:
+            raise MissingRankError(
+                f"{self._call}: {key!r} of another rank did not come within {self._limit:g} s; all "
+                f"ranks call it, between the same steps"
+            )
+        return text

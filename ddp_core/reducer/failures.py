@@ -7,18 +7,25 @@ import ctypes
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange.errors import CollectiveError, MismatchError, PeerError
+from ddp_core.exchange.errors import CollectiveError, MismatchError, PeerError, ranks_in_words
 from ddp_core.exchange.lane_groups import backend_for
-from ddp_core.exchange.shared_store import SharedStore, group_limit, shared_store
+from ddp_core.exchange.shared_store import (
+    MeetingPoint,
+    SharedStore,
+    first_decides,
+    group_limit,
+    shared_store,
+)
 
 __all__ = [
     "SLICE",
@@ -70,10 +77,10 @@ class FailureBoard:
     def report(self, attempt: int, text: str) -> None:
         """Tells the other ranks; never raises. The first report of an attempt counts."""
         if self._store is not None and attempt != self._reported:
-            self._reported, key = attempt, self._key(attempt)
-            text = f"rank {self._rank}: {text}"
+            self._reported = attempt
+            told = first_decides(self._key(attempt), f"rank {self._rank}: {text}")
             # The process may end at once, so it waits until the others can read it.
-            self._store.tell(lambda store: store.compare_set(key, "", text), _SLICE)
+            self._store.tell(told, _SLICE)
 
     def look(self, place: Place) -> str | None:
         """Returns what another rank has reported that will not come to this place.
@@ -222,7 +229,6 @@ def _round_in(text: str) -> int:
 
 
 _ALIKE = "all ranks alike"
-_LISTED = 16
 _SOON = 1.0  # seconds in which a store answers
 
 
@@ -284,7 +290,8 @@ class Abandonments:
             except RuntimeError as error:
                 outcome = f"{self._text(self._mine)}, and {error}"
             if outcome == _ALIKE:
-                self._forget(self._number - 1)
+                if before := self._point(self._number - 1):  # all have passed it
+                    before.forget()
                 self._number, self._mine = self._number + 1, None
                 return
             self._error = outcome
@@ -301,10 +308,11 @@ class Abandonments:
         Args:
             step, bucket: what this rank waits for.
         """
-        if self._store is None or self._size == 1:
+        point = self._point(self._number)
+        if point is None or self._size == 1:
             return None
         # What this rank waits for has a timeout of its own, so a silent store is not waited for.
-        seen = self._store.peek(self._seen(), _SOON)
+        seen = point.store.peek(partial(_seen, point), _SOON)
         if not seen:
             return None
         (who, theirs), outcome = seen
@@ -317,60 +325,33 @@ class Abandonments:
             mine = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
             said = f"{self._text(theirs, who)}, rank {self._rank} waits for {mine}"
         if said:
-            outcome = self._store.peek(self._decision(said), _SOON)
+            outcome = point.store.peek(point.decide(said), _SOON)
         if outcome is None or outcome == _ALIKE:
             return None
         self._error = outcome
         return outcome
 
-    def _seen(self) -> Callable[[Any], tuple[tuple[int, _Dropped], str | None] | None]:
-        """Asks what the first rank has dropped, and what was decided."""
-        key = self._key()
-
-        def seen(store: Any) -> tuple[tuple[int, _Dropped], str | None] | None:
-            if not store.check([key]):
-                return None
-            first = _parse(store.get(key))
-            decided = store.check([f"{key}/outcome"])
-            return first, store.get(f"{key}/outcome").decode() if decided else None
-
-        return seen
-
-    def _decision(self, outcome: str) -> Callable[[Any], str]:
-        """Decides for all ranks, unless another one has: returns what was decided."""
-        key = f"{self._key()}/outcome"
-        return lambda store: str(store.compare_set(key, "", outcome).decode())
-
     def _outcome(self, mine: _Dropped) -> str:
         """Tells the others; returns what all ranks then know. Whoever decides first does so."""
-        store, key, rank = self._store, self._key(), self._rank
-        if store is None:
+        point = self._point(self._number)
+        if point is None:
             return f"{self._text(mine)}, and the group has no store to ask the others"
         limit = group_limit(self._group)
         end = time.monotonic() + limit
 
         def decide(outcome: str) -> str:
-            return store.ask(self._decision(outcome), end - time.monotonic())
+            return point.store.ask(point.decide(outcome), end - time.monotonic())
 
-        text = f"{rank} {mine.step} {mine.launched} {int(mine.told)}"
-        first = store.ask(lambda it: it.compare_set(key, "", text), limit)
-        who, theirs = _parse(first)
+        text = f"{self._rank} {mine.step} {mine.launched} {int(mine.told)}"
+        who, theirs = _parse(point.store.ask(first_decides(point.key, text), limit))
         if theirs != mine:
             return decide(self._difference(who, theirs, mine))
-
-        def come(it: Any) -> bool:
-            it.set(f"{key}/{rank}", "")
-            return bool(it.add(f"{key}/came", 1) == self._size)
-
-        if store.ask(come, end - time.monotonic()):
-            return decide(_ALIKE)
-        outcome = store.wait_for(f"{key}/outcome", end - time.monotonic())
+        outcome = point.wait_for_all(_ALIKE, end)
         if outcome is not None:
             return outcome
-        ranks = range(self._size)
-        came = store.ask(lambda it: [one for one in ranks if it.check([f"{key}/{one}"])], 0.0)
-        missing = [one for one in ranks if one not in came]
-        return decide(f"{self._text(mine, *came)}, {_ranks(missing)} did not within {limit:g} s")
+        came, missing = point.who_came()
+        missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
+        return decide(f"{self._text(mine, *came)}, {missed}")
 
     def _difference(self, who: int, theirs: _Dropped, mine: _Dropped) -> str:
         return f"{self._text(theirs, who)}, {self._text(mine)}"
@@ -379,30 +360,27 @@ class Abandonments:
         """Says what ranks have dropped; this one by default."""
         how = "heard of another rank's failure in" if dropped.told else "dropped"
         step, buckets = dropped.step + self.first_step, dropped.launched
-        return f"{_ranks(who or [self._rank])} {how} step {step} after {buckets} buckets"
+        return f"{ranks_in_words(who or [self._rank])} {how} step {step} after {buckets} buckets"
 
-    def _key(self) -> str:
-        return f"ddp_core/{self._name}/abandoned/{self._number}"
-
-    def _forget(self, number: int) -> None:
-        """Removes the keys of an earlier step: all ranks have passed it, and nobody looks there."""
+    def _point(self, number: int) -> MeetingPoint | None:
+        """Returns where ranks meet; its own key has what the first of them has dropped."""
+        if self._store is None:
+            return None
         key = f"ddp_core/{self._name}/abandoned/{number}"
-        names = [f"{key}/{self._rank}"]
-        if self._rank == 0:
-            names += [key, f"{key}/came", f"{key}/outcome"]
-        if self._store is not None and number >= 0:
-            self._store.tell(lambda store: [store.delete_key(name) for name in names])
+        return MeetingPoint(self._store, key, self._rank, self._size)
 
 
-def _parse(value: bytes) -> tuple[int, _Dropped]:
+def _seen(point: MeetingPoint, store: Any) -> tuple[tuple[int, _Dropped], str | None] | None:
+    """Returns what the first rank has dropped, and what was decided."""
+    if not store.check([point.key]):
+        return None
+    first, outcome = _parse(store.get(point.key).decode()), f"{point.key}/outcome"
+    return first, store.get(outcome).decode() if store.check([outcome]) else None
+
+
+def _parse(value: str) -> tuple[int, _Dropped]:
     rank, step, launched, told = map(int, value.split())
     return rank, _Dropped(step, launched, bool(told))
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    listed = ", ".join(map(str, ranks[:_LISTED]))
-    more = f" and {len(ranks) - _LISTED} more" * (len(ranks) > _LISTED)
-    return f"rank{'s' * (len(ranks) != 1)} {listed}{more}"
 
 
 # ---- waiting on a GPU

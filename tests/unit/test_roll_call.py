@@ -78,27 +78,28 @@ def test_who_came_is_told_the_same_words_and_all_may_call_again(groups):
 
 
 def test_ranks_that_give_up_one_after_the_other_meet_again(groups, monkeypatch):
-    wait, keys = _roll_call._wait, []
+    wait, points = SharedStore.wait_for, []
 
-    def give_up_late(store, name, end):
+    def give_up_late(store, key, limit):
         """Rank 1 gives up when rank 0 has given up and called again."""
-        monkeypatch.setattr(_roll_call, "_wait", wait)
+        monkeypatch.setattr(SharedStore, "wait_for", wait)
         with pytest.raises(MissingRankError):
             roll_call("switch", groups[0], SHORT)
-        keys.append(_roll_call._next_key(groups[0], store, SOON))
+        points.append(_roll_call._next_point(groups[0], store, SOON).key)
 
-    monkeypatch.setattr(_roll_call, "_wait", give_up_late)
+    monkeypatch.setattr(SharedStore, "wait_for", give_up_late)
     with pytest.raises(MissingRankError):
         roll_call("switch", groups[1], SHORT)
     store = _roll_call.shared_store(None)
-    assert [_roll_call._next_key(groups[rank], store, SOON) for rank in (1, 2)] == keys * 2
+    later = [_roll_call._next_point(groups[rank], store, SOON).key for rank in (1, 2)]
+    assert later == points * 2
 
 
 def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
     # It had asked for the number of the call before the others gave up.
-    key = _roll_call._next_key(groups[1], _roll_call.shared_store(None), SOON)
+    point = _roll_call._next_point(groups[1], _roll_call.shared_store(None), SOON)
     assert _call(groups, [0, 2], limit=SHORT)[0] is not None
-    monkeypatch.setattr(_roll_call, "_next_key", lambda group, store, end: key)
+    monkeypatch.setattr(_roll_call, "_next_point", lambda group, store, end: point)
     [text] = _call(groups, [1])
     assert "rank 1 did not" in text
     monkeypatch.undo()

@@ -123,19 +123,21 @@ def test_a_call_that_a_silent_store_ended_is_told_to_the_others(
     groups, limit = [Group(0), Group(1)], timedelta(seconds=0.2)
     begun: list[str] = []
 
-    def stop(it: SharedStore, key: str, end: float) -> str | None:
+    wait_for = SharedStore.wait_for
+
+    def stop(it: SharedStore, key: str, limit: float) -> str | None:
         store.goes_on.clear()
         begun.append(key)
-        return it.wait_for(key, end - time.monotonic())
+        return wait_for(it, key, limit)
 
-    monkeypatch.setattr(_roll_call, "_wait", stop)
+    monkeypatch.setattr(SharedStore, "wait_for", stop)
     with pytest.raises(SilentStoreError, match=r"^register: the process that holds the store"):
         _roll_call.roll_call("register", groups[1], limit)  # type: ignore[arg-type]
     store.goes_on.set()
+    monkeypatch.undo()
     outcome = SharedStore(store.store).wait_for(begun[0], 10.0)
     assert outcome == "rank 1 gave up: its store was silent"
     # Both begin anew, and meet.
-    monkeypatch.undo()
     shared = {rank: SharedStore(store.store) for rank in range(2)}
     monkeypatch.setattr(_roll_call, "shared_store", lambda group: shared[group.rank()])
     long = timedelta(seconds=20)
