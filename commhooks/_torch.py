@@ -7,7 +7,6 @@ all of them with the versions of torch that have them.
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
-from datetime import timedelta
 from operator import attrgetter
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
@@ -91,7 +90,6 @@ __all__ = [
     "replicate",
     "set_fsdp1_hook",
     "set_fsdp2_gather",
-    "set_timeout",
     "size_before",
     "tree_map",
     "without_overrides",
@@ -212,11 +210,6 @@ COLLECTIVES = (
 )
 # Two names of one method, of which a version of torch calls one.
 SCATTERING = ("reduce_scatter_single", "_reduce_scatter_base")
-
-
-def set_timeout(options: Any, timeout: timedelta | None) -> None:
-    """Writes a timeout into the options of a backend; None leaves what is there."""
-    options._timeout = timeout or options._timeout
 
 
 def coalesced_calls() -> dict[Any, Any]:

@@ -52,6 +52,7 @@ __all__ = [
     "profiler_runs",
     "set_default_backend",
     "set_group_name",
+    "set_timeout",
     "sparse_indices",
     "sparse_values",
     "split_for",
@@ -196,6 +197,11 @@ def group_ranks() -> dict[Any, dict[int, int]]:
     """Returns the ranks of each group that torch.distributed knows, by rank in the job."""
     found: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
     return found
+
+
+def set_timeout(options: Any, timeout: timedelta) -> None:
+    """Writes a timeout into the options of a backend."""
+    options._timeout = timeout
 
 
 def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> None:

@@ -18,14 +18,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from commhooks._torch import set_timeout
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict.collectives import collective_seconds
 from commhooks.predict.fabric import COPIED, Fabric, Library, Link
 from ddp_core import AllGather, AllReduce, AllToAll
-from ddp_core._torch import add_backend, set_default_backend, set_group_name
 from ddp_core.exchange.collectives import Collective
-from ddp_core.exchange.lane_groups import backend_for, is_gloo
+from ddp_core.exchange.lane_groups import backend_for, is_gloo, private_group
 from ddp_core.exchange.shared_store import Notes
 
 __all__ = [
@@ -398,7 +396,7 @@ class _Measurement:
     ) -> None:
         self._begin, self._budget = time.perf_counter(), budget_s
         self._rank, self._size, self._device = group.rank(), group.size(), device
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._notes = Notes(group, "measure_link", next(_numbers), timeout_s)
         self._node = self._nodes(dist.get_rank())
         per_node = max(self._node.count(node) for node in self._node)
@@ -468,28 +466,13 @@ class _Measurement:
     def _own(self, part: Part, ranks: list[int], name: str) -> _Own:
         if self._rank not in ranks or len(ranks) < 2:
             return _Own(part, len(ranks), None)
-        rank, size = ranks.index(self._rank), len(ranks)
-
-        def connect(store: Any) -> Any:
-            store = dist.distributed_c10d.PrefixStore(name, store)
-            backend: Any
-            if self._device.type == "cpu":
-                kind = dist.ProcessGroup.BackendType.GLOO
-                backend = dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout)
-            else:
-                kind = dist.ProcessGroup.BackendType.NCCL
-                options = dist.ProcessGroupNCCL.Options()
-                set_timeout(options, self._timeout)
-                backend = dist.ProcessGroupNCCL(store, rank, size, options)
-            # As the groups of lanes, torch.distributed does not know it.
-            group: Any = dist.ProcessGroup(store, rank, size)
-            set_default_backend(group, kind)
-            add_backend(group, self._device, kind, backend)
-            set_group_name(group, f"commhooks/link/{name}")
-            return group
-
+        size, place = len(ranks), (ranks.index(self._rank), len(ranks), f"commhooks/link/{name}")
+        timeout = timedelta(seconds=self._timeout_s)
         # A second more, in which the backend says which rank did not come.
-        return _Own(part, size, self._notes.store.ask(connect, self._timeout.total_seconds() + 1))
+        group = self._notes.store.ask(
+            lambda store: private_group(store, *place, self._device, timeout), self._timeout_s + 1
+        )
+        return _Own(part, size, group)
 
     def _highest(self, values: Sequence[float]) -> list[float]:
         """Returns the largest of all ranks, value by value."""

@@ -17,6 +17,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -29,6 +30,7 @@ from ddp_core._torch import (
     is_known_group,
     set_default_backend,
     set_group_name,
+    set_timeout,
 )
 from ddp_core.exchange.shared_store import SharedStore, group_limit, group_timeout, shared_store
 
@@ -40,6 +42,7 @@ __all__ = [
     "is_gloo",
     "is_nccl",
     "made_in_time",
+    "private_group",
 ]
 
 _T = TypeVar("_T")
@@ -233,22 +236,16 @@ def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
 
 def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
     """A group of the same ranks whose collectives return at once."""
-    timeout = group_timeout(parent)
     if is_gloo(host_backend(parent)):
-        times = {} if timeout is None else {"timeout": timeout}
-
-        def connect(store: Any) -> Any:
-            store = dist.distributed_c10d.PrefixStore(name, store)
-            gloo = dist.ProcessGroupGloo(store, parent.rank(), parent.size(), **times)
-            return _group_of(gloo, store, parent, name)
-
-        return store.ask(connect, group_limit(parent) + _MORE)
+        seconds, place = group_limit(parent), (parent.rank(), parent.size(), name)
+        limit = timedelta(seconds=seconds)
+        return store.ask(lambda it: private_group(it, *place, _CPU, limit), seconds + _MORE)
     ranks = dist.get_process_group_ranks(parent)
     return made_in_time(
         parent,
         lambda: dist.new_group(
             ranks,
-            timeout=timeout,
+            timeout=group_timeout(parent),
             backend=dist.get_backend(parent),
             use_local_synchronization=len(ranks) != dist.get_world_size(),
         ),
@@ -273,15 +270,26 @@ def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
     return store.ask(made, group_limit(parent) + _MORE)
 
 
-def _group_of(backend: Any, store: Any, parent: dist.ProcessGroup, name: str) -> Any:
-    """Not known to torch.distributed, so that destroying the default group leaves it alone.
+def private_group(
+    store: Any, rank: int, size: int, name: str, device: torch.device, timeout: timedelta
+) -> Any:
+    """Makes a group on Gloo, or on NCCL for a GPU; waits for its ranks, so ask it of a SharedStore.
 
-    Nor is it wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL: there a collective returns only once all
-    ranks have come to it, which nobody may wait for who has other lanes to serve.
+    Not known to torch.distributed, so that destroying the default group leaves it alone. Nor is it
+    wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL: there a collective returns only once all ranks have
+    come to it, which nobody may wait for who has other lanes to serve.
     """
-    kind = dist.ProcessGroup.BackendType.GLOO
-    group: Any = dist.ProcessGroup(store, parent.rank(), parent.size())
+    store = dist.distributed_c10d.PrefixStore(name, store)
+    backend: Any
+    if device.type == "cpu":
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    else:
+        kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
+        set_timeout(options, timeout)
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    group: Any = dist.ProcessGroup(store, rank, size)
     set_default_backend(group, kind)
-    add_backend(group, _CPU, kind, backend)
+    add_backend(group, device, kind, backend)
     set_group_name(group, name)
     return group
