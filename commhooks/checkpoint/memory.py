@@ -12,6 +12,7 @@ from commhooks.core.names import is_padding
 from commhooks.core.scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.base import Choice
+from ddp_core.exchange.errors import listed
 
 __all__ = ["check_complete", "check_memory"]
 
@@ -37,7 +38,7 @@ def check_memory(
         if unknown:
             raise CheckpointError(
                 f"load_state_dict: the checkpoint's {key!r} is of parameters that are not averaged "
-                f"here: {unknown[:5]}; is it another model's, or are they ignored or delayed now?"
+                f"here: {listed(unknown)}; is it another model's, or are they ignored or delayed?"
             )
         for name, value in values.items():
             first = (declared or {}).get(key, {}).get(name)

@@ -15,6 +15,7 @@ from torch import Tensor
 from commhooks.checkpoint.form import MemoryDict, Part, Saved
 from commhooks.core.names import padding_name, piece_of
 from commhooks.errors import CheckpointError
+from ddp_core.exchange.errors import listed, ranks_in_words
 
 __all__ = ["of_one_group", "whole_values"]
 
@@ -46,8 +47,8 @@ def whole_values(
         dim = _cut_dimension(shape, parts)
         if dim is None:
             raise CheckpointError(
-                f"load_state_dict: the pieces {sorted(parts)[:8]} of parameter {name!r} do not "
-                f"make up its shape {tuple(shape)}. On another mesh or host give "
+                f"load_state_dict: the pieces {listed(sorted(parts), 8)} of parameter {name!r} do "
+                f"not make up its shape {tuple(shape)}. On another mesh or host give "
                 f"state_dict(gather=True), the list of the states of all ranks, or from "
                 f"torch.distributed.checkpoint use commhooks.load_dcp; or is the checkpoint "
                 f"another model's?"
@@ -100,9 +101,9 @@ def of_one_group(saved: Saved, shapes: Mapping[str, torch.Size], keys: Collectio
                 known = memory.setdefault(key, {})
                 if twice := known.keys() & values.keys():
                     raise CheckpointError(
-                        f"load_state_dict: {key!r} of {sorted(twice)[:3]} is there twice, from "
-                        f"ranks {[one.global_rank for one in some][:8]}: give the states of one "
-                        f"part of the model (one rank of tensor parallelism)"
+                        f"load_state_dict: {key!r} of {listed(sorted(twice))} is there twice, from "
+                        f"{ranks_in_words([one.global_rank for one in some])}: give the states of "
+                        f"one part of the model (one rank of tensor parallelism)"
                     )
                 known |= values
         for key in memory.keys() & set(keys):

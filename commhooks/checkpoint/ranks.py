@@ -29,6 +29,7 @@ from commhooks.core.names import whole_name
 from commhooks.core.scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError
 from commhooks.wrappers.feedback import RESIDUAL
+from ddp_core.exchange.errors import ranks_in_words
 
 __all__ = [
     "memory_for_rank",
@@ -90,8 +91,8 @@ def memory_for_rank(
     missing = 0 if alone else len(needed) - len(used)
     if missing and saved_size == world_size:
         raise CheckpointError(
-            f"load_state_dict: this is rank {rank}, the state given is of rank "
-            f"{_listed(sorted(parts))}. Residuals differ per rank: save "
+            f"load_state_dict: this is rank {rank}, the state given is of "
+            f"{ranks_in_words(sorted(parts))}. Residuals differ per rank: save "
             f"hook.state_dict(gather=True), which is of all ranks, or let every rank save and "
             f"load its own file"
         )
@@ -135,7 +136,7 @@ def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]
     if len(leaders) > 1 and leader not in leaders:
         raise CheckpointError(
             f"load_state_dict: the state is of {len(leaders)} groups of ranks, which begin with "
-            f"ranks {_listed(leaders)}; the hook's group begins with rank {leader}: give the part "
+            f"{ranks_in_words(leaders)}; the hook's group begins with rank {leader}: give the part "
             f"of one group"
         )
     wanted = leader if len(leaders) > 1 else leaders[0]
@@ -182,10 +183,6 @@ def with_own_pieces(
             f"of tensor parallelism"
         )
     return Saved(saved.common, fitting)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
 
 
 def merged(

@@ -67,6 +67,7 @@ from commhooks.hook.state import HookState
 from commhooks.verify import Verification
 from commhooks.wrappers.make import describe
 from ddp_core import borrow_memory
+from ddp_core.exchange.errors import listed
 
 __all__ = [
     "BetweenNodes",
@@ -348,9 +349,9 @@ def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
     others = [name for name, one in trained.items() if one not in sharded]
     if others:
         warnings.warn(
-            f"register: {', '.join(others[:3])}{', ...' * (len(others) > 3)}: in no FSDP2 module, "
-            f"so nothing averages their gradients, and ranks drift apart. Call fully_shard(model) "
-            f"before register; average parameters that you left out on purpose (ignored_params)",
+            f"register: {listed(others)}: in no FSDP2 module, so nothing averages their gradients, "
+            f"and ranks drift apart. Call fully_shard(model) before register; average parameters "
+            f"that you left out on purpose (ignored_params)",
             RuntimeWarning,
             stacklevel=user_line(),
         )

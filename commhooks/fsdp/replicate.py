@@ -20,6 +20,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook.registration import register
 from commhooks.hook.state import HookState
 from ddp_core._torch import device_types
+from ddp_core.exchange.errors import listed
 
 __all__ = ["replicate"]
 
@@ -63,7 +64,7 @@ def replicate(
     modules, own = list(modules), set(model.modules())
     if strange := [type(one).__name__ for one in modules if one not in own]:
         raise RegistrationError(
-            f"replicate(modules=...): parts of the model, and {', '.join(strange[:3])} is none"
+            f"replicate(modules=...): parts of the model, and {listed(strange)} is none"
         )
     shard, between = (mesh[name] for name in mesh.mesh_dim_names)
     settings = {"reshard_after_forward": False, **(fully_shard_options or {})}

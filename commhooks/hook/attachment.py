@@ -22,6 +22,7 @@ from commhooks.hook.capture import not_traced
 from commhooks.hook.parameters import not_reduced, reduced
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core._torch import in_join, local_spec_of
+from ddp_core.exchange.errors import listed
 from ddp_core.reducer.autograd import (
     NO_BACKWARD,
     backward_number,
@@ -244,11 +245,10 @@ class Unfrozen:
         if not any(map(_IS_TRAINED, self._not_reduced.values())):
             return
         names = [name for name, value in self._not_reduced.items() if value.requires_grad]
-        listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
         self._not_reduced = {}
         warnings.warn(
-            f"{listed} did not require a gradient when DistributedDataParallel was made, and "
-            f"now does: it is in no bucket, so it is averaged by nobody and drifts apart "
+            f"{listed(names)} did not require a gradient when DistributedDataParallel was made, "
+            f"and now does: it is in no bucket, so it is averaged by nobody and drifts apart "
             f"between ranks. Wrap the module again after unfreezing, or freeze after wrapping "
             f"(with find_unused_parameters=True)",
             RuntimeWarning,
@@ -457,10 +457,10 @@ class HostGuard:
         ]
         if lost:
             raise HookNotAttachedError(
-                f"commhooks: {self._hook} would not run on {', '.join(lost[:5])}"
-                f"{', ...' * (len(lost) > 5)}: sharded after register, or given another reduction "
-                f"since (set_custom_reduce_scatter, set_all_reduce_hook, another hook). Call "
-                f"register after the last fully_shard, and set no other reduction afterwards"
+                f"commhooks: {self._hook} would not run on {listed(lost)}: sharded after register, "
+                f"or given another reduction since (set_custom_reduce_scatter, set_all_reduce_hook"
+                f", another hook). Call register after the last fully_shard, and set no other "
+                f"reduction afterwards"
             )
         self._looks = False
         # Activation checkpointing runs forward passes within backward.

@@ -13,6 +13,7 @@ from commhooks.report.timeline import draw
 from commhooks.wrappers.feedback import without_flush
 from commhooks.wrappers.make import brief
 from ddp_core import needs
+from ddp_core.exchange.errors import listed
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -168,7 +169,7 @@ def _errors(page: Page, verification: Verification) -> None:
         return
     columns = ("step", "kind", "ranks", "bucket", "parameter", "what")
     lines = [
-        (str(one.step), one.kind, _ranks(one.ranks), _bucket(one), one.parameter, one.text)
+        (str(one.step), one.kind, listed(one.ranks, 16), _bucket(one), one.parameter, one.text)
         for one in found
     ]
     page.table(columns, lines, f"The last {len(found)} of {len(verification.findings)} findings.")
@@ -176,10 +177,6 @@ def _errors(page: Page, verification: Verification) -> None:
 
 def _bucket(finding: Finding) -> str:
     return str(finding.bucket) if finding.bucket >= 0 else ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks[:16])) + ", ..." * (len(ranks) > 16)
 
 
 def _error_bars(worst: Sequence[Verified]) -> Figure:

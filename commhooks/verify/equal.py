@@ -17,6 +17,7 @@ from torch import Tensor
 
 from commhooks.core.scheme import Scheme, walk
 from commhooks.errors import RegistrationError, VerificationError
+from ddp_core.exchange.errors import ranks_in_words
 
 __all__ = [
     "hashes",
@@ -152,12 +153,11 @@ def odd_ones(values: Sequence[Any]) -> list[int]:
 def others_in_words(which: Sequence[int], count: int) -> str:
     """Returns the ranks besides those that differ, and what that means."""
     others = [rank for rank in range(count) if rank not in which]
-    listed = ", ".join(map(str, others[:16])) + ", ..." * (len(others) > 16)
     if len(others) == 1:
         why = "at least one of the two is wrong" if count == 2 else "no two ranks need agree"
     else:
         why = "which agree"
-    return f"rank{'s' * (len(others) > 1)} {listed}: {why}"
+    return f"{ranks_in_words(others)}: {why}"
 
 
 # ---- once, on request
@@ -189,8 +189,7 @@ def need_equal(
     usual = next(rank for rank in range(len(values)) if rank not in which)
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     raise VerificationError(
-        f"{call}: {name}{more} differs: rank{'s' * (len(which) > 1)} "
-        f"{', '.join(map(str, which[:16]))} {'have' if len(which) > 1 else 'has'} "
+        f"{call}: {name}{more} differs: {ranks_in_words(which)} ha{'ve' if which[1:] else 's'} "
         f"{values[which[0]]}, other than {values[usual]} on {others_in_words(which, len(values))}. "
         f"Ranks with other values train different models: load one checkpoint on all of them"
     )

@@ -18,6 +18,7 @@ from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
 from commhooks.wrappers.make import brief
 from commhooks.wrappers.schedules import running_at
+from ddp_core.exchange.errors import ranks_in_words
 
 __all__ = [
     "Finding",
@@ -56,9 +57,9 @@ class Finding(NamedTuple):
     text: str
 
     def __str__(self) -> str:
-        ranks = f"rank{'s' * (len(self.ranks) != 1)} {', '.join(map(str, self.ranks[:16]))}"
         bucket = f"bucket {self.bucket}, " * (self.bucket >= 0)
-        return f"step {self.step}, {ranks}, {bucket}parameter {self.parameter!r}: {self.text}"
+        where = f"step {self.step}, {ranks_in_words(self.ranks)}, {bucket}parameter"
+        return f"{where} {self.parameter!r}: {self.text}"
 
 
 class Verified(NamedTuple):

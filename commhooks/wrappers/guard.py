@@ -16,6 +16,7 @@ from commhooks.core.traits import Traits
 from commhooks.wrappers.base import Wrapper
 from commhooks.wrappers.feedback import RESIDUAL_SLOT, keeps_residual, take_residual
 from ddp_core import AllReduce
+from ddp_core.exchange.errors import listed
 
 __all__ = ["Guard"]
 
@@ -136,10 +137,9 @@ class Guard(Wrapper):
             return
         self._write(_UNTIL, bucket.step + 1 + _REST, bucket)
         if bucket.rank == 0:
-            names = ", ".join(bucket.layout.names[:3]) + (", ..." if len(bucket.layout) > 3 else "")
             warnings.warn(
-                f"Guard, step {bucket.step}, bucket of {names}: {'; '.join(reasons)}. Averaging "
-                f"densely for {_REST} steps",
+                f"Guard, step {bucket.step}, bucket of {listed(bucket.layout.names)}: "
+                f"{'; '.join(reasons)}. Averaging densely for {_REST} steps",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -22,6 +22,7 @@ from commhooks.core.user_line import user_line
 from commhooks.wrappers.base import Choice
 from commhooks.wrappers.feedback import flushing, keeps_residual
 from commhooks.wrappers.parts import Part, side_by_side, whole_of
+from ddp_core.exchange.errors import listed
 
 __all__ = ["ROLES", "PerParameter", "Rule", "role_of", "warn_of_idle_rules"]
 
@@ -212,5 +213,5 @@ def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
     if hidden:
         return f"{which} is never used: earlier rules take all parameters that it matches"
     near = difflib.get_close_matches(rule.name.strip("*"), names, n=3, cutoff=0.4)
-    listed = f"the nearest are {', '.join(near)}" if near else f"it has {', '.join(names[:3])}, ..."
-    return f"{which} matches none of the model's {len(names)} parameters; {listed}"
+    others = f"the nearest are {', '.join(near)}" if near else f"it has {listed(names)}"
+    return f"{which} matches none of the model's {len(names)} parameters; {others}"

@@ -22,6 +22,7 @@ from commhooks.zero.hook import ZeroHook
 from commhooks.zero.shard import InShards
 from commhooks.zero.shards import Gather, Shards
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core.exchange.errors import listed
 
 __all__ = [
     "Group",
@@ -90,7 +91,7 @@ def need_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
     shared = frozenset() if codec is None else shared_and_rounded(codec, parameters)
     if shared:
         raise RegistrationError(
-            f"ZeroOptimizer(gather=...): {codec} rounds {', '.join(sorted(shared)[:3])} together "
+            f"ZeroOptimizer(gather=...): {codec} rounds {listed(sorted(shared))} together "
             f"with pieces of other parameters, and so differently on each rank of tensor "
             f"parallelism, which does not cut these {len(shared)} parameters: they would drift "
             f"apart; use gather='none' or 'bf16'"

@@ -13,6 +13,7 @@ from commhooks.core.layout import Layout, Span
 from commhooks.core.packed import spans
 from commhooks.errors import RegistrationError
 from ddp_core._torch import version_of
+from ddp_core.exchange.errors import listed
 
 __all__ = ["BucketShard", "InShards", "Piece", "StandIns", "copied"]
 
@@ -217,9 +218,9 @@ class BucketShard:
         written = [name for name, before, now in rows if before != now]
         if written and self._before is not None:
             raise RegistrationError(
-                f"ZeroOptimizer.step: {', '.join(written[:3])}{', ...' * (len(written) > 3)} "
-                f"written since backward, where in_backward=True has stepped the values before; "
-                f"write parameters after step(), or before backward"
+                f"ZeroOptimizer.step: {listed(written)} written since backward, where "
+                f"in_backward=True has stepped the values before; write parameters after step(), "
+                f"or before backward"
             )
 
     def _present_versions(self) -> list[int]:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_core._torch import device_index, ignored_names
 from ddp_core.ddp.replica import Placement, Replica
+from ddp_core.exchange.errors import listed
 from ddp_core.reducer.optimizer import has_optimizer_in_backward
 
 __all__ = [
@@ -78,7 +79,7 @@ def check_parameters(
     if early:
         raise ValueError(
             f"DistributedDataParallel(delay_all_reduce_named_params=...): the optimizers of "
-            f"{', '.join(early[:3])} run in backward (_apply_optimizer_in_backward), before the "
+            f"{listed(early)} run in backward (_apply_optimizer_in_backward), before the "
             f"delayed gradients are averaged; give these an optimizer of their own, or do not "
             f"delay them"
         )

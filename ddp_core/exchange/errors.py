@@ -80,12 +80,7 @@ def listed(names: Collection[object], most: int = 3) -> str:
 
 
 def ranks_in_words(ranks: Collection[int]) -> str:
-    """Returns ranks for a message.
-
-    Example:
-        >>> ranks_in_words([0, 2])
-        'ranks 0, 2'
-    """
+    """Returns ranks for a message: "rank 3", or "ranks 0, 2"."""
     return f"rank{'s' * (len(ranks) != 1)} {listed(ranks, 16)}"
 
 

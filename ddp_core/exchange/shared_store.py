@@ -34,6 +34,7 @@ __all__ = [
     "group_store",
     "group_timeout",
     "shared_store",
+    "text_of",
 ]
 
 _T = TypeVar("_T")
@@ -168,12 +169,8 @@ class SharedStore:
         Raises:
             SilentStoreError: the store does not answer.
         """
-
         # Polls: the store's own ``wait`` keeps all other threads of the process from the store.
-        def look(store: Any) -> str | None:
-            return store.get(key).decode() if store.check([key]) else None
-
-        end, pause = time.monotonic() + limit, 1e-3
+        look, end, pause = text_of(key), time.monotonic() + limit, 1e-3
         while (text := self.ask(look, end - time.monotonic())) is None and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
@@ -242,6 +239,11 @@ def _place(store: Any) -> str:
 
 
 # ---- ranks that meet
+
+
+def text_of(key: str) -> Callable[[Any], str | None]:
+    """Returns a question for the text of a key; None if it is not set."""
+    return lambda store: store.get(key).decode() if store.check([key]) else None
 
 
 def first_decides(key: str, text: str) -> Callable[[Any], str]:

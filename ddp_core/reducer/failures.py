@@ -25,6 +25,7 @@ from ddp_core.exchange.shared_store import (
     first_decides,
     group_limit,
     shared_store,
+    text_of,
 )
 
 __all__ = [
@@ -89,12 +90,7 @@ class FailureBoard:
         """
         if self._store is None:
             return None
-        key = self._key(place.attempt)
-
-        def reported(store: Any) -> str:
-            return str(store.get(key).decode()) if store.check([key]) else ""
-
-        text = self._store.peek(reported, _SLICE)
+        text = self._store.peek(text_of(self._key(place.attempt)), _SLICE)
         if not text or text.startswith(f"rank {self._rank}:"):
             return self.abandonments.look(place.step, place.bucket)
         return text
@@ -372,10 +368,8 @@ class Abandonments:
 
 def _seen(point: MeetingPoint, store: Any) -> tuple[tuple[int, _Dropped], str | None] | None:
     """Returns what the first rank has dropped, and what was decided."""
-    if not store.check([point.key]):
-        return None
-    first, outcome = _parse(store.get(point.key).decode()), f"{point.key}/outcome"
-    return first, store.get(outcome).decode() if store.check([outcome]) else None
+    first = text_of(point.key)(store)
+    return None if first is None else (_parse(first), text_of(f"{point.key}/outcome")(store))
 
 
 def _parse(value: str) -> tuple[int, _Dropped]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddp_core._torch import children_of
+from ddp_core.exchange.errors import listed
 from ddp_core.reducer.autograd import accumulator_of, when_accumulated
 
 __all__ = ["KnownParameters", "Structure", "has_another_wrapper"]
@@ -175,7 +176,7 @@ class KnownParameters:
                         self._refuse_gradient(owner, module, key, one, name)
         if gone and not strange and not self._may_lack:
             raise self._kind(
-                f"the model has no parameter {_listed(gone)} any more (deleted, or tied to another "
+                f"the model has no parameter {listed(gone)} any more (deleted, or tied to another "
                 f"one), and its gradient is waited for: {_AGAIN}"
             )
         if not borrowed:
@@ -247,7 +248,3 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
 _wrappers: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
 )
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))

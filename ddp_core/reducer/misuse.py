@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from ddp_core.exchange.errors import listed
 from ddp_core.reducer.autograd import NO_BACKWARD, backward_number
 from ddp_core.reducer.launch import Launcher, Step
 from ddp_core.reducer.optimizer import before_every_step
@@ -176,9 +177,7 @@ def twice_error(name: str, index: int) -> str:
 def _shown(names: Sequence[str]) -> str:
     # A model may have thousands; torch names all of them on request only, too.
     everything = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
-    return ", ".join(names if everything else names[:20]) + (
-        ", ..." if len(names) > 20 and not everything else ""
-    )
+    return listed(names, len(names) if everything else 20)
 
 
 def full_precision_error(name: str) -> str:

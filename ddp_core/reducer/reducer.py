@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddp_core.exchange.errors import listed
 from ddp_core.reducer.autograd import NO_BACKWARD, Accumulators, backward_number
 from ddp_core.reducer.backward import Backward, History
 from ddp_core.reducer.buckets import HeldBucket, InstalledBuckets
@@ -286,7 +287,7 @@ def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = No
             "called twice, or after a backward pass outside of hold(), which averages by itself?"
         )
     if lacking:
-        names = ", ".join(flight.parameters[index].name for index in gone[:20])
+        names = listed([flight.parameters[index].name for index in gone], 20)
         raise RuntimeError(
             f"reduce(): {lacking} of the ranks have no gradient of some parameters"
             f"{f' (here {names})' if lacks else ''}. Set find_unused_parameters=True where passes "
