@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,8 @@ __all__ = [
     "keeps_graph",
     "local_shape",
     "local_spec_of",
-    "not_compiled",
+    "not_traced",
+    "not_traced_itself",
     "number_of_entries",
     "optimizers_in_backward",
     "profiler_runs",
@@ -66,6 +67,8 @@ __all__ = [
     "versions_kept",
     "will_run",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # ---- autograd
 
@@ -142,8 +145,17 @@ def in_join(module: Any) -> bool:
 
 # ---- torch.compile
 
-# Makes a decorator: the compiler leaves a function alone, and with ``recursive`` what it calls.
-not_compiled: Any = torch._disable_dynamo  # type: ignore[attr-defined]
+
+def not_traced(function: _Function) -> _Function:
+    """Makes the compiler leave a function alone, with all that it calls: the graph breaks there."""
+    decorated: Any = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
+    return decorated  # type: ignore[no-any-return]
+
+
+def not_traced_itself(function: _Function) -> _Function:
+    """Makes the compiler leave a function alone, and not what it calls."""
+    decorated: Any = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
+    return decorated  # type: ignore[no-any-return]
 
 
 def compiles() -> bool:

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoint.placement import read_placement
-from commhooks.core.bytes import as_bytes
 from commhooks.core.names import renamed
 from commhooks.errors import CheckpointError
 from commhooks.kernels import all_finite
+from ddp_core.exchange.devices import as_bytes
 
 __all__ = [
     "COMMON",

@@ -20,7 +20,7 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import from_json, is_shape
 from commhooks.core.slot import Slot, number_of
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.capture import need_no_capture, not_traced
+from commhooks.hook.capture import need_no_capture
 from commhooks.hook.engine import Engine
 from commhooks.hook.exchanges import Exchanges, Step
 from commhooks.hook.parameters import Parameter, Parameters
@@ -35,6 +35,7 @@ from ddp_core import (
     completed,
     event_after,
 )
+from ddp_core._torch import not_traced
 
 __all__ = ["Call", "Calls", "Handle", "Kind", "NamedTensors", "sums", "travels_coded", "write_into"]
 

@@ -12,8 +12,8 @@ from commhooks.collectives.calls import Call, Calls, Handle, sums
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
-from commhooks.hook.capture import not_traced
 from commhooks.wrappers.make import describe
+from ddp_core._torch import not_traced
 
 __all__ = [
     "Collectives",

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.bytes import as_bytes
 from commhooks.core.layout import Span
 from commhooks.core.settings import check_settings, shown
 from commhooks.core.slot import Slot
 from commhooks.core.traits import Traits
 from commhooks.errors import SchemeError
 from ddp_core import AllGather, AllReduce
+from ddp_core.exchange.devices import as_bytes
 
 __all__ = [
     "Codec",

@@ -32,7 +32,6 @@ from commhooks._torch import (
 from commhooks.checkpoint.placement import cut_of
 from commhooks.collectives.calls import Call, write_into
 from commhooks.collectives.functions import Collectives
-from commhooks.core.bytes import as_bytes
 from commhooks.core.dense import Dense
 from commhooks.core.layout import Layout
 from commhooks.core.scheme import Scheme, walk
@@ -45,6 +44,7 @@ from commhooks.schemes.quantized import Blockwise
 from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.make import make
 from ddp_core import AllGather, Collective, Exchange
+from ddp_core.exchange.devices import as_bytes
 
 __all__ = ["gather_parameters"]
 

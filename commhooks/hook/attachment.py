@@ -18,10 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks._torch import comm_hooks, wrapped_parameters
 from commhooks.core.names import plain_name
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.hook.capture import not_traced
 from commhooks.hook.parameters import not_reduced, reduced
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core._torch import in_join, local_spec_of
+from ddp_core._torch import in_join, local_spec_of, not_traced
 from ddp_core.exchange.errors import listed
 from ddp_core.reducer.autograd import (
     NO_BACKWARD,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -14,18 +13,8 @@ from commhooks.schemes.noop import Noop
 from commhooks.wrappers.base import Coalesced
 from commhooks.wrappers.cast import Cast
 from commhooks.wrappers.make import brief
-from ddp_core._torch import not_compiled
 
-__all__ = ["need_bucket", "need_no_capture", "not_traced"]
-
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def not_traced(function: _Function) -> _Function:
-    """Makes the compiler leave a function alone, with all that it calls: the graph breaks there."""
-    decorated: Any = not_compiled(function, recursive=True)
-    return decorated  # type: ignore[no-any-return]
+__all__ = ["need_bucket", "need_no_capture"]
 
 
 def need_bucket(bucket: Any) -> None:

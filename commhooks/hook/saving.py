@@ -35,7 +35,6 @@ from commhooks.checkpoint.ranks import (
     structure,
     with_own_pieces,
 )
-from commhooks.core.bytes import as_bytes
 from commhooks.core.names import is_padding, piece_of, whole_name
 from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.slot import Slot, StepInfo
@@ -52,6 +51,7 @@ from commhooks.wrappers.feedback import (
 )
 from commhooks.wrappers.make import describe
 from ddp_core import MismatchError, MissingRankError
+from ddp_core.exchange.devices import as_bytes
 
 __all__ = [
     "Kept",

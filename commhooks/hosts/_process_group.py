@@ -25,11 +25,10 @@ from commhooks.core.scheme import Scheme, slots_of
 from commhooks.core.settings import check_seed, fitting
 from commhooks.errors import RegistrationError
 from commhooks.hook.binding import need_group
-from commhooks.hook.capture import not_traced
 from commhooks.hook.handshake import MEETING, handshake
 from commhooks.wrappers.make import describe, make
 from ddp_core import group_timeout, made_in_time
-from ddp_core._torch import add_backend, backend_of, device_types
+from ddp_core._torch import add_backend, backend_of, device_types, not_traced
 
 __all__ = ["SchemeGroup", "process_group"]
 

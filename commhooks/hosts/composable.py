@@ -24,11 +24,11 @@ from commhooks.core.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook.attachment import Unfrozen, known_parameters
-from commhooks.hook.capture import not_traced
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import not_reduced
 from commhooks.hook.state import HookState
+from ddp_core._torch import not_traced
 from ddp_core.reducer.known import KnownParameters
 
 __all__ = ["register_on_composable"]

@@ -11,11 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
+from ddp_core._torch import not_traced, not_traced_itself
 from ddp_core.ddp import construct as _construct
 from ddp_core.ddp.agreement import frozen_facts, module_facts, verify_across_ranks
 from ddp_core.ddp.compile import splitting_at_buckets
 from ddp_core.ddp.delayed import DelayedAllReduce
-from ddp_core.ddp.forward import ForwardPass, before_forward, not_traced
+from ddp_core.ddp.forward import ForwardPass, before_forward
 from ddp_core.ddp.logging_data import log_construction, log_recorded_steps
 from ddp_core.ddp.parts import Parts
 from ddp_core.ddp.replica import BufferHook, Buffers, Plans
@@ -161,7 +162,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     # ---- training
 
-    @not_traced(recursive=False)
+    @not_traced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward: first takes rank 0's buffers, then prepares backward."""
         if not self._parts.reduces:
@@ -175,7 +176,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             raise
         return under_way.end(output)
 
-    @not_traced(recursive=True)
+    @not_traced
     def _after_delayed(self, output: Any) -> Any:
         assert self._parts.delayed is not None  # all parameters are: there is no reducer
         if torch.is_grad_enabled():
@@ -400,7 +401,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         before, unreduced.holding = unreduced.holding, holds
         return before
 
-    @not_traced(recursive=True)
+    @not_traced
     def reduce(self) -> None:
         """Averages what passes have accumulated in ``.grad``, bucket by bucket, as one step.
 

@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from ddp_core._torch import in_join, not_compiled, tree_flatten, tree_unflatten, will_run
+from ddp_core._torch import in_join, not_traced, tree_flatten, tree_unflatten, will_run
 from ddp_core.ddp.parts import Parts
 from ddp_core.ddp.replica import Plans, announce, hear_of_plans
 from ddp_core.reducer.backward import Backward
 from ddp_core.reducer.precision import Use
 
-__all__ = ["ForwardPass", "ShadowHook", "before_forward", "not_traced", "through_sink"]
-
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def not_traced(*, recursive: bool) -> Callable[[_Method], _Method]:
-    """Makes the compiler leave the method alone, and what it calls if ``recursive``."""
-    decorator: Any = not_compiled(recursive=recursive)
-    return decorator  # type: ignore[no-any-return]
+__all__ = ["ForwardPass", "ShadowHook", "before_forward", "through_sink"]
 
 
 class _Module(Protocol):
@@ -39,7 +29,7 @@ class _Module(Protocol):
     _join_config: Any
 
 
-@not_traced(recursive=True)
+@not_traced
 def before_forward(
     parts: Parts, module: _Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], ForwardPass]:
@@ -111,7 +101,7 @@ class ForwardPass:
         if self._low is not None:
             self._low.end()
 
-    @not_traced(recursive=True)
+    @not_traced
     def end(self, output: Any) -> Any:
         """Does what comes after the inner module has computed; returns what the caller gets."""
         if not self._is_recomputed:

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core._torch import number_of_entries, sparse_indices, sparse_values
+from ddp_core.exchange.devices import as_bytes
 from ddp_core.exchange.lane_groups import backend_for, is_gloo, is_nccl
-from ddp_core.exchange.pairs import Pairs, as_bytes, exchange_pairs, future_after, on_gloo
+from ddp_core.exchange.pairs import Pairs, exchange_pairs, future_after, on_gloo
 
 __all__ = [
     "AllGather",

@@ -1,4 +1,4 @@
-"""What a device with streams needs beyond its tensors; nothing of it is needed on the CPU."""
+"""The memory of tensors, and what a device with streams needs besides; the CPU needs nothing."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 __all__ = [
     "Turns",
+    "as_bytes",
     "borrow_memory",
     "completed",
     "future_on",
@@ -68,6 +69,14 @@ def borrow_memory(tensor: Tensor) -> None:
     stream = stream_of(tensor.device)
     if stream is not None:
         tensor.record_stream(stream)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a tensor, flat in row-major order: its memory if that is contiguous."""
+    flat = tensor.reshape(-1)
+    if flat.numel() == 1:  # a slice of one entry counts as contiguous, whatever its stride
+        flat = flat.as_strided((1,), (1,))
+    return flat.contiguous().view(torch.uint8)
 
 
 class Turns:

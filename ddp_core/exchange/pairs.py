@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange.devices import as_bytes
 from ddp_core.exchange.lane_groups import backend_for, host_backend, is_gloo
 
 __all__ = [
     "Pairs",
-    "as_bytes",
     "carried_by_host",
     "exchange_pairs",
     "future_after",
@@ -42,11 +42,6 @@ def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
 def carried_by_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether tensors of ``device``, which is not the host, travel by Gloo in ``group``."""
     return device.type != "cpu" and is_gloo(backend_for(group, device))
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor as bytes: NCCL has no int16 (DeMo's indices)."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 class Pairs:
@@ -166,7 +161,7 @@ def exchange_pairs(
 def _message(
     what: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int
 ) -> dist.P2POp:
-    moved = as_bytes(tensor)
+    moved = as_bytes(tensor)  # NCCL has no int16 (DeMo's indices)
     return dist.P2POp(what, moved, group=group, group_peer=peer, tag=_TAG)
 
 

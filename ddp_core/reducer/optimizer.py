@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddp_core._torch import not_compiled, optimizers_in_backward
+from ddp_core._torch import not_traced, optimizers_in_backward
 from ddp_core.reducer.buckets import HeldBucket
 
 __all__ = [
@@ -75,7 +75,7 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_step_begins)
 
 
-@not_compiled  # type: ignore[untyped-decorator]
+@not_traced
 def _step_begins(optimizer: Optimizer, *_: Any) -> None:
     for one in list(_looks):
         look = one()
