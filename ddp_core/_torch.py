@@ -68,7 +68,7 @@ __all__ = [
     "will_run",
 ]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 # ---- autograd
 
@@ -146,13 +146,13 @@ def in_join(module: Any) -> bool:
 # ---- torch.compile
 
 
-def not_traced(function: _Function) -> _Function:
+def not_traced(function: Function) -> Function:
     """Makes the compiler leave a function alone, with all that it calls: the graph breaks there."""
     decorated: Any = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
     return decorated  # type: ignore[no-any-return]
 
 
-def not_traced_itself(function: _Function) -> _Function:
+def not_traced_itself(function: Function) -> Function:
     """Makes the compiler leave a function alone, and not what it calls."""
     decorated: Any = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
     return decorated  # type: ignore[no-any-return]

@@ -36,6 +36,7 @@ from ddp_core.reducer.optimizer import before_every_step
 __all__ = [
     "AttachmentGuard",
     "Attendance",
+    "ForwardGuard",
     "HostGuard",
     "ShardedParameters",
     "Unfrozen",
@@ -282,8 +283,29 @@ def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> Kno
     )
 
 
-class AttachmentGuard:
-    """Raises, as a forward pre-hook of DistributedDataParallel, if the hook would not run."""
+class ForwardGuard:
+    """Looks, as a forward pre-hook of a model, whether its hook runs; a copy looks at nothing.
+
+    A model that is copied or pickled takes its pre-hooks along.
+    """
+
+    _is_copy = False
+
+    # Not traced by torch.compile: it acts on state that changes from step to step.
+    @not_traced
+    def __call__(self, module: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled() and not self._is_copy:
+            self.pass_begins(module)
+
+    def pass_begins(self, module: Any) -> None:
+        """Looks before a forward pass that records a graph."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_is_copy": True}
+
+
+class AttachmentGuard(ForwardGuard):
+    """Raises before a forward pass of DistributedDataParallel if the hook would not run."""
 
     def __init__(self, state: Any, ddp: DistributedDataParallel) -> None:
         self._state = state
@@ -299,11 +321,7 @@ class AttachmentGuard:
         """Whether ``module`` is the one the hook was registered on, in this process."""
         return self._ddp is not None and self._ddp() is module
 
-    # Not traced by torch.compile: it acts on state that changes from step to step.
-    @not_traced
-    def __call__(self, module: Any, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+    def pass_begins(self, module: Any) -> None:
         if not self.attached_to(module):
             if not module.training:  # an average of weights, say (AveragedModel)
                 return
@@ -406,16 +424,9 @@ class ShardedParameters:
                 f"nothing: make the optimizer again, and load its state"
             )
 
-    def __reduce__(self) -> Any:
-        return _nothing, ()  # of a copy
 
-
-def _nothing() -> None:
-    return None
-
-
-class HostGuard:
-    """Tells a hook, as a forward pre-hook, that a pass begins; raises if the hook would not run.
+class HostGuard(ForwardGuard):
+    """Tells a hook that a forward pass begins; raises if the hook would not run.
 
     Args:
         model: that the host shards.
@@ -442,11 +453,7 @@ class HostGuard:
         self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
         self._looks = True
 
-    # Not traced by torch.compile: it acts on state that changes from step to step.
-    @not_traced
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
+    def pass_begins(self, module: nn.Module) -> None:
         self._parameters.check()
         units = self._units
         if self._looks:  # until it is right once: after that a host takes no further modules

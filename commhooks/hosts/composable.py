@@ -6,10 +6,8 @@ names, and takes hooks until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -23,12 +21,11 @@ from commhooks._torch import (
 from commhooks.core.names import plain_names
 from commhooks.core.scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook.attachment import Unfrozen, known_parameters
+from commhooks.hook.attachment import ForwardGuard, Unfrozen, known_parameters
 from commhooks.hook.handshake import MEETING
 from commhooks.hook.hook_function import comm_hook
 from commhooks.hook.parameters import not_reduced
 from commhooks.hook.state import HookState
-from ddp_core._torch import not_traced
 from ddp_core.reducer.known import KnownParameters
 
 __all__ = ["register_on_composable"]
@@ -53,49 +50,30 @@ def register_on_composable(
     takes_hooks: Any = composable_ddp(state) if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
 
-    guards: list[tuple[KnownParameters, Unfrozen]] = []
-
-    def forward_begins(module: nn.Module, inputs: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        ddp = composable_ddp(state)
-        if not guards:  # the first forward pass has made the DistributedDataParallel
-            guards.append((known_parameters(module, ddp, ""), Unfrozen(_frozen(module, state))))
-            hook._attendance.watch(hook, ddp, guards[0][0].averaged)
-        known, unfrozen = guards[0]
-        if not composable_options(state).get(
-            "device_mesh"
-        ):  # else they are DTensors in forward passes
-            known.check()
-        hook._attendance.forward_begins(synchronises=ddp.require_backward_grad_sync)
-        hook.forward_begins()
-        unfrozen.warn()
-
-    model.register_forward_pre_hook(_OnlyHere(forward_begins))
+    model.register_forward_pre_hook(_Guard(hook, state))
     return hook
 
 
-class _OnlyHere:
-    """Calls a function before a module's forward pass, and not before that of its copies.
+class _Guard(ForwardGuard):
+    """Tells a hook that a forward pass begins; notices that the module trains other parameters."""
 
-    A module that is copied or pickled takes its hooks along (``copy.deepcopy(model)`` makes
-    averages of weights). The function is for the first module only.
+    def __init__(self, hook: HookState, state: Any) -> None:
+        self._hook, self._state = hook, state
+        self._known: KnownParameters | None = None
+        self._unfrozen = Unfrozen({})
 
-    Args:
-        call: gets module and inputs; None: this is of a copy.
-    """
-
-    def __init__(self, call: Callable[[nn.Module, Any], None] | None) -> None:
-        self._call = call
-
-    # Not traced by torch.compile: it acts on state that changes from step to step.
-    @not_traced
-    def __call__(self, module: nn.Module, inputs: Any) -> None:
-        if self._call is not None:
-            self._call(module, inputs)
-
-    def __reduce__(self) -> tuple[type[_OnlyHere], tuple[None]]:
-        return _OnlyHere, (None,)
+    def pass_begins(self, module: nn.Module) -> None:
+        ddp, attendance = composable_ddp(self._state), self._hook._attendance
+        if self._known is None:  # the first forward pass has made the DistributedDataParallel
+            self._known = known_parameters(module, ddp, "")
+            self._unfrozen = Unfrozen(_frozen(module, self._state))
+            attendance.watch(self._hook, ddp, self._known.averaged)
+        # With a mesh they are DTensors in forward passes.
+        if not composable_options(self._state).get("device_mesh"):
+            self._known.check()
+        attendance.forward_begins(synchronises=ddp.require_backward_grad_sync)
+        self._hook.forward_begins()
+        self._unfrozen.warn()
 
 
 def _frozen(model: nn.Module, state: Any) -> dict[str, nn.Parameter]:

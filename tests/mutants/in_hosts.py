@@ -203,7 +203,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "AttachmentGuard.__call__",
+        "AttachmentGuard.pass_begins",
         (
             "an average of a wrapped model is not evaluated",
             "            if not module.training:  # an average",

@@ -420,7 +420,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "HostGuard.__call__",
+        "HostGuard.pass_begins",
         (
             "modules that are sharded later are not missed",
             "{**units, **self._present(module)}",

@@ -22,8 +22,18 @@ from ddp_core import (
     Task,
     simulate,
 )
+from ddp_core.exchange.devices import as_bytes
 
 SIZES = (1, 2, 3, 5)
+
+
+def test_the_bytes_of_a_contiguous_tensor_are_its_memory() -> None:
+    """A slice of one entry counts as contiguous, whatever its stride."""
+    for tensor in (torch.ones(2, 3), torch.ones(9)[::7][:1], torch.ones(()), torch.ones(0)):
+        as_bytes(tensor).zero_()
+        assert not tensor.any()
+    turned = torch.arange(6.0).view(2, 3).t()
+    assert_close(as_bytes(turned).view(torch.float32), turned.flatten())
 
 
 def tensors(world_size: int, *shape: int) -> list[Tensor]:
