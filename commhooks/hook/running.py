@@ -34,7 +34,6 @@ from commhooks.verify import Verification, need_verifiable
 from commhooks.wrappers.per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers, MismatchError, MissingRankError
-from ddp_core.exchange.errors import listed
 
 __all__ = ["Continuation", "Running"]
 
@@ -388,7 +387,7 @@ class Running:
         if shared and scheme.traits.returns != "mean":
             names = sorted({whole_name(name) for name in shared})
             warnings.warn(
-                f"{scheme} rounds the gradients of {listed(names)} ({len(names)} "
+                f"{scheme} rounds the gradients of {', '.join(names[:3])} ({len(names)} "
                 f"parameters that ranks of tensor parallelism have in common) together with those "
                 f"of pieces, differently on each of these ranks, where these parameters drift "
                 f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",
