@@ -285,7 +285,7 @@ class MeetingPoint(NamedTuple):
         # Else every meeting of a long job leaves keys in the memory of the store's process.
         names = [f"{self.key}/{self.rank}"]
         if self.rank == 0:
-            names += [self.key, f"{self.key}/came", f"{self.key}/outcome"]
+            names += [f"{self.key}/came", f"{self.key}/outcome", self.key]
         # Some stores do not delete keys: that is no error.
         self.store.tell(lambda store: [store.delete_key(name) for name in names])
 
