@@ -219,7 +219,7 @@ def _later(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = model_of()
     fully_shard(model[0], mesh=mesh)
-    with pytest.warns(RuntimeWarning, match=r"2.weight, 2.bias, 4.weight, \.\.\.: in no FSDP2"):
+    with pytest.warns(RuntimeWarning, match=r"2.weight, 2.bias, 4.weight and 1 more: in no FSDP2"):
         commhooks.register(model, "int8")
     fully_shard(model[2], mesh=mesh)
     fully_shard(model, mesh=mesh)

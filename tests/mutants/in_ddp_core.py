@@ -682,6 +682,24 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
+        "MeetingPoint.wait_for_all",
+        (
+            "the last rank that comes is waited for",
+            "== self.size",
+            "> self.size",
+            f"{UNIT}/test_roll_call.py::test_all_come_again_and_again",
+        ),
+    ),
+    *planted(
+        "as_bytes",
+        (
+            "one entry of a strided tensor has no bytes",
+            "    if flat.numel() == 1:",
+            "    if False:",
+            f"{UNIT}/test_collectives.py::test_the_bytes_of_a_contiguous_tensor_are_its_memory",
+        ),
+    ),
+    *planted(
         "Abandonments._outcome",
         (
             "a rank that dropped a step elsewhere goes on",
