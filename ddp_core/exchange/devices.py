@@ -74,8 +74,8 @@ def borrow_memory(tensor: Tensor) -> None:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor, flat in row-major order: its memory if that is contiguous."""
     flat = tensor.reshape(-1)
-    if flat.numel() == 1:  # a slice of one entry counts as contiguous, whatever its stride
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() <= 1:  # such a slice counts as contiguous, whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.contiguous().view(torch.uint8)
 
 
