@@ -69,12 +69,7 @@ class MissingPackageError(Error, ImportError):
 
 
 def listed(names: Collection[object], most: int = 3) -> str:
-    """Returns names or numbers for a message, with commas: the first, and how many there are more.
-
-    Example:
-        >>> listed(["a", "b", "c", "d", "e"])
-        'a, b, c and 2 more'
-    """
+    """Returns names or numbers for a message, and no more than ``most``: "a, b, c and 2 more"."""
     first = ", ".join(map(str, islice(names, most)))
     return first if len(names) <= most else f"{first} and {len(names) - most} more"
 

@@ -293,9 +293,7 @@ class MeetingPoint(NamedTuple):
 class Notes:
     """Holds texts that ranks leave each other in the store of their group, during one call.
 
-    Args:
-        call, number: of the call, the same on all ranks and never again.
-        limit: longest wait for another rank, in seconds.
+    Its name and number are the same on all ranks, and never come again.
     """
 
     def __init__(self, group: dist.ProcessGroup, call: str, number: int, limit: float) -> None:

@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -308,11 +307,11 @@ class Abandonments:
         if point is None or self._size == 1:
             return None
         # What this rank waits for has a timeout of its own, so a silent store is not waited for.
-        seen = point.store.peek(partial(_seen, point), _SOON)
-        if not seen:
+        first = point.store.peek(text_of(point.key), _SOON)
+        if first is None:
             return None
-        (who, theirs), outcome = seen
-        said = ""
+        outcome = point.store.peek(text_of(f"{point.key}/outcome"), _SOON)
+        (who, theirs), said = _parse(first), ""
         if outcome is None and self._mine is not None:
             # What it has launched is settled here, and comes if all have launched as much.
             if theirs != self._mine:
@@ -364,12 +363,6 @@ class Abandonments:
             return None
         key = f"ddp_core/{self._name}/abandoned/{number}"
         return MeetingPoint(self._store, key, self._rank, self._size)
-
-
-def _seen(point: MeetingPoint, store: Any) -> tuple[tuple[int, _Dropped], str | None] | None:
-    """Returns what the first rank has dropped, and what was decided."""
-    first = text_of(point.key)(store)
-    return None if first is None else (_parse(first), text_of(f"{point.key}/outcome")(store))
 
 
 def _parse(value: str) -> tuple[int, _Dropped]:
