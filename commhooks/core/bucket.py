@@ -120,7 +120,7 @@ class Bucket(StepInfo):
                 f"Bucket.replace: no attribute {', '.join(sorted(unknown))}; there are "
                 f"{', '.join(sorted(_ATTRIBUTES))}"
             )
-        other = Bucket.__new__(Bucket)
+        other = object.__new__(type(self))
         other.__dict__.update(self.__dict__)
         if changes.keys() & {"raw", "residual", "unsent"}:
             other._sum = []  # another sum: no longer shared

@@ -231,7 +231,7 @@ class Memory:
 
         An exchange of an abandoned step that is still running cannot write into the next step.
         """
-        step = Memory.__new__(Memory)
+        step = object.__new__(type(self))
         step.__dict__.update(self.__dict__, _staged={}, _notes={})  # committed values are shared
         return step
 
