@@ -86,7 +86,7 @@ class _Case:
             self.sent.append(sent)
 
     def kept_nbytes(self) -> int:
-        return 0 if self.hook is None else self.hook._engine.memory.nbytes()
+        return 0 if self.hook is None else self.hook.engine.memory.nbytes()
 
 
 def run_rank(settings: Settings) -> None:

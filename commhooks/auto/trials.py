@@ -194,9 +194,9 @@ class Trials:
         hook._meet("auto", {"stage": self._stage.value, "step": hook.step}, MEETING)
         found = [value]
         # Ranks with other parts of the gradients (HSDP) decide the same.
-        for group in (hook._binding.group(), *hook._binding.beside):
+        for group in (hook.binding.group(), *hook.binding.beside):
             everyone: list[Any] = [None] * group.size()
-            with hook._binding.on_device():
+            with hook.binding.on_device():
                 dist.all_gather_object(everyone, found, group=group)
             found = [one for theirs in everyone for one in theirs]
         return found

@@ -27,27 +27,27 @@ __all__ = [
 
 def group_of(hook: HookState) -> dist.ProcessGroup:
     """Returns the process group that a hook averages over."""
-    return hook._binding.group()
+    return hook.binding.group()
 
 
 def memory_of(hook: HookState) -> Memory:
     """Returns the memory of a hook's scheme, by key and parameter name."""
-    return hook._engine.memory
+    return hook.engine.memory
 
 
 def step_under_way(hook: HookState) -> bool:
     """Whether a step has begun and not ended."""
-    return hook._runner.under_way
+    return hook.runner.under_way
 
 
 def set_step(hook: HookState, step: int) -> None:
     """Sets the number of steps that a hook has made."""
-    hook._engine.step = step
+    hook.engine.step = step
 
 
 def set_seed(hook: HookState, seed: int) -> None:
     """Sets the seed of random draws, from the next step on."""
-    hook._engine.seed = seed
+    hook.engine.seed = seed
 
 
 def continue_from(hook: HookState, before: HookState) -> None:

@@ -335,17 +335,17 @@ class Calls(HookState):
     ) -> None:
         super()._init(scheme, seed, history, process_group)
         self.compared_with = "exchange"
-        self._tensors = self._binding.parameters = NamedTensors()
+        self._tensors = self.binding.parameters = NamedTensors()
         self._steps: dict[str, int] = {}  # of the next call of each name
         self._kinds: dict[str, Kind] = {}  # of the calls of each name
         self._numbers: dict[str, int] = {}  # of each name, in the ledger
         self._first_step = 0  # of a name that is new
         self._pending: list[tuple[str, Future[Tensor]]] = []
-        self._drivers.ensure(_rounds(scheme))
+        self.drivers.ensure(_rounds(scheme))
 
-    def _bind(self) -> None:
-        group = self._binding.group()
-        self._engine.rank, self._engine.world_size = group.rank(), group.size()
+    def bind(self) -> None:
+        group = self.binding.group()
+        self.engine.rank, self.engine.world_size = group.rank(), group.size()
 
     def _engine_at(self, step: int) -> Engine:
         """Returns the engine of a call, whose draws are those of groups with ranks so far apart.
@@ -354,9 +354,9 @@ class Calls(HookState):
         independent of its input, in which the draws of the first average are. All rows draw alike,
         as ranks of tensor parallelism do: what is equal on several of them stays so.
         """
-        engine = self._engine.at(step)
+        engine = self.engine.at(step)
         with suppress(KeyError, ValueError, RuntimeError):  # a group that torch has not made
-            ranks = sorted(dist.get_process_group_ranks(self._binding.group()))
+            ranks = sorted(dist.get_process_group_ranks(self.binding.group()))
             if len(ranks) < dist.get_world_size():
                 apart = [rank - ranks[0] for rank in ranks]
                 engine.seed = number_of(f"{engine.seed}/{apart}") >> 1
@@ -367,8 +367,8 @@ class Calls(HookState):
         """Makes a call, and waits for its end unless ``async_op``."""
         if self._closed:
             raise RegistrationError(f"Collectives.{call.kind}: it was closed; make another")
-        self._bind()
-        call.check(self._engine.world_size)
+        self.bind()
+        call.check(self.engine.world_size)
         call.need(self.scheme)
         # Tensors of inference mode could not be written by the threads that go on with the call.
         with torch.inference_mode(False), torch.no_grad():
@@ -382,7 +382,7 @@ class Calls(HookState):
         """Returns the name of a call's tensor, which memory and random bits belong to."""
         if name is not None and not isinstance(name, str):
             raise TypeError(f"Collectives.{call.kind}(name=...): a text, got {name!r}")
-        if self._engine.keeps_memory and not call.is_plain(self.scheme):
+        if self.engine.keeps_memory and not call.is_plain(self.scheme):
             if name is None:
                 raise ValueError(
                     f"Collectives.{call.kind}: {self.scheme} keeps memory of each tensor between "
@@ -398,27 +398,27 @@ class Calls(HookState):
         return "tensor" if name is None else name
 
     def _start(self, call: Call, name: str, async_op: bool) -> Future[Tensor]:
-        device, keeps = call.given.device, self._engine.keeps_memory
+        device, keeps = call.given.device, self.engine.keeps_memory
         if not call.given.numel():  # on every rank, so that nobody waits for it
             return completed(call.into)
         if not call.is_plain(self.scheme):
-            need_no_capture(device, self.scheme, agreed=self._agreed)
-        if not self._agreed:
-            self._binding.also_on = device
+            need_no_capture(device, self.scheme, agreed=self.agreed)
+        if not self.agreed:
+            self.binding.also_on = device
             self.agree(f"{self._called}.{call.kind}, the first call or the first after loading")
         if keeps:
             self._wait_for(name)
-            self._drivers.join()
+            self.drivers.join()
         self._pending = [one for one in self._pending if not one[1].done() or _failed(one[1])]
         number = self._numbers.setdefault(name, len(self._numbers))
         at = self._steps.get(name, self._first_step)
         self._steps[name] = at + 1
-        self._engine.step = max(self._engine.step, at + 1)
+        self.engine.step = max(self.engine.step, at + 1)
         engine, agree = self._engine_at(at), keeps and call.kind == "reduce_scatter"
-        step = Step(at, self._binding.group(), holds=False, timed=self.ledger.times(at))
+        step = Step(at, self.binding.group(), holds=False, timed=self.ledger.times(at))
         step.clock = clock_of(device, timed=step.timed)
         exchange = call.exchange(engine, Layout([name], [call.given.shape]), number, agree=agree)
-        future = Exchanges(engine, self._drivers, self.ledger).start(
+        future = Exchanges(engine, self.drivers, self.ledger).start(
             step,
             self._counted(engine, call, exchange, async_op),
             bucket=number,
@@ -429,7 +429,7 @@ class Calls(HookState):
             dense_sends=_DENSE_SENDS.get(call.kind, engine.world_size),
         )
         self.ledger.launched_last(at, step.clock.now())
-        self._attendance.calls += 1
+        self.attendance.calls += 1
         self._pending.append((name, future))
         return future
 
@@ -439,7 +439,7 @@ class Calls(HookState):
             for tensor in (call.given, call.into):
                 borrow_memory(tensor)
         result = yield from exchange
-        self._engine.skipped += engine.skipped
+        self.engine.skipped += engine.skipped
         # Else the caller's stream has waited. A future keeps its value's memory until a GPU has
         # come there: hosts that gather parameters layer by layer would need that of several.
         return result if async_op else result.new_empty(0)
@@ -469,7 +469,7 @@ class Calls(HookState):
 
     def _replace(self, built: Scheme) -> None:
         super()._replace(built)
-        self._drivers.ensure(_rounds(built))
+        self.drivers.ensure(_rounds(built))
 
     def declare(self, name: str, like: Tensor) -> None:
         """Tells name, shape and dtype of a tensor before its first call.
@@ -500,11 +500,11 @@ class Calls(HookState):
                 name for part in saved.parts for of_key in part.memory.values() for name in of_key
             )
         before = self._tensors
-        self._tensors = self._binding.parameters = before.and_also(tensors)
+        self._tensors = self.binding.parameters = before.and_also(tensors)
         try:
             super().load_state_dict(state, strict=strict)
         except BaseException:
-            self._tensors = self._binding.parameters = before
+            self._tensors = self.binding.parameters = before
             raise
         # Of a hook on a model: all tensors go on from its step.
         self._steps, self._first_step = steps, self.step if first is None else first
@@ -517,7 +517,7 @@ class Calls(HookState):
     def follow_plan(self, plan: str, scheme: str) -> None:
         """Counts calls as the ranks that this one joins; random draws and schedules go by them."""
         self._steps, tensors, first = _tensors_of(plan)
-        self._tensors = self._binding.parameters = self._tensors.and_also(tensors)
+        self._tensors = self.binding.parameters = self._tensors.and_also(tensors)
         self._first_step = first or 0
 
     def ranks_changed(self) -> None:

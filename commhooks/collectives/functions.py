@@ -55,7 +55,7 @@ class Collectives(Calls):
         **options: Any,
     ) -> None:
         super().__init__(scheme, process_group=group, seed=seed, history=history, **options)
-        self._attendance.dismiss()  # no backward pass calls it, of which a hook would warn
+        self.attendance.dismiss()  # no backward pass calls it, of which a hook would warn
 
     def all_reduce(
         self, tensor: Tensor, name: str | None = None, *, op: Any = SUM, async_op: bool = False

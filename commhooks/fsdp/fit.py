@@ -43,10 +43,10 @@ def fit_to_host(
     Raises:
         RegistrationError: the scheme cannot return a shard.
     """
-    hook._attendance.dismiss()  # the host's guard says where it would not run
+    hook.attendance.dismiss()  # the host's guard says where it would not run
     if shards_for:
         need_shards(hook.scheme, shards_for)
         hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
-    hook._binding.adopt_sharded(model, known, group, device, values)
+    hook.binding.adopt_sharded(model, known, group, device, values)
     hook._verify_with(verification)
     hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"

@@ -327,7 +327,7 @@ class BetweenNodes(Replacement):
 
 def _keeps_units(hook: HookState) -> bool:
     """Whether the scheme keeps memory, which is in units of the gradient on every host."""
-    return hook._engine.keeps_memory
+    return hook.engine.keeps_memory
 
 
 # ---- what is refused
@@ -456,7 +456,7 @@ def register_on_fsdp2(
     known = ShardedParameters(found.parameters, shards.size())
     if between is not None and shards.size() > 1:
         known = OwnShards(found.parameters, shards.size(), shards.rank())
-        hook._binding.shards = shards
+        hook.binding.shards = shards
     device = found.modules[0].group.device
     shards_for = "FSDP2" if between is None else ""
     values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
@@ -475,7 +475,7 @@ def register_on_fsdp2(
     )
 
     other = other_kind.hook_of(found.modules[0].group)
-    hook._binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
+    hook.binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
     facts = {
         "host": f"FSDP2 {kind.place}",
         "other place": None if other is None else describe(other.scheme),
@@ -483,8 +483,8 @@ def register_on_fsdp2(
     hook.agree("commhooks.register", facts, MEETING)
     if other is not None:
         inside, outside = (hook, other) if between is None else (other, hook)
-        inside._binding.beside[:] = _other_nodes(found, outside)
-        inside._runner.continue_in(outside._runner)
+        inside.binding.beside[:] = _other_nodes(found, outside)
+        inside.runner.continue_in(outside.runner)
 
     for module in found.modules:
         setattr(module.group, kind.place, kind(hook, module, known))
@@ -567,7 +567,7 @@ def _other_nodes(found: FSDP2Model, between: HookState | None) -> list[dist.Proc
         between: the hook between nodes; None: FSDP2 averages between them, if there are several.
     """
     if between is not None:
-        return _of_several(between._binding.group())
+        return _of_several(between.binding.group())
     infos = [one.group.mesh_info for one in found.modules]
     native = [one.replicate_process_group for one in infos if isinstance(one, DDPMeshInfo)]
     return _of_several(*native[:1])

@@ -315,7 +315,7 @@ class AttachmentGuard(ForwardGuard):
         # ``ddp_core`` looks itself.
         own = isinstance(ddp, CoreDDP)
         self._known: KnownParameters | None = None if own else known_parameters(ddp, ddp)
-        state._attendance.is_guarded = True
+        state.attendance.is_guarded = True
 
     def attached_to(self, module: nn.Module) -> bool:
         """Whether ``module`` is the one the hook was registered on, in this process."""
@@ -334,14 +334,14 @@ class AttachmentGuard(ForwardGuard):
         self._refuse_guessing(module)
         if self._known is not None:
             self._known.check()
-            self._state._attendance.forward_begins(synchronises=module.require_backward_grad_sync)
+            self._state.attendance.forward_begins(synchronises=module.require_backward_grad_sync)
         self._state.forward_begins()
         self._unfrozen.warn()
 
     def _refuse_guessing(self, module: Any) -> None:
         """Raises if the hook could not know which gradients torch's class writes."""
         joins = in_join(module) and module.find_unused_parameters
-        if joins and self._state._engine.keeps_memory and not isinstance(module, CoreDDP):
+        if joins and self._state.engine.keeps_memory and not isinstance(module, CoreDDP):
             raise RegistrationError(
                 f"DistributedDataParallel.join with find_unused_parameters=True and "
                 f"{self._state.scheme}, which has memory: a rank without inputs is not told which "

@@ -77,14 +77,14 @@ class _Told(NamedTuple):
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
     fault = _need_between_steps(hook)
-    hook._bind()  # a hook that has never run may not know its model
+    hook.bind()  # a hook that has never run may not know its model
     # First of all: none of what follows needs the ranks before, which may be gone.
     if not fault:
-        hook._runner.step_abandoned()
-        hook._drivers.abandon()
+        hook.runner.step_abandoned()
+        hook.drivers.abandon()
         if hook.verification is not None:
             hook.verification.abandon()
-    engine = hook._engine
+    engine = hook.engine
     mine = _Told(
         hook._run,
         engine.step,
@@ -93,7 +93,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         hook.saved_plan(),
         describe(without_flush(hook.scheme)),
     )
-    with hook._binding.on_device():
+    with hook.binding.on_device():
         told = [_Told(*one) for one in handshake(CALL, {_FAULT: fault}, group, tells=tuple(mine))]
         if fault:
             raise RegistrationError(f"{CALL}: {fault}")
@@ -122,8 +122,8 @@ def _need_between_steps(hook: Running) -> str:
         return hook.stays
     # A step whose backward pass raised is over, and one without a backward pass (DiLoCo) is given
     # up: its exchange may wait for ranks that are gone.
-    hook._runner.settle()
-    step = hook._runner._step
+    hook.runner.settle()
+    step = hook.runner._step
     if step is not None and step.passes:
         return (
             f"step {hook.step} is under way; change the ranks between two steps, after "
@@ -186,7 +186,7 @@ def _dropped(hook: Running) -> tuple[str, ...]:
 def _own_memory(hook: Running) -> MemoryDict:
     """Returns what this rank keeps, by key and name: no copies, in the order of memory."""
     values: MemoryDict = {}
-    for key, name, value in hook._engine.memory.items():
+    for key, name, value in hook.engine.memory.items():
         values.setdefault(key, {})[name] = value
     return values
 
@@ -207,13 +207,13 @@ def _exchange(
     if rank == change.source:
         if change.joined or change.behind:
             sent |= {key for key in own if key not in resizes}
-        core = hook._binding.core_telling(hook)
-        layout = hook._continuation.saved(None).layout if core is None else ()
+        core = hook.binding.core_telling(hook)
+        layout = hook.continuation.saved(None).layout if core is None else ()
         part = {
             "run": uuid.uuid4().hex,
-            "seed": hook._engine.seed,
+            "seed": hook.engine.seed,
             "layout": [list(names) for names in layout],
-            "regroups": bool(hook._runner.regrouping.wanted),
+            "regroups": bool(hook.runner.regrouping.wanted),
         }
     facts = {key: value for key, value in hook._facts(hook.scheme).items() if key in _EQUAL}
     facts["environment"] = [
@@ -251,7 +251,7 @@ def _carry_over(
         for slot in slots_of(hook.scheme):
             if slot.mean is not None and slot.mean in memory:
                 memory[slot.key] = {n: value.clone() for n, value in memory[slot.mean].items()}
-    hook._engine.memory.load(memory)
+    hook.engine.memory.load(memory)
 
 
 def _go_on(
@@ -262,20 +262,20 @@ def _go_on(
     change: GroupChange,
 ) -> None:
     """Takes what is the same on all ranks, and meets the others as at the first step."""
-    engine, continuation = hook._engine, hook._continuation
+    engine, continuation = hook.engine, hook.continuation
     engine.rank, engine.world_size = group.rank(), group.size()
     engine.step, engine.seed = source.step, given["seed"]
     hook.ledger.rewind(engine.step)
     hook._run = (given["run"], source.run[0])
-    hook._binding.pickled_on = None
+    hook.binding.pickled_on = None
     # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
     # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.
-    is_core = hook._binding.core_telling(hook) is not None
+    is_core = hook.binding.core_telling(hook) is not None
     regroups = not is_core and bool(change.joined or change.behind or given["regroups"])
     continuation.loaded = SavedBuckets(given["layout"] if regroups else ())
     continuation.handed_over = not regroups
-    hook._runner.regrouping.restore(given["layout"], regroups=regroups)
-    hook._agreed = False
-    hook._binding.change_group(group)
+    hook.runner.regrouping.restore(given["layout"], regroups=regroups)
+    hook.agreed = False
+    hook.binding.change_group(group)
     hook.agree(CALL)
     hook.ranks_changed()

@@ -42,11 +42,11 @@ class Pickled(NamedTuple):
 
 def to_pickle(hook: Running) -> dict[str, Any]:
     """Returns the pickled form: everything except model, process group and ledger."""
-    engine, hook._attendance.excused = hook._engine, True
+    engine, hook.attendance.excused = hook.engine, True
     origin = _origin(hook)
     placement = None if origin is None else origin.placement
     memory: MemoryDict = {}
-    buckets = hook._continuation.saved(hook._binding.core_telling(hook))
+    buckets = hook.continuation.saved(hook.binding.core_telling(hook))
     # Copies: values are views of flat buffers, and a saved view brings the whole buffer along.
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()
@@ -74,12 +74,12 @@ def sealed(pickled: dict[str, Any]) -> dict[str, Any]:
 
 def _origin(hook: Running) -> Origin | None:
     """Returns whose memory a hook has; None if its ranks are not known."""
-    engine, origin = hook._engine, hook._binding.pickled_on
+    engine, origin = hook.engine, hook.binding.pickled_on
     # A state that is pickled again before it ran still has the memory of where it came from, also
     # where it has been asked for its rank here.
-    if not engine.world_size or (origin is not None and not hook._agreed):
+    if not engine.world_size or (origin is not None and not hook.agreed):
         return origin
-    return Origin(engine.rank, engine.world_size, hook._parameters.placement)
+    return Origin(engine.rank, engine.world_size, hook.parameters.placement)
 
 
 def from_pickle(pickled: Any) -> Pickled:

@@ -57,7 +57,7 @@ def group_function(layout: BucketLayout, state: Running) -> BucketGroup:
     if layout == "scheme":
         # The state, not its scheme: ``switch`` makes the model ask again. And the names that the
         # scheme sees, without what wrappers add, since rules choose by name.
-        names = state._parameters
+        names = state.parameters
         return lambda name, parameter: state.scheme.bucket_group(
             names.name(parameter) or name, parameter.shape, parameter.dtype
         )

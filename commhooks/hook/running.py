@@ -47,13 +47,13 @@ class Continuation:
     """
 
     def __init__(self, binding: Binding, runner: Runner) -> None:
-        self._binding, self._runner = binding, runner
+        self.binding, self.runner = binding, runner
         self.loaded = SavedBuckets()
         self.handed_over = True
 
     def to_come(self, agreed: bool) -> SavedBuckets:
         """Returns the loaded buckets until the ranks have compared them and a step was taken."""
-        return self.loaded if self._runner.regrouping.wanted or not agreed else SavedBuckets()
+        return self.loaded if self.runner.regrouping.wanted or not agreed else SavedBuckets()
 
     def saved(self, core: CoreDDP | None) -> SavedBuckets:
         """Returns what another run needs to have the same buckets.
@@ -62,18 +62,18 @@ class Continuation:
             core: the model, if it is ``ddp_core``'s.
         """
         # Before the model has the loaded buckets, its own are not those of the run that goes on.
-        if self._runner.regrouping.wanted or not self.handed_over:
+        if self.runner.regrouping.wanted or not self.handed_over:
             return self.loaded
         if core is None:
-            return SavedBuckets(self._runner.regrouping.layout)
+            return SavedBuckets(self.runner.regrouping.layout)
         buckets, limits, arrival = core.saved_layout()
-        names = self._binding.names
+        names = self.binding.names
         return SavedBuckets([names(members) for members in buckets], limits, names(arrival))
 
     def hold(self, buckets: SavedBuckets) -> None:
         """Holds the buckets of an unpickled state until there is a model."""
         self.loaded, self.handed_over = buckets, False
-        self._runner.regrouping.restore(buckets.layout, regroups=True)
+        self.runner.regrouping.restore(buckets.layout, regroups=True)
 
     def take_up(
         self, buckets: SavedBuckets, core: CoreDDP | None, agree: Callable[[], None]
@@ -86,11 +86,11 @@ class Continuation:
         """
         # torch's class takes no buckets: the runner exchanges in the saved ones until torch has
         # rebuilt its own. ``ddp_core`` lays out the saved buckets at once.
-        self._runner.regrouping.restore(buckets.layout, regroups=core is None)
+        self.runner.regrouping.restore(buckets.layout, regroups=core is None)
         self.loaded, self.handed_over = buckets, core is not None
         if core is None:
             return
-        find = self._binding.parameters.name
+        find = self.binding.parameters.name
         by_name: dict[Any, Any] = {find(value): value for value in core.module.parameters()}
         layout, arrival = buckets.layout, buckets.arrival or ()
         if not all(name in by_name for names in [*layout, arrival] for name in names):
@@ -126,6 +126,12 @@ class Running:
     Attributes:
         ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
         verification: compares some steps with the dense mean; None if that was not asked for.
+        engine: runs the scheme, and holds its memory and the number of the step.
+        binding: the model and the process group.
+        runner: the steps: which bucket belongs to which, and when one ends.
+        drivers, attendance, continuation: what runs exchanges, what notices that the hook is not
+            called, and the buckets of a saved run.
+        agreed: whether the ranks have compared what they run.
     """
 
     def _init(
@@ -137,15 +143,15 @@ class Running:
     ) -> None:
         # Not ``__init__``: an unpickled state comes here without it. The ranks are settled by
         # ``_bind``, since a state may be made before the process group; 0 ranks means "not yet".
-        self._engine = Engine(scheme, rank=-1, world_size=0, seed=seed)
+        self.engine = Engine(scheme, rank=-1, world_size=0, seed=seed)
         self.ledger = Ledger(history)
-        self._binding = Binding(process_group)
-        self._drivers = Drivers(scheme.traits.rounds)
-        self._runner = Runner(self._engine, self._drivers, self.ledger, self._binding)
-        self._continuation = Continuation(self._binding, self._runner)
-        self._attendance = Attendance()
+        self.binding = Binding(process_group)
+        self.drivers = Drivers(scheme.traits.rounds)
+        self.runner = Runner(self.engine, self.drivers, self.ledger, self.binding)
+        self.continuation = Continuation(self.binding, self.runner)
+        self.attendance = Attendance()
         self.verification: Verification | None = None
-        self._agreed = False
+        self.agreed = False
         self._closed = False
         self._run = ("", "")
         self._further_rounds = 0  # collectives in an exchange besides those of the scheme
@@ -155,32 +161,33 @@ class Running:
 
     def _verify_with(self, verification: Verification | None) -> None:
         """Takes what verifies steps, before the hook meets the other ranks."""
-        self.verification = self._engine.observer = verification
+        self.verification = self.engine.observer = verification
 
     @property
     def scheme(self) -> Scheme:
         """Returns the scheme that runs, wrappers included."""
-        return self._engine.scheme
+        return self.engine.scheme
 
     @property
     def step(self) -> int:
         """Returns the number of synchronised backward passes so far."""
-        return self._engine.step
+        return self.engine.step
 
     @property
-    def _parameters(self) -> Parameters:
-        return self._binding.parameters
+    def parameters(self) -> Parameters:
+        """Returns the model's parameters, by name."""
+        return self.binding.parameters
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Returns the ranks to average over."""
-        self._bind()
-        return self._binding.group()
+        self.bind()
+        return self.binding.group()
 
     @property
     def calls(self) -> int:
         """Returns the number of buckets that came to the hook in this process."""
-        return self._attendance.calls
+        return self.attendance.calls
 
     @property
     def bucket_cap_mb(self) -> float | None:
@@ -204,19 +211,19 @@ class Running:
             )
         if not isinstance(bucket, HookBucket):
             need_bucket(bucket)
-            bucket = HookBucket.of(bucket, self._binding)
+            bucket = HookBucket.of(bucket, self.binding)
         if not bucket.gradient.is_cpu:
-            need_no_capture(bucket.gradient.device, self.scheme, agreed=self._agreed)
-        if not self._attendance.calls:
+            need_no_capture(bucket.gradient.device, self.scheme, agreed=self.agreed)
+        if not self.attendance.calls:
             self._guard_model()
-        self._attendance.came(is_last=bucket.is_last)
-        return self._runner.start(bucket, self._begin_step)
+        self.attendance.came(is_last=bucket.is_last)
+        return self.runner.start(bucket, self._begin_step)
 
     def _begin_step(self, bucket: HookBucket) -> Step:
         """Asks what is constant in a step, with its first bucket."""
         # A collective. Every rank comes here with its first bucket, before it exchanges anything.
         self._agree_after_load()
-        binding = self._binding
+        binding = self.binding
         binding.check_group()
         group = self._group_of_ranks()
         if self.verification is not None:
@@ -232,7 +239,7 @@ class Running:
 
     def _guard_model(self) -> None:
         """Guards torch's class where the hook was registered by hand; ``ddp_core`` looks itself."""
-        model = self._binding.model
+        model = self.binding.model
         if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
             return
         if not any(isinstance(one, AttachmentGuard) for one in forward_pre_hooks(model).values()):
@@ -242,7 +249,7 @@ class Running:
 
     def no_more_buckets(self) -> None:
         """Starts the exchange of buckets that were held back; backward has ended."""
-        self._runner.no_more_buckets()
+        self.runner.no_more_buckets()
 
     def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
         """Ends the step: the averaged gradients are in ``.grad``.
@@ -250,18 +257,18 @@ class Running:
         Args:
             left_alone: parameters that no rank has used, whose gradient was not written.
         """
-        self._runner.step_landed(left_alone)
+        self.runner.step_landed(left_alone)
 
     def step_abandoned(self) -> None:
         """Drops the step, whose backward pass has raised."""
-        self._runner.step_abandoned()
+        self.runner.step_abandoned()
 
     def attached_to_model(self, model: nn.Module) -> None:
         """Adopts the model on which the hook runs from the next step on.
 
         Hands the model the saved buckets of a state that was loaded before.
         """
-        binding, continuation = self._binding, self._continuation
+        binding, continuation = self.binding, self.continuation
         known = binding.model
         # Until the ranks are settled no step was taken, so no memory is keyed by the known model,
         # which is often the module inside this one.
@@ -269,13 +276,13 @@ class Running:
             binding.forget_model()
             self._adopt(model)
             nothing_loaded = continuation.loaded == SavedBuckets()
-            continuation.handed_over = self._agreed or nothing_loaded
+            continuation.handed_over = self.agreed or nothing_loaded
         if not continuation.handed_over:
             self._take_up(continuation.loaded)
 
     def forward_begins(self) -> None:
         """Ends or drops an open step; the guard of ``register`` calls it before each forward."""
-        self._runner.forward_begins()
+        self.runner.forward_begins()
         if self.verification is not None:
             self.verification.step_begins(self.step)
 
@@ -283,7 +290,7 @@ class Running:
         self._closed = True
         if self.verification is not None:
             self.verification.close()
-        self._drivers.close()
+        self.drivers.close()
 
     # ---- what a hook that chooses its scheme does
 
@@ -303,45 +310,45 @@ class Running:
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
-        core = self._binding.core_telling(self)
-        self._continuation.take_up(buckets, core, self._agree_after_load)
+        core = self.binding.core_telling(self)
+        self.continuation.take_up(buckets, core, self._agree_after_load)
 
     # ---- model and ranks
 
     @property
     def _bound(self) -> bool:
-        return self._engine.world_size > 0
+        return self.engine.world_size > 0
 
     def _adopt(self, model: nn.Module) -> None:
         """Takes the parameter names and the process group from ``model``."""
-        self._binding.adopt(model)
-        warn_of_idle_rules(self.scheme, self._parameters)
+        self.binding.adopt(model)
+        warn_of_idle_rules(self.scheme, self.parameters)
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
         """Looks up the model and the ranks, until both are known."""
         # Repeated while there is no model: a state may be asked for its rank before it has one.
-        if self._bound and len(self._parameters):
+        if self._bound and len(self.parameters):
             return
-        self._binding.group()  # raises before anything is looked up
-        model = self._binding.find_model(self)
+        self.binding.group()  # raises before anything is looked up
+        model = self.binding.find_model(self)
         if model is not None:
             self._adopt(model)
-        group = self._binding.group()
-        self._engine.rank, self._engine.world_size = group.rank(), group.size()
+        group = self.binding.group()
+        self.engine.rank, self.engine.world_size = group.rank(), group.size()
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """Returns the facts that must be the same on all ranks."""
-        to_come = self._continuation.to_come(self._agreed)
-        facts = facts_of(scheme, self._engine, self._binding, to_come)
+        to_come = self.continuation.to_come(self.agreed)
+        facts = facts_of(scheme, self.engine, self.binding, to_come)
         return facts | {
             "verify": getattr(self.verification, "every", None),
             "action of verify": getattr(self.verification, "action", None),
             # Also of frozen ones, which are no facts without verification.
-            "parameters to compare": list(self._binding.values()) if self.verification else [],
+            "parameters to compare": list(self.binding.values()) if self.verification else [],
         }
 
     def _agree_after_load(self) -> None:
-        if not self._agreed:
+        if not self.agreed:
             self.agree("the first step with this hook, or after load_state_dict")
 
     def agree(
@@ -353,26 +360,26 @@ class Running:
             also: further facts that must be the same on all ranks, by name.
             limit: longest wait for the other ranks; at most, and by default, the group's timeout.
         """
-        self._bind()
-        devices = self._binding.devices()
-        self._drivers.check(devices)
+        self.bind()
+        devices = self.binding.devices()
+        self.drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
         told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
         self._run = (told[0], self._run[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
-        need_own_memory(self._engine, self._binding)
+        need_own_memory(self.engine, self.binding)
         self._send_exactly(self.scheme)
-        self._agreed = self._continuation.handed_over = True
+        self.agreed = self.continuation.handed_over = True
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
-            self._drivers.open_lanes(self._binding.group())
+            self.drivers.open_lanes(self.binding.group())
         if self.verification is not None:
-            binding = self._binding
+            binding = self.binding
             self.verification.open(
                 binding.group(),
                 devices,
-                self._drivers.join,
+                self.drivers.join,
                 binding.beside,
                 binding.values,
                 owner=self,
@@ -383,7 +390,7 @@ class Running:
 
         Warns where ``scheme`` returns something else than a mean, whose place a mean cannot take.
         """
-        shared = shared_and_rounded(scheme, self._parameters)
+        shared = shared_and_rounded(scheme, self.parameters)
         if shared and scheme.traits.returns != "mean":
             names = sorted({whole_name(name) for name in shared})
             warnings.warn(
@@ -395,8 +402,8 @@ class Running:
                 stacklevel=user_line(),
             )
             shared = frozenset()
-        exactly = self._engine.exactly = Exactly(shared)
-        self._drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
+        exactly = self.engine.exactly = Exactly(shared)
+        self.drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
 
     def _meet(
         self,
@@ -406,9 +413,9 @@ class Running:
         *,
         tells: object = None,
     ) -> list[Any]:
-        with self._binding.on_device():
+        with self.binding.on_device():
             try:
-                told = handshake(call, facts, self._binding.group(), limit, tells=tells)
+                told = handshake(call, facts, self.binding.group(), limit, tells=tells)
             except MissingRankError:
                 raise
             except MismatchError as error:
@@ -424,7 +431,7 @@ class Running:
     ) -> None:
         """Compares facts with ranks that have other parts of the gradients; a collective."""
         shared = {name: facts[name] for name in _SHARED if name in facts}
-        for group in self._binding.beside:
+        for group in self.binding.beside:
             handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
 
     def _group_of_ranks(self) -> dist.ProcessGroup:
@@ -432,7 +439,7 @@ class Running:
 
         The ranks of some groups change under their users.
         """
-        group, engine = self._binding.group(), self._engine
+        group, engine = self.binding.group(), self.engine
         if group.size() != engine.world_size or group.rank() != engine.rank:
             raise RegistrationError(
                 f"the ranks of the hook's {type(group).__name__} have changed: this was rank "

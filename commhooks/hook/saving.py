@@ -86,12 +86,12 @@ def carried(hook: Running, scheme: Scheme) -> set[str]:
     """Returns the keys whose values are saved by whole parameter, as any host loads them."""
     # A residual of any scheme: it may be flushed.
     slots = (RESIDUAL_SLOT, *slots_of(scheme))
-    return {slot.key for slot in slots if hook._parameters.carries(slot)}
+    return {slot.key for slot in slots if hook.parameters.carries(slot)}
 
 
 def as_saved(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
     """Returns memory in the form in which states hold it."""
-    whole, known = carried(hook, scheme), hook._parameters
+    whole, known = carried(hook, scheme), hook.parameters
     return {
         key: known.as_saved(values) if key in whole else values for key, values in memory.items()
     }
@@ -99,7 +99,7 @@ def as_saved(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
 
 def as_kept(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
     """Returns the memory of a state in the form in which this rank's buckets hold it."""
-    whole, known = carried(hook, scheme), hook._parameters
+    whole, known = carried(hook, scheme), hook.parameters
     return {
         key: known.as_kept(values) if key in whole else known.of_here(values)
         for key, values in memory.items()
@@ -113,9 +113,9 @@ def needs_joining(hook: Running, scheme: Scheme, kept: Iterable[Kept], leader: i
         kept: all values of the state.
         leader: the smallest global rank of the hook's group.
     """
-    whole, here = carried(hook, scheme), hook._parameters.shapes
+    whole, here = carried(hook, scheme), hook.parameters.shapes
     # A hook within nodes knows pieces of these names, too, but saves and loads whole parameters.
-    if hook._binding.shards is None:
+    if hook.binding.shards is None:
         here = {}
     pieces = [one for one in kept if one.key in whole and piece_of(one.name)[1] is not None]
     if len({one.leader for one in pieces}) > 1:
@@ -137,7 +137,7 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
     Raises:
         CheckpointError: pieces are missing.
     """
-    known, whole = hook._parameters, carried(hook, scheme)
+    known, whole = hook.parameters, carried(hook, scheme)
     kept = (
         Kept(part.leader, key, name, value.shape)
         for part in saved.parts
@@ -165,7 +165,7 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
 
 
 def _tell(hook: Running, foreign: list[str]) -> None:
-    if hook._engine.rank == 0:
+    if hook.engine.rank == 0:
         warnings.warn(
             f"commhooks: the state was saved on another mesh or host, where {foreign} belonged to "
             f"other pieces of the parameters: that begins anew. Residuals, momenta and all else "
@@ -341,14 +341,14 @@ def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
     if to is not None and not gather:
         raise ValueError(f"HookState.state_dict(to={to!r}): it goes with gather=True")
     # A fault is not raised at once: with ``gather`` it takes part in the handshake of all ranks.
-    fault, hook._attendance.excused = None, True
-    if hook._runner.under_way:
+    fault, hook.attendance.excused = None, True
+    if hook.runner.under_way:
         fault = "a step is under way; call it after it"
-    if hook._binding.knows_model or dist.is_initialized():
-        hook._bind()
-    if gather and (hook._engine.world_size > 1 or hook._binding.shards is not None):
+    if hook.binding.knows_model or dist.is_initialized():
+        hook.bind()
+    if gather and (hook.engine.world_size > 1 or hook.binding.shards is not None):
         state = _own_state(hook) if fault is None else None
-        with hook._binding.on_device():
+        with hook.binding.on_device():
             return _gathered(hook, state, fault, to)
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
@@ -359,8 +359,8 @@ def _gathered(
     hook: Running, state: dict[str, Any] | None, fault: str | None, to: int | None
 ) -> dict[str, Any]:
     """Returns the states of all ranks of the hook's group, of whole parameters."""
-    call, group = "HookState.state_dict(gather=True)", hook._binding.group()
-    shards = hook._binding.shards
+    call, group = "HookState.state_dict(gather=True)", hook.binding.group()
+    shards = hook.binding.shards
     if shards is None:
         return gather_states(call, state, fault, group, to)
     # First within a node, whose ranks have the shards, then between nodes. With ``to`` the first
@@ -392,7 +392,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
     for field in rank_fields(node):
         for key, values in node[field]["memory"].items():
             memory.setdefault(key, {}).update(values)
-    shapes = hook._parameters.saved_shapes
+    shapes = hook.parameters.saved_shapes
     for key in memory.keys() & carried(hook, hook.scheme):
         memory[key] = whole_values(memory[key], shapes)
     common = {name: value for name, value in node.items() if not isinstance(value, dict)}
@@ -404,7 +404,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
 def _own_state(hook: Running) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
-    buckets = hook._continuation.saved(hook._binding.core_telling(hook))
+    buckets = hook.continuation.saved(hook.binding.core_telling(hook))
     # A pending flush shows in the memory. The saved scheme has to be equal on all ranks, and to
     # the scheme that the next run registers.
     scheme = without_flush(hook.scheme)
@@ -416,8 +416,8 @@ def _own_state(hook: Running) -> dict[str, Any]:
         "scheme": describe(scheme),
         "structure": structure(scheme),
         "step": hook.step,
-        "seed": hook._engine.seed,
-        "world_size": max(hook._engine.world_size, 1),
+        "seed": hook.engine.seed,
+        "world_size": max(hook.engine.world_size, 1),
         "layout": [list(names) for names in buckets.layout],
         "bucket_bytes": list(buckets.bucket_bytes),
         "plan": hook.saved_plan(),
@@ -429,18 +429,18 @@ def _own_state(hook: Running) -> dict[str, Any]:
         "arrival": None if buckets.arrival is None else list(buckets.arrival),
         "memory": memory,
     }
-    if placement := stored_placement(hook._parameters.placement):
+    if placement := stored_placement(hook.parameters.placement):
         part["placement"] = placement
     return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 
 def _places(hook: Running) -> tuple[int, int, int]:
     """Returns the rank within the group, the rank within the job, and the group's smallest rank."""
-    rank = max(hook._engine.rank, 0)
+    rank = max(hook.engine.rank, 0)
     if not dist.is_initialized():
         return rank, rank, 0
     try:
-        ranks = dist.get_process_group_ranks(hook._binding.group())
+        ranks = dist.get_process_group_ranks(hook.binding.group())
     except (KeyError, ValueError, RuntimeError):  # torch.distributed does not know the group
         return rank, rank, 0
     return rank, ranks[rank], min(ranks)
@@ -451,7 +451,7 @@ def _saved_memory(hook: Running) -> MemoryDict:
     # Initial values too: ``dcp.load`` reads only the tensors that the template from ``state_dict``
     # has, and ``check_complete`` can then tell a lost value from an unused one.
     values = _declared(hook, hook.scheme, hook.step, _initial)
-    for key, name, tensor in hook._engine.memory.items():
+    for key, name, tensor in hook.engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
     return as_saved(hook, hook.scheme, values)
 
@@ -459,8 +459,8 @@ def _saved_memory(hook: Running) -> MemoryDict:
 def _declared(hook: Running, scheme: Scheme, step: int, make: MakeInitial) -> MemoryDict:
     """Returns the initial memory of a scheme by key and name, in the memory order of buckets."""
     values: MemoryDict = {}
-    for name, shape, dtype, _ in hook._parameters:
-        now = hook._engine.step_info(dtype, step)
+    for name, shape, dtype, _ in hook.parameters:
+        now = hook.engine.step_info(dtype, step)
         for slot in scheme.begins_with(name, shape, dtype, step):
             kept = slot.shape(shape)
             first = None if kept is None else make(slot, name, torch.Size(kept), now)
@@ -500,19 +500,19 @@ def prepare(
         RegistrationError: the call is in the middle of a step, or before
             ``init_process_group``.
     """
-    if hook._runner.under_way:
+    if hook.runner.under_way:
         raise RegistrationError(f"{call}: a step is under way; load after it")
     if not dist.is_initialized():
         raise RegistrationError(
             f"{call}: rank and world size are needed to pick this rank's part: call "
             f"torch.distributed.init_process_group first"
         )
-    hook._bind()
-    engine, scheme = hook._engine, without_flush(hook.scheme)
-    hook._attendance.excused = True
+    hook.bind()
+    engine, scheme = hook.engine, without_flush(hook.scheme)
+    hook.attendance.excused = True
 
     # Read the state. A compiled or wrapped model has other names than the plain one.
-    saved = read(state, "load_state_dict").renamed(hook._parameters.find)
+    saved = read(state, "load_state_dict").renamed(hook.parameters.find)
     common = saved.common
     fits = common["structure"] == structure(scheme)
     if not fits and strict:
@@ -524,7 +524,7 @@ def prepare(
         saved = saved.with_keys([RESIDUAL])
 
     # Carry it over to the pieces, the ranks and the settings of this run.
-    saved = with_own_pieces(saved, hook._parameters.placement, hook._parameters.find)
+    saved = with_own_pieces(saved, hook.parameters.placement, hook.parameters.find)
     _, _, leader = _places(hook)
     saved, foreign = resharded(hook, scheme, saved, leader)
     resizes = resizes_of(scheme)
@@ -539,7 +539,7 @@ def prepare(
         # Shapes are compared in memory order, as parameters lie in buckets.
         memory = as_kept(hook, scheme, memory)
         keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
-        shapes = hook._parameters.shapes
+        shapes = hook.parameters.shapes
         check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
         if strict:
             check_complete(memory, scheme, resizes, declared, same_settings=same_settings)
@@ -566,14 +566,14 @@ def prepare(
 
 def take_up(hook: Running, loaded: Loaded) -> None:
     """Applies a state that was checked."""
-    engine = hook._engine
+    engine = hook.engine
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
     hook.ledger.rewind(engine.step)
     hook._take_up(loaded.buckets)
-    hook._binding.pickled_on = None
-    hook._agreed = False  # the next step compares what the ranks have loaded
+    hook.binding.pickled_on = None
+    hook.agreed = False  # the next step compares what the ranks have loaded
 
 
 def needed_fields(
@@ -584,7 +584,7 @@ def needed_fields(
     Args:
         shapes: of all values, by rank field, key and name.
     """
-    hook._bind()
+    hook.bind()
     keys = {key for _, key, _ in shapes}
     # Which ranks are needed follows from the keys alone, so scalars stand in for the tensors.
     pretended = {key: {"": torch.zeros((), dtype=torch.float32, device="cpu")} for key in keys}
@@ -598,9 +598,9 @@ def needed_fields(
         part.global_rank: [name for rank, _, name in shapes if rank == f"rank{part.global_rank}"]
         for part in saved.parts
     }
-    placement, find = hook._parameters.placement, hook._parameters.find
+    placement, find = hook.parameters.placement, hook.parameters.find
     saved = with_own_pieces(saved, placement, find, names)
-    leader, engine = _places(hook)[2], hook._engine
+    leader, engine = _places(hook)[2], hook.engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
     kept = [
         Kept(leaders[field], key, name, shape)

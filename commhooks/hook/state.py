@@ -90,13 +90,13 @@ class HookState(Running):
         if model is not None:
             self._adopt(model)
             if isinstance(model, DistributedDataParallel):
-                self._attendance.watch(self, model)
+                self.attendance.watch(self, model)
             else:
                 # Gradients of another module show nothing: its host (DiLoCo, local steps) may call
                 # the hook in some steps only, and outside of backward.
-                self._attendance.dismiss()
+                self.attendance.dismiss()
         # Now that nothing raises any more: a refused hook is an error already.
-        self._attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
+        self.attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
@@ -119,23 +119,23 @@ class HookState(Running):
         built = make(scheme, **options)
         if self.shards_for:
             need_shards(built, self.shards_for, "HookState.switch")
-        if self._runner.under_way:
+        if self.runner.under_way:
             raise RegistrationError(
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
         # Before the first step the ranks have not met: the handshake of that step compares schemes.
-        if self._agreed:
+        if self.agreed:
             self._meet("HookState.switch", self._facts(built), MEETING)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:
         """Installs a scheme that all ranks have agreed on, and fits the memory to it."""
-        memory = self._engine.memory
+        memory = self.engine.memory
         # A scheme that does not average sends nothing that a residual could be added to.
         if memory.has(RESIDUAL) and not keeps_residual(built) and built.traits.averages:
             built = FlushResidual(built)
-        shapes = self._parameters.shapes
+        shapes = self.parameters.shapes
         # ``load_state_dict`` would refuse a state with tensors of an unknown key. Known keys stay,
         # whatever their shape: a slot may use a value of another (rows of a PowerSGD factor).
         for key in {key for key, _, _ in memory.items()}:
@@ -145,12 +145,12 @@ class HookState(Running):
                 for name, value in values
             ):
                 memory.drop(key)
-        self._engine.scheme, self._since = built, self.step
-        warn_of_idle_rules(built, self._parameters)
+        self.engine.scheme, self._since = built, self.step
+        warn_of_idle_rules(built, self.parameters)
         self._send_exactly(built)
         # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
-        if isinstance(self._binding.model, CoreDDP):
-            self._binding.model.refresh_layout()
+        if isinstance(self.binding.model, CoreDDP):
+            self.binding.model.refresh_layout()
 
     @property
     def skipped_steps(self) -> int:
@@ -158,7 +158,7 @@ class HookState(Running):
 
         Each counts, whatever the scheme; what a scheme keeps stays as it was before the step.
         """
-        return self._engine.skipped
+        return self.engine.skipped
 
     def residual(self, name: str) -> Tensor | None:
         """Returns the residual of one parameter on this rank, or None if the scheme keeps none.
@@ -168,12 +168,12 @@ class HookState(Running):
         """
         if not isinstance(name, str):
             raise TypeError(f"HookState.residual takes a parameter's name, got {shown(name)}")
-        name = self._parameters.find(name)
-        if len(self._parameters) and name not in self._parameters:
+        name = self.parameters.find(name)
+        if len(self.parameters) and name not in self.parameters:
             raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
-        value = self._engine.memory.get(RESIDUAL, name)
+        value = self.engine.memory.get(RESIDUAL, name)
         # A copy: the tensor in memory is a view of the flat buffer that later steps overwrite.
-        return None if value is None else self._parameters.in_order(name, value).clone()
+        return None if value is None else self.parameters.in_order(name, value).clone()
 
     def verify_equal(
         self, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False
@@ -198,10 +198,10 @@ class HookState(Running):
             >>> hook.verify_equal(optimizer)
         """
         call = "HookState.verify_equal"
-        if self._runner.under_way:
+        if self.runner.under_way:
             raise RegistrationError(f"{call}: a step is under way; call it after the step")
-        self._bind()
-        model, values = self._binding.model, self._binding.values()
+        self.bind()
+        model, values = self.binding.model, self.binding.values()
         if model is None or not values:
             raise RegistrationError(
                 f"{call}: there are no parameters that ranks have in common: the hook has no "
@@ -212,8 +212,8 @@ class HookState(Running):
             told |= {f"buffer {name!r}": one for name, one in shared_buffers(model).items()}
         if optimizer is not None:
             told |= state_of(optimizer, names_of(model))
-        with self._binding.on_device():
-            need_equal(call, told, partial(handshake, call, {}, self._binding.group(), MEETING))
+        with self.binding.on_device():
+            need_equal(call, told, partial(handshake, call, {}, self.binding.group(), MEETING))
 
     # ---- other ranks
 
@@ -259,7 +259,7 @@ class HookState(Running):
                 "got None; torch.distributed.group.WORLD is the default group"
             )
         need_group(group)
-        core = self._binding.moves_itself(group)
+        core = self.binding.moves_itself(group)
         if core is not None:
             core.change_group(group)  # which calls this method again
             return self._changes[-1]
@@ -276,14 +276,14 @@ class HookState(Running):
     @property
     def rank(self) -> int:
         """Returns this process's rank within the hook's process group."""
-        self._bind()
-        return self._engine.rank
+        self.bind()
+        return self.engine.rank
 
     @property
     def world_size(self) -> int:
         """Returns the number of ranks that gradients are averaged over."""
-        self._bind()
-        return self._engine.world_size
+        self.bind()
+        return self.engine.world_size
 
     @property
     def tried(self) -> Sequence[Tried]:
@@ -297,7 +297,7 @@ class HookState(Running):
     def summary(self, steps: int = 100) -> str:
         """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
         name = brief(without_flush(self.scheme))
-        world_size = max(self._engine.world_size, 1)
+        world_size = max(self.engine.world_size, 1)
         return self.ledger.summary(
             *(name, world_size, steps), since=self._since, dense=self.compared_with
         )
@@ -334,8 +334,8 @@ class HookState(Running):
             >>> wandb.log(hook.metrics("comm/"))
         """
         found = self.ledger.last_step()
-        found["memory_bytes"] = float(self._engine.memory.nbytes())
-        found["skipped_steps"] = float(self._engine.skipped)
+        found["memory_bytes"] = float(self.engine.memory.nbytes())
+        found["skipped_steps"] = float(self.engine.skipped)
         if self.verification is not None:
             found |= self.verification.metrics()
         return {prefix + name: value for name, value in found.items()}
@@ -386,7 +386,7 @@ class HookState(Running):
 
     def __repr__(self) -> str:
         # A state that was made only to be looked at need not be registered: no warning at the end.
-        self._attendance.excused = True
+        self.attendance.excused = True
         return f"HookState({brief(self.scheme)}, step={self.step})"
 
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
@@ -432,10 +432,10 @@ class HookState(Running):
         saved = pickling.from_pickle(pickled)
         self._since = 0
         self._init(saved.scheme, saved.seed, saved.history)
-        self._binding.pickled_on = saved.origin
-        self._engine.step = saved.step
-        self._engine.memory.load(saved.memory)
-        self._continuation.hold(saved.buckets)
+        self.binding.pickled_on = saved.origin
+        self.engine.step = saved.step
+        self.engine.memory.load(saved.memory)
+        self.continuation.hold(saved.buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
         copied = memo[id(self)] = type(self).__new__(type(self))

@@ -63,7 +63,7 @@ class _Guard(ForwardGuard):
         self._unfrozen = Unfrozen({})
 
     def pass_begins(self, module: nn.Module) -> None:
-        ddp, attendance = composable_ddp(self._state), self._hook._attendance
+        ddp, attendance = composable_ddp(self._state), self._hook.attendance
         if self._known is None:  # the first forward pass has made the DistributedDataParallel
             self._known = known_parameters(module, ddp, "")
             self._unfrozen = Unfrozen(_frozen(module, self._state))

@@ -335,7 +335,7 @@ class DiLoCo:
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
         _need_average(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
-        self.hook._attendance.dismiss()
+        self.hook.attendance.dismiss()
         self.hook.stays = STAYS
         # With other settings on some rank, ranks would exchange different fragments, or hang.
         self.hook.agree("DiLoCo", {"settings": settings._asdict()})
@@ -428,7 +428,7 @@ class DiLoCo:
             "momentum": _copies(self._all(), "momentum"),
             "arriving": arriving,
         }
-        return sealed(state, self.hook._parameters.placement)
+        return sealed(state, self.hook.parameters.placement)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, bit for bit as if training had not stopped.
@@ -438,7 +438,7 @@ class DiLoCo:
                 changed.
         """
         fragments = {fragment.number: fragment for fragment in self._all()}
-        state = check_state(state, fragments, self.every, self.hook._parameters)
+        state = check_state(state, fragments, self.every, self.hook.parameters)
         # The hook refuses to load while an exchange is under way. Its result, or error, is dropped.
         for pending in self._pending:
             with suppress(RuntimeError):

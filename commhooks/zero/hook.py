@@ -30,7 +30,7 @@ class ZeroHook(HookState):
     def serve(self, owner: Any, shards: Sequence[BucketShard]) -> None:
         """Reduces to these shards from now on, and tells their owner, :class:`Shards`."""
         self._shards, self._means = shards, dict[int, Tensor]()
-        self._engine.counts = False  # the owner's ranks agree on the means in any case
+        self.engine.counts = False  # the owner's ranks agree on the means in any case
         self.shards_for = "ZeroOptimizer"
         self.stays = (
             "a ZeroOptimizer keeps its shards on these ranks: save state_dict(gather=True), and "
@@ -85,8 +85,8 @@ class ZeroHook(HookState):
         super().step_landed(alone)
         means, self._means = self._means, {}
         finite = self._owner.landed(means, alone)
-        if not self._engine.keeps_memory:
-            self._engine.skipped += not finite
+        if not self.engine.keeps_memory:
+            self.engine.skipped += not finite
 
     def step_abandoned(self) -> None:
         super().step_abandoned()

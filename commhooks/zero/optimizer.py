@@ -286,9 +286,9 @@ class ZeroOptimizer(torch.optim.Optimizer):
         sends = Gather(gather)
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
         need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
-        need_equal_values(sends.codec, self.hook._parameters)
+        need_equal_values(sends.codec, self.hook.parameters)
         self._model = ddp
-        names = self.hook._binding.names
+        names = self.hook.binding.names
         facts: dict[str, Any] = {
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
             "gather": repr(sends.codec),
@@ -386,13 +386,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         hook = self.hook.state_dict(gather=gather, to=to)
         if gather:
             pieces = saving.gathered(
-                pieces or {}, self.hook._parameters, self._model.process_group, to
+                pieces or {}, self.hook.parameters, self._model.process_group, to
             )
         if pieces is None:
             return {}
-        groups = saving.groups(self.param_groups, self._groups, self.hook._binding.names)
+        groups = saving.groups(self.param_groups, self._groups, self.hook.binding.names)
         state = {"hook": hook, "groups": groups, "pieces": pieces}
-        return saving.sealed(state, self.hook._parameters.placement)
+        return saving.sealed(state, self.hook.parameters.placement)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a saved state; all ranks call it, after the model has loaded its own.
@@ -403,8 +403,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises:
             CheckpointError: it is foreign, or of another model, other groups or other ranks.
         """
-        known = self.hook._parameters
-        own = saving.groups(self.param_groups, self._groups, self.hook._binding.names)
+        known = self.hook.parameters
+        own = saving.groups(self.param_groups, self._groups, self.hook.binding.names)
         saving.check(state_dict, own, known)
         self.hook.load_state_dict(state_dict["hook"])
         self._model.reducer.rebuild()  # the saved run's buckets

@@ -145,7 +145,7 @@ class Shards:
     def cut(self) -> None:
         """Cuts the model's present buckets into shards, which begin with its parameters."""
         hook, group = self._hook, self._model.process_group
-        known = hook._parameters
+        known = hook.parameters
         codecs = [one for one in walk(hook.scheme) if isinstance(one, PackedCodec)]
         # 64: vector instructions then take all entries of a parameter as they do without a cut.
         unit = math.lcm(64, *(codec.granularity for codec in codecs))
@@ -304,7 +304,7 @@ class Shards:
             hook.ledger.add(row)
 
         task = Task(
-            self._gather.exchange(shard, hook._engine),
+            self._gather.exchange(shard, hook.engine),
             step=max(hook.step - 1, 0),  # that in which the gradients came
             bucket=shard.number,
             dense_bytes=0,
@@ -312,14 +312,14 @@ class Shards:
             max_rounds=1,
             record=record,
         )
-        return hook._drivers.run(task, shard.exact.device, self._model.process_group)
+        return hook.drivers.run(task, shard.exact.device, self._model.process_group)
 
     def go_on(self, shard: BucketShard, mean: Tensor) -> Exchange:
         """Steps a bucket whose mean has arrived, and gathers it: the end of its exchange."""
         with torch.no_grad():
             shard.roll_back(self.optimizer.state)  # that of a step that was abandoned
             self._step(shard, {piece.value: part for piece, part in shard.parts(mean)})
-            exchange = self._gather.exchange(shard, self._hook._engine)
+            exchange = self._gather.exchange(shard, self._hook.engine)
         shard.gathered = yield from exchange
         return shard.gathered
 

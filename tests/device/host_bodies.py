@@ -153,14 +153,14 @@ def fsdp2_offloads(device: str, group: Any = None) -> None:
     mesh = mesh_of(device, group)
     plain, ours = (sharded(device, mesh, offload_policy=policy) for _ in range(2))
     hook = commhooks.register(ours, "int4", block=64)
-    assert hook._binding.devices() == {"cpu", device}
+    assert hook.binding.devices() == {"cpu", device}
     for step in range(STEPS):
         for model in (plain, ours):
             pass_backward(model, step, rank)
         assert all(one.device.type == "cpu" for one in ours.parameters())
         wanted, found = (taken(model, whole=False) for model in (plain, ours))
         assert 0 < off(found, wanted) < 0.5, step
-    residuals = [value for _, _, value in hook._engine.memory.items()]
+    residuals = [value for _, _, value in hook.engine.memory.items()]
     assert residuals
     assert all(one.device.type == device for one in residuals)
 

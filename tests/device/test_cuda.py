@@ -82,7 +82,7 @@ def check_that_backward_gives_the_schemes_average(
     start, seen = hook.start, []
 
     def record(bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        layout = hook._parameters.layout(bucket.parameters())
+        layout = hook.parameters.layout(bucket.parameters())
         seen.append((layout, bucket.buffer().clone(), bucket.is_last(), bucket.gradients()))
         return start(bucket)
 

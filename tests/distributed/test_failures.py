@@ -458,7 +458,7 @@ def _scaled(rank: int, world_size: int, config: str, bad: bool) -> Any:
         checks["skipped"] = hook.skipped_steps
     else:
         scaler.update(8.0)  # as the bad step makes it: the residual is in units of the scale
-        hook._engine.step += 1  # a bad step counts, and draws are keyed by the count
+        hook.engine.step += 1  # a bad step counts, and draws are keyed by the count
     for number in range(6, 10):
         step(number)
         apply()

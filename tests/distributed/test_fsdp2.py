@@ -359,7 +359,7 @@ def _averaged(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[
     if state is not None:
         hook.load_state_dict(state)
     _trained(model, rank, hook.step, 2)
-    own = sum(value.numel() for _, _, value in hook._engine.memory.items())
+    own = sum(value.numel() for _, _, value in hook.engine.memory.items())
     entries = sum(value.numel() for value in plain.parameters()) if state is None else 0
     assert state is not None or own < 1.3 * entries
     return hook.state_dict(gather=True)
@@ -421,7 +421,7 @@ def _between_resumed(rank: int, world_size: int) -> None:
                 grad: Any = parameter.grad
                 unsent[name] = unsent.get(name, 0) + sign * grad.to_local()
                 parameter.grad = None
-    residual = {name: value.clone() for key, name, value in hook._engine.memory.items()}
+    residual = {name: value.clone() for key, name, value in hook.engine.memory.items()}
     for name, value in unsent.items():
         kept = residual[f"{name}#{place}"]
         dist.all_reduce(kept, group=replicas)
@@ -470,7 +470,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="already has the hook"):
         commhooks.register(model, "int8")
-    commhooks.register(sharded(model_of()), "int8")._attendance.excused = True
+    commhooks.register(sharded(model_of()), "int8").attendance.excused = True
     for module in model.modules():
         if hasattr(module, "set_custom_reduce_scatter"):
             from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -625,7 +625,7 @@ def _own_group(rank: int, world_size: int) -> None:
     model.set_separate_reduce_scatter_group(True)
     hook = commhooks.register(model, "int8")
     gathered = gather_parameters(model)
-    groups = [one._binding.group() for one in (hook, gathered)]
+    groups = [one.binding.group() for one in (hook, gathered)]
     mesh = fsdp2_groups(model[0])[0].mesh_info
     assert groups == [mesh.reduce_scatter_process_group, mesh.shard_process_group]
     assert groups[0] is not groups[1]

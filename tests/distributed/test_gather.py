@@ -103,13 +103,13 @@ def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
 def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     _, hook = trained(rank, "topk", ratio=0.1)
     found = [outcome(hook.state_dict, to=0), outcome(hook.state_dict, gather=True, to=7)]
-    hook._engine.step += rank
+    hook.engine.step += rank
     found.append(outcome(hook.state_dict, gather=True))
-    hook._engine.step -= rank
+    hook.engine.step -= rank
     if rank == 1:
-        hook._engine.begin_bucket(0)  # as in the middle of a step
+        hook.engine.begin_bucket(0)  # as in the middle of a step
     found.append(outcome(hook.state_dict, gather=True))
-    hook._engine.abandon()
+    hook.engine.abandon()
     found.append(outcome(hook.state_dict, gather=True))
     return found
 

@@ -45,7 +45,7 @@ def _register_own(layout, name="0"):
 
 def _agree(change=lambda state: None, call="some call", scheme="none", seed=0):
     state = HookState(scheme, mlp(), seed=seed)
-    state._bind()
+    state.bind()
     change(state)
     state.agree(call)
 
@@ -79,7 +79,7 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "seed":
         _agree(seed=1 if odd else 0)
     elif field == "step":
-        _agree(lambda state: setattr(state._engine, "step", 3 if odd else 0))
+        _agree(lambda state: setattr(state.engine, "step", 3 if odd else 0))
     elif field == "order of the saved buckets":
         saved = [["0.weight", "0.bias"]] if odd else [["0.bias", "0.weight"]]
         _agree(lambda state: state._take_up(SavedBuckets(saved)))
@@ -93,7 +93,7 @@ def _differ_in(field, odd, monkeypatch):
         with _changed(_register, "_has_skipped", lambda ddp: odd):
             commhooks.register(DistributedDataParallel(mlp()), "none")
     elif field == "world size":
-        _agree(lambda state: setattr(state._engine, "world_size", 4 if odd else 2))
+        _agree(lambda state: setattr(state.engine, "world_size", 4 if odd else 2))
     elif field == "memory":
         with _changed(_agreement, "_origin", lambda *hook: "of rank 0" if odd else "its own"):
             _agree()

@@ -106,7 +106,7 @@ def _overflows_between(rank: int, world_size: int) -> None:
         same = [torch.equal(value, before[name]) for name, value in residuals(inside).items()]
         assert all(same) == (step == 1)
     # What the hook between nodes averages has the draws of the other in it.
-    assert inside._engine.seed != between._engine.seed
+    assert inside.engine.seed != between.engine.seed
 
 
 def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -> None:
@@ -320,7 +320,7 @@ def _anew(rank: int, world_size: int, host: str, state: Any) -> dict[str, Any]:
         warnings.simplefilter("always")
         hook.load_state_dict(state)
     about = [str(one.message) for one in told if "begins anew" in str(one.message)]
-    assert len(about) == int(hook._engine.rank == 0)
+    assert len(about) == int(hook.engine.rank == 0)
     assert all("powersgd.q" in text for text in about)
     again = hook.state_dict(gather=True)
     _trained(model, rank, 3, 1)

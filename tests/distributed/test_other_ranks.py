@@ -71,7 +71,7 @@ def mean_over(group: Any, tensor: Tensor, size: int | None = None) -> Tensor:
 def kept(hook: commhooks.HookState, group: Any) -> list[dict[str, dict[str, Tensor]]]:
     """What each rank keeps, by key and parameter."""
     mine: dict[str, dict[str, Tensor]] = {}
-    for key, name, value in hook._engine.memory.items():
+    for key, name, value in hook.engine.memory.items():
         mine.setdefault(key, {})[name] = value.clone()
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
@@ -162,7 +162,7 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
     change = hook.change_group(three)
     assert change[:4] == (6, 2, 3, 1), change
     assert (change.joined, change.lost) == ((0,), 0)
-    assert hook._engine.seed == 0
+    assert hook.engine.seed == 0
     told: list[Any] = [None] * 3
     dist.all_gather_object(told, before, group=three)
     carried_over(told[1], kept(hook, three), resizes, (0,))
@@ -339,13 +339,13 @@ def _refuses(rank: int, world_size: int, host: str) -> None:
     step(model, 0, rank)
     other = group_of(*range(world_size))
     # Of another scheme: nothing is changed, on no rank.
-    hidden = hook._engine.scheme
+    hidden = hook.engine.scheme
     if rank == 1:
-        hook._engine.scheme = commhooks.make("topk", ratio=0.3)
+        hook.engine.scheme = commhooks.make("topk", ratio=0.3)
     name, text = outcome(hook.change_group, other)
     assert name == "MismatchError"
     assert "HookState.change_group: scheme and options" in text
-    hook._engine.scheme = hidden
+    hook.engine.scheme = hidden
     assert not hook.group_changes
     step(model, 1, rank)  # on the ranks before
     # Within a step.

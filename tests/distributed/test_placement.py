@@ -152,12 +152,12 @@ def _torch(rank: int, world_size: int) -> None:
     placement = [[piece.format(rank), *names] for piece, *names in PIECES]
     state = hook.state_dict()
     assert state[f"rank{rank}"]["placement"] == placement
-    hook._attendance.excused = True
+    hook.attendance.excused = True
 
     uncut = commhooks.register(TorchDDP(model_of((33, 64, 7))), "topk", ratio=0.1)
     with pytest.raises(CheckpointError, match=r"it has piece .* this rank trains all of it"):
         uncut.load_state_dict(state)
-    uncut._attendance.excused = True
+    uncut.attendance.excused = True
 
 
 def test_the_shards_that_torch_has_made_are_known_too() -> None:
@@ -174,9 +174,9 @@ def _pickled(rank: int, world_size: int) -> None:
     asked = pickle.loads(every[rank ^ 1])
     asked.state_dict()  # looks up which rank this is
     asked = pickle.dumps(asked)
-    assert pickle.loads(asked)._binding.pickled_on == pickle.loads(again)._binding.pickled_on
+    assert pickle.loads(asked).binding.pickled_on == pickle.loads(again).binding.pickled_on
     old = pickle.loads(every[rank ^ 1])
-    old._binding.pickled_on = old._binding.pickled_on._replace(placement=None)
+    old.binding.pickled_on = old.binding.pickled_on._replace(placement=None)
     older = pickle.loads(pickle.dumps(old))
     theirs = (every[rank ^ 1], again, asked)
     for state, refused in (*((one, True) for one in theirs), (every[rank], False)):
@@ -307,7 +307,7 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
         words = [str(one.message) for one in ours]
         told = bool(words)
         assert all("of 2.bias (1 parameters" in one for one in words), words  # no pieces of it
-        exactly = set() if told else shared_and_rounded(hook.scheme, hook._parameters)
+        exactly = set() if told else shared_and_rounded(hook.scheme, hook.parameters)
         assert {whole_name(one) for one in exactly} <= {"2.bias"}, name
         assert told == (hook.scheme.traits.returns == "update" and name != "gossip"), name
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -343,8 +343,8 @@ def _padded(rank: int, world_size: int) -> None:
     model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=cpu)
     hook = commhooks.register(model, "signsgd")
     hook.switch("int4")
-    assert any(map(is_padding, hook._parameters.shapes))
-    assert not shared_and_rounded(hook.scheme, hook._parameters)
+    assert any(map(is_padding, hook.parameters.shapes))
+    assert not shared_and_rounded(hook.scheme, hook.parameters)
     backward(model, 0, rank // 2)
 
 
@@ -384,7 +384,7 @@ def _optimizers(rank: int, world_size: int) -> None:
 
     def diloco() -> Any:
         local = model()
-        commhooks.register(local, "noop")._attendance.excused = True
+        commhooks.register(local, "noop").attendance.excused = True
         return commhooks.DiLoCo(local, every=1, process_group=mesh["dp"].get_group())
 
     for build in (zero, diloco):

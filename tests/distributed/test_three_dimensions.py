@@ -47,7 +47,7 @@ def _local(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(hook: commhooks.HookState) -> dict[str, Tensor]:
-    return {name: value.clone() for key, name, value in hook._engine.memory.items()}
+    return {name: value.clone() for key, name, value in hook.engine.memory.items()}
 
 
 def _everyone(value: Any) -> list[Any]:

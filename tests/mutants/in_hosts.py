@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = [
         "_keeps_units",
         (
             "memory is in units of what FSDP2 has divided",
-            "    return hook._engine.keeps_memory\n",
+            "    return hook.engine.keeps_memory\n",
             "    return False\n",
             "tests/distributed/test_hsdp.py::test_memory_is_in_units_of_the_gradient[inside-2]",
         ),

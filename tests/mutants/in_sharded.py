@@ -101,7 +101,7 @@ MUTANTS: list[Mutant] = [
         "_origin",
         (
             "a pickle that was asked for its rank is of this rank",
-            " or (origin is not None and not hook._agreed)",
+            " or (origin is not None and not hook.agreed)",
             "",
             f"{PLACEMENT}::test_a_pickle_of_another_column_is_refused",
         ),
@@ -601,8 +601,8 @@ MUTANTS: list[Mutant] = [
         "needs_joining",
         (
             "pieces from between nodes are those of a hook within them",
-            "if hook._binding.shards is None:",
-            "if hook._binding.group() is None:",
+            "if hook.binding.shards is None:",
+            "if hook.binding.group() is None:",
             f"{TOGETHER}[fsdp2-2]",
         ),
     ),

@@ -113,7 +113,7 @@ def test_a_state_moves_between_wrapped_and_plain_models(kind):
         hook = commhooks.register(model, "powersgd", rank=1)
         step(model)
         states[how] = hook.state_dict()
-        names[how] = sorted(parameter.name for parameter in hook._parameters)
+        names[how] = sorted(parameter.name for parameter in hook.parameters)
         assert hook.residual("1.weight") is not None
         assert torch.equal(hook.residual("_orig_mod.1.weight"), hook.residual("1.weight"))
         values[how] = hook
@@ -177,7 +177,7 @@ def test_a_layer_may_be_frozen_between_wrapping_and_registering(kind):
     ddp = kind(model, find_unused_parameters=True)
     model[0].requires_grad_(False)
     hook = commhooks.register(ddp, "powersgd", rank=1)
-    assert len(hook._parameters) == 6
+    assert len(hook.parameters) == 6
     step(ddp)
     assert model[0].weight.grad is None
     assert hook.step == 1
@@ -198,7 +198,7 @@ def test_a_layer_that_is_unfrozen_is_told_of_once(when):
     if when == "before register":
         model[1].requires_grad_(True)
     hook = commhooks.register(ddp, "powersgd", rank=1)
-    assert {parameter.name[0] for parameter in hook._parameters} == {"0", "2"}
+    assert {parameter.name[0] for parameter in hook.parameters} == {"0", "2"}
     if when == "in training":
         for _ in range(5):
             step(ddp)
@@ -217,7 +217,7 @@ def test_our_class_refuses_the_gradient_of_a_layer_that_is_unfrozen(when):
     if when == "before register":
         model[1].requires_grad_(True)
     hook = commhooks.register(ddp, "powersgd", rank=1)
-    assert {parameter.name[0] for parameter in hook._parameters} == {"0", "2"}
+    assert {parameter.name[0] for parameter in hook.parameters} == {"0", "2"}
     if when == "in training":
         step(ddp)
         model[1].requires_grad_(True)

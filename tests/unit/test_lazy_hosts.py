@@ -188,8 +188,8 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
     model = nn.ParameterList([torch.zeros(SIZE) for _ in range(3)])
     hook = commhooks.HookState(name, process_group=dist.group.WORLD, error_feedback=True)
     here = torch.device("meta")
-    hook._binding.adopt_sharded(model, known, dist.group.WORLD, here)  # type: ignore[arg-type]
-    hook._binding.core_telling = lambda hook: hook  # type: ignore[assignment]
+    hook.binding.adopt_sharded(model, known, dist.group.WORLD, here)  # type: ignore[arg-type]
+    hook.binding.core_telling = lambda hook: hook  # type: ignore[assignment]
     main, scatter, reduce = machine.current, machine.Stream(), machine.Stream()
     modules: list[Any] = [Module(number) for number in range(3)]
     inside = [SchemeReduceScatter(hook, one, known) for one in modules]
@@ -223,7 +223,7 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
             main.wait_stream(stream)
         hook.step_landed()
         found += [machine.read(total) for total in totals]
-    found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
+    found += [machine.read(value) for _, _, value in hook.engine.memory.items()]
     hook._close()
     return found
 

@@ -88,9 +88,9 @@ def train(
     with loopback(machine):
         hook = HookState(name, model, **options)
         if cut:
-            hook._engine.traits = hook._engine.traits._replace(most_entries=200)
+            hook.engine.traits = hook.engine.traits._replace(most_entries=200)
         if told:
-            hook._binding.core_telling = lambda hook: hook
+            hook.binding.core_telling = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             groups = [list(model.parameters())] if rebuilt and not step else several
@@ -114,7 +114,7 @@ def train(
                 hook.step_landed()
             written = written[::-1] if last_first else written
             found += [machine.read(gradient) for gradient in written]
-        found += [machine.read(value) for _, _, value in hook._engine.memory.items()]
+        found += [machine.read(value) for _, _, value in hook.engine.memory.items()]
         hook.close()
     return found
 

@@ -196,7 +196,7 @@ def test_the_optimizer_is_adam_with_a_second_moment_that_stays() -> None:
     x, m, v = p.detach().double(), torch.zeros(50).double(), torch.zeros(50).double()
     for step in range(6):
         p.grad = normal(50, 2, step)
-        hook._engine.step += 1  # what the hook has counted once backward is over
+        hook.engine.step += 1  # what the hook has counted once backward is over
         g = p.grad.double()
         if step < freeze:
             m, v = beta1 * m + (1 - beta1) * g, beta2 * v + (1 - beta2) * g * g
