@@ -120,8 +120,7 @@ def fake_gpu() -> Iterator[Counts]:
 
     def run(op: Op, *args: Any) -> None:
         if args[0].is_meta:
-            if op._check is not None:
-                op._check(*args)
+            op.check_arguments(*args)
             op.kernels["cuda"](*args)
         else:
             op.definition(*args)

@@ -4,27 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ._tables import once_per_table
 from .runtime.arguments import check_whole, whole
-from .runtime.op import check
 from .segments import Segments, segments_of
 
 __all__ = [
     "ALIGNMENT",
     "FORMATS",
     "Format",
+    "Message",
     "Payload",
     "check_draws",
-    "check_feedback",
     "check_form",
     "check_message",
     "check_messages",
+    "layout_for",
     "layout_of",
+    "message_of",
     "one_segment",
     "payload_bytes",
     "segments_for",
@@ -60,7 +62,7 @@ class Format:
     mantissa: int = 0
     dithered: bool = False
 
-    @property
+    @cached_property
     def top(self) -> float:
         """Returns the largest value that a code stands for."""
         if self.float8 is not None:
@@ -69,18 +71,18 @@ class Format:
             return _LARGEST_E2M1
         return 2.0 ** (self.bits - 1) - (1.5 if self.dithered else 1.0)
 
-    @property
+    @cached_property
     def bias(self) -> int:
         """Returns the bias of the exponent of floats."""
         exponent_bits = self.bits - 1 - self.mantissa
         return int(2 ** (exponent_bits - 1)) - 1
 
-    @property
+    @cached_property
     def planes(self) -> int:
         """Returns how many codes of entries 32 apart share a byte; 1 for signs."""
         return 1 if self.bits == 1 else 8 // self.bits
 
-    @property
+    @cached_property
     def unit(self) -> int:
         """Returns the number of entries whose codes are stored together; divides every block."""
         return 32 * self.planes
@@ -161,12 +163,54 @@ def one_segment(format: str, block: int, n: int, whole: bool = False) -> Segment
 def layout_of(caller: str, format: str, block: Any, n: int, tails: int = 0) -> Payload:
     """Returns the layout of a payload; raises ValueError for an unknown format or block."""
     check_form(caller, format, block)
-    return _layout(format, int(block), n, tails)
+    return Payload.of(FORMATS[format], int(block), n, tails)
 
 
-@lru_cache(maxsize=4096)  # a few per bucket, which ops ask for in every step
-def _layout(format: str, block: int, n: int, tails: int) -> Payload:
-    return Payload.of(FORMATS[format], block, n, tails)
+@once_per_table
+def layout_for(table: Tensor, caller: str, format: str, block: int) -> Payload:
+    """Returns the layout of a row of the message that a table describes."""
+    segments = segments_of(table, caller)
+    return layout_of(caller, format, block, segments.slots, segments.tails)
+
+
+class Message(NamedTuple):
+    """Describes what an op encodes or decodes: a message, or a row of one.
+
+    Attributes:
+        layout: that of each row.
+        rows: the number of rows.
+        n: entries in all of these rows.
+        shapes: those that the tensor of a payload may have.
+        places: where kernels find the codes, the entries of 16 bits and the next payload.
+    """
+
+    layout: Payload
+    rows: int
+    n: int
+    shapes: tuple[tuple[int, ...], ...]
+    places: tuple[int, int, int]
+
+
+@once_per_table
+def message_of(table: Tensor, caller: str, format: str, block: int, row: int) -> Message:
+    """Returns the message, or the row of it, that an op works on.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it.
+    """
+    segments, layout = segments_of(table, caller), layout_for(table, caller, format, block)
+    if segments.granule % block:
+        raise ValueError(
+            f"{caller}(segments): made for blocks that divide {segments.granule}, got {block}"
+        )
+    rows = len(segments.rows)
+    check_whole(caller, "row", row, -1, rows)
+    check_whole(caller, "rows of segments", rows, 1, 2**16)  # a grid's second dimension
+    rows = rows if row < 0 else 1
+    begin, end = segments.row(row)
+    shapes = ((rows, layout.bytes), (layout.bytes,))[: 2 if rows == 1 else 1]
+    places = (layout.codes_at, layout.tails_at, layout.bytes)
+    return Message(layout, rows, end - begin, shapes, places)
 
 
 def check_form(caller: str, format: str, block: Any) -> None:
@@ -197,64 +241,36 @@ def payload_bytes(n: int | Segments, format: str, block: int) -> int:
 
 
 def check_message(
-    caller: str,
-    payload: Tensor,
-    format: str,
-    block: int,
-    table: Tensor,
-    row: int,
-    n: int,
-    like: Tensor,
+    caller: str, payload: Tensor, format: str, block: int, table: Tensor, row: int, n: int
 ) -> None:
     """Raises unless ``payload`` is a message of ``n`` entries, or the row of one."""
-    layout, rows = _layout_of_rows(caller, format, block, table, row, n)
-    check(caller, "payload", payload, like=like, dtypes=(torch.uint8,))
-    shape = tuple(payload.shape)
-    if shape != (rows, layout.bytes) and (rows > 1 or shape != (layout.bytes,)):
-        _refuse_size(caller, "payload", "", rows, layout, shape)
+    message = _message_of(caller, format, block, table, row, n)
+    if payload.shape not in message.shapes:
+        _refuse_size(caller, "payload", "", message, payload)
 
 
 def check_messages(
     caller: str, payloads: Tensor, format: str, block: int, table: Tensor, row: int, n: int
 ) -> None:
     """Raises unless ``payloads`` holds messages of ``n`` entries, one or more."""
-    layout, rows = _layout_of_rows(caller, format, block, table, row, n)
-    check(caller, "payloads", payloads, like=payloads, dtypes=(torch.uint8,))
-    shape = tuple(payloads.shape)
-    inner = shape[1:]
-    if (
-        not shape
-        or not shape[0]
-        or (inner != (rows, layout.bytes) and (rows > 1 or inner != (layout.bytes,)))
-    ):
-        _refuse_size(caller, "payloads", "1 or more, ", rows, layout, shape)
+    message = _message_of(caller, format, block, table, row, n)
+    shape = payloads.shape
+    if shape[1:] not in message.shapes or not shape[0]:
+        _refuse_size(caller, "payloads", "1 or more, ", message, payloads)
 
 
-def _layout_of_rows(
-    caller: str, format: str, block: int, table: Tensor, row: int, n: int
-) -> tuple[Payload, int]:
-    """Returns the layout of a row, and the number of rows that are worked on."""
-    segments = segments_of(caller, table)
-    layout = layout_of(caller, format, block, segments.slots, segments.tails)
-    if segments.granule % block:
-        raise ValueError(
-            f"{caller}(segments): made for blocks that divide {segments.granule}, got {block}"
-        )
-    rows = len(segments.rows)
-    check_whole(caller, "row", row, -1, rows)
-    check_whole(caller, "rows of segments", rows, 1, 2**16)  # a grid's second dimension
-    begin, end = segments.row(row)
-    if end - begin != n:
-        raise ValueError(f"{caller}(segments): of {end - begin} entries, got {n}")
-    return layout, rows if row < 0 else 1
+def _message_of(caller: str, format: str, block: int, table: Tensor, row: int, n: int) -> Message:
+    message = message_of(table, caller, format, block, row)
+    if message.n != n:
+        raise ValueError(f"{caller}(segments): of {message.n} entries, got {n}")
+    return message
 
 
-def _refuse_size(
-    caller: str, name: str, before: str, rows: int, layout: Payload, shape: tuple[int, ...]
-) -> None:
+def _refuse_size(caller: str, name: str, before: str, message: Message, got: Tensor) -> None:
+    nbytes = message.layout.bytes
     raise ValueError(
-        f"{caller}({name}): shape ({before}{rows}, {layout.bytes}), "
-        f"{layout.bytes} bytes a row, got {shape}; see payload_bytes"
+        f"{caller}({name}): shape ({before}{message.rows}, {nbytes}), {nbytes} bytes a row, "
+        f"got {tuple(got.shape)}; see payload_bytes"
     )
 
 
@@ -271,13 +287,3 @@ def check_draws(
         raise ValueError(f"{caller}({name}): {format} needs the bits of a dither, got None")
     if not dithered and step is not None and not encoder:
         raise ValueError(f"{caller}({name}): has to be None, as {format} is not dithered")
-
-
-def check_feedback(
-    caller: str, like: Tensor, n: int, residual: Tensor | None, unsent: Tensor | None
-) -> None:
-    """Raises unless ``residual`` and ``unsent``, where given, are float32 of ``n`` entries."""
-    if residual is not None:
-        check(caller, "residual", residual, like=like, dtypes=(torch.float32,), n=n)
-    if unsent is not None and unsent is not residual:  # feedback in place is the common case
-        check(caller, "unsent", unsent, like=like, dtypes=(torch.float32,), n=n)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._torch import version_of
+from ._tables import once_per_table
 from .runtime.arguments import whole
 
-__all__ = ["Matrices", "OnDevice", "matrices_of", "on_device", "runs_of", "table_of"]
+__all__ = ["Matrices", "OnDevice", "Run", "matrices_of", "on_device", "runs_of", "table_of"]
 
 _MOST = 2**62  # places are int64
 _ROWS, _SEGMENT, _CHUNK, _TILE = 8, 512, 64, 64  # as in low_rank.h and low_rank.cu
@@ -92,36 +91,18 @@ def table_of(caller: str, matrices: Matrices) -> Tensor:
     return matrices.table
 
 
-def _version_of(table: Tensor) -> int:
-    """Returns a number that changes when the table is written to, by torch's own count."""
-    try:
-        return version_of(table)
-    except RuntimeError:  # an inference tensor has no counter
-        return 0
-
-
-# Reading a table back takes longer than a small kernel, so it is done once per table. The entry
-# holds the table, so its id is not used again for another tensor.
-_KNOWN: dict[int, tuple[Tensor, int, Matrices]] = {}
-
-
-def matrices_of(caller: str, table: Tensor) -> Matrices:
+@once_per_table
+def matrices_of(table: Tensor, caller: str) -> Matrices:
     """Returns the matrices of a table; raises ValueError unless ``Matrices`` can make that table.
 
     Kernels trust the table for every address, and an op may be called with any tensor.
     """
-    known, version = _KNOWN.get(id(table)), _version_of(table)
-    if known is not None and known[0] is table and known[1] == version:
-        return known[2]
     matrices = _read(table)
     if matrices is None:
         raise ValueError(
             f"{caller}(table): a table as Matrices makes it, on the CPU, "
             f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
         )
-    if len(_KNOWN) >= 4096:
-        _KNOWN.clear()  # a bound on the tensors that it keeps alive
-    _KNOWN[id(table)] = table, version, matrices
     return matrices
 
 
@@ -139,8 +120,8 @@ def _read(table: Tensor) -> Matrices | None:
     return matrices if torch.equal(matrices.table, table) else None
 
 
-class _Run(NamedTuple):
-    """Views matrices of one shape at constant distances as one batch.
+class Run(NamedTuple):
+    """Describes matrices of one shape at constant distances, which views take as one batch.
 
     A batched product (``bmm``) over a view costs one call for all of them and copies nothing.
     """
@@ -171,18 +152,14 @@ class _Run(NamedTuple):
         return flat.as_strided((self.matrices, *shape), strides, begin)
 
 
-def runs_of(table: Tensor) -> tuple[_Run, ...]:
+@once_per_table
+def runs_of(table: Tensor) -> tuple[Run, ...]:
     """Returns runs that cover all matrices of a table, as few as their order allows."""
-    return _runs_of(table, _version_of(table))
-
-
-@lru_cache(maxsize=4096)
-def _runs_of(table: Tensor, version: int) -> tuple[_Run, ...]:
     by_shape: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for offset, rows, columns, rank, left, right in table[:-1, :6].tolist():
         by_shape.setdefault((rows, columns, rank), []).append((offset, left, right))
     return tuple(
-        _Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
+        Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
         for shape, places in by_shape.items()
         for part in _stretches(places)
     )
@@ -216,12 +193,8 @@ class OnDevice(NamedTuple):
     chunk_sums: int
 
 
+@once_per_table
 def on_device(table: Tensor, device: torch.device) -> OnDevice:
     """Returns the table on ``device``, copied once per table and device."""
-    return _copied(table, _version_of(table), device)
-
-
-@lru_cache(maxsize=4096)
-def _copied(table: Tensor, version: int, device: torch.device) -> OnDevice:
     # Read from the host's table: reading the copy would wait for the GPU.
     return OnDevice(table.to(device), len(table) - 1, *table[-1, 4:].tolist())

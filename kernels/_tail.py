@@ -7,16 +7,15 @@ place in the tail, and a last row with the end of the bucket's last piece and th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._matrices import _version_of
-from .runtime.op import check
+from ._tables import once_per_table
 
-__all__ = ["check_table", "check_tail", "gather", "on_device", "scatter", "subtract", "tail_table"]
+__all__ = ["gather", "on_device", "scatter", "subtract", "tail_of", "tail_table"]
 
 
 def tail_table(spans: Sequence[tuple[int, int]]) -> Tensor:
@@ -63,9 +62,34 @@ def subtract(total: Tensor, table: Tensor, sent: Tensor | None, unsent: Tensor) 
         unsent[here] = 0.0 if sent is None else total[here] - sent[there]
 
 
-@lru_cache(maxsize=4096)  # one per bucket, by the tensor and the number of writes to it
-def _spans_of(table: Tensor, version: int) -> tuple[tuple[slice, slice], ...] | None:
-    """Returns the places of all pieces in the bucket and in the tail; None for no such table."""
+class Tail(NamedTuple):
+    """Describes a table of pieces.
+
+    Attributes:
+        pieces: the places of each in the bucket and in the tail.
+        end: the end of the last piece in the bucket.
+        length: the number of entries of all pieces.
+    """
+
+    pieces: tuple[tuple[slice, slice], ...]
+    end: int
+    length: int
+
+
+@once_per_table
+def tail_of(table: Tensor, caller: str) -> Tail:
+    """Returns what a table describes; raises ValueError unless ``tail_table`` can make it."""
+    good = table.is_cpu and table.dtype == torch.int64
+    tail = _read(table) if good else None
+    if tail is None:
+        raise ValueError(
+            f"{caller}(tails): a table as tail_table makes it, on the CPU, "
+            f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
+        )
+    return tail
+
+
+def _read(table: Tensor) -> Tail | None:
     if table.dim() != 2 or not len(table) or table.shape[1] != 2 or not table.is_contiguous():
         return None
     rows = table.tolist()
@@ -77,51 +101,22 @@ def _spans_of(table: Tensor, version: int) -> tuple[tuple[slice, slice], ...] | 
         return None
     if not same:
         return None
-    return tuple(
+    pieces = tuple(
         (slice(begin, end), slice(row[1], row[1] + end - begin))
         for (begin, end), row in zip(spans, rows, strict=False)
     )
+    return Tail(pieces, *rows[-1])
 
 
 def _pieces(table: Tensor) -> tuple[tuple[slice, slice], ...]:
-    pieces = _spans_of(table, _version_of(table))
-    assert pieces is not None, "checked"
-    return pieces
-
-
-def check_tail(caller: str, table: Tensor | None, bucket: Tensor, tail: Tensor | None) -> None:
-    """Raises TypeError or ValueError unless the tensors are a tail of the bucket, or both None."""
-    if table is None or tail is None:
-        if table is not tail:
-            raise ValueError(f"{caller}(tail): a table and a tensor, or neither")
-        return
-    check_table(caller, table, bucket, tail)
-
-
-def check_table(caller: str, table: Tensor, bucket: Tensor, tail: Tensor | None) -> None:
-    """Raises TypeError or ValueError unless ``tail``, if there is one, is a tail of the bucket."""
-    good = table.is_cpu and table.dtype == torch.int64
-    pieces = _spans_of(table, _version_of(table)) if good else None
-    if pieces is None:
-        raise ValueError(
-            f"{caller}(tails): a table as tail_table makes it, on the CPU, "
-            f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
-        )
-    end, length = (pieces[-1][0].stop, pieces[-1][1].stop) if pieces else (0, 0)
-    if bucket.numel() < end:
-        raise ValueError(f"{caller}: a bucket of {end} entries or more, got {bucket.numel()}")
-    if tail is not None:
-        work = torch.promote_types(bucket.dtype, torch.float32)
-        check(caller, "tail", tail, like=bucket, dtypes=(work,), n=length)
+    return tail_of(table, "tail").pieces
 
 
 def on_device(table: Tensor | None, device: torch.device) -> tuple[Tensor | None, int, int]:
     """Returns the table on ``device``, copied once, and the numbers of pieces and of entries."""
-    if table is None:
-        return None, 0, 0
-    return _copied(table, _version_of(table), device)
+    return (None, 0, 0) if table is None else _copied(table, device)
 
 
-@lru_cache(maxsize=4096)
-def _copied(table: Tensor, version: int, device: torch.device) -> tuple[Tensor, int, int]:
+@once_per_table
+def _copied(table: Tensor, device: torch.device) -> tuple[Tensor, int, int]:
     return table.to(device), len(table) - 1, int(table[-1, 1])

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, Rule, op
 
 __all__ = ["dequantize_affine", "quantize_affine"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOP = 255  # the largest level
 _TINY = 2.0**-120  # blocks whose levels are closer decode to zero
 # Of CUDA kernels: rows of 32 entries that a warp keeps in registers; entries of a warp that finds a
@@ -58,9 +59,21 @@ def dequantize_affine(
     dequantize_affine_op(levels, scale, zero, block, factor, accumulate, out)
 
 
+def _blocks(levels: Tensor, block: int) -> int:
+    return -(-levels.numel() // block)
+
+
+_PAYLOAD: dict[str, Rule] = {
+    "block": range(1, 2**63),
+    "scale": Entries(torch.float32, n=_blocks),
+    "zero": Entries(torch.uint8, n=_blocks),
+}
+
+
 @op(
     "quantize_affine(Tensor x, Tensor(a!) levels, Tensor(b!) scale, Tensor(c!) zero, int block)"
-    " -> ()"
+    " -> ()",
+    takes={"x": Entries(FLOATS), "levels": Entries(torch.uint8, n="x"), **_PAYLOAD},
 )
 def quantize_affine_op(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
     n = x.numel()
@@ -85,7 +98,8 @@ def quantize_affine_op(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, b
 
 @op(
     "dequantize_affine(Tensor levels, Tensor scale, Tensor zero, int block, float factor,"
-    " bool accumulate, Tensor(a!) out) -> ()"
+    " bool accumulate, Tensor(a!) out) -> ()",
+    takes={"out": Entries(FLOATS), "levels": Entries(torch.uint8, n="out"), **_PAYLOAD},
 )
 def dequantize_affine_op(
     levels: Tensor,
@@ -102,39 +116,6 @@ def dequantize_affine_op(
     entries = (rows - zero.to(torch.float32)[:, None]) * scale[:, None]
     entries = (entries.flatten()[:n] * factor).view(out.shape)
     out.copy_(out.to(torch.float32) + entries if accumulate else entries)
-
-
-# Checks of arguments --------------------------------------------------------------------------
-
-
-@quantize_affine_op.check
-def _check_quantize(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
-    _check("quantize_affine", "x", x, levels, scale, zero, block)
-
-
-@dequantize_affine_op.check
-def _check_dequantize(
-    levels: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    block: int,
-    factor: float,
-    accumulate: bool,
-    out: Tensor,
-) -> None:
-    _check("dequantize_affine", "out", out, levels, scale, zero, block)
-
-
-def _check(
-    caller: str, name: str, x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int
-) -> None:
-    check(caller, name, x, like=x, dtypes=_DTYPES)
-    if not 1 <= block < 2**63:
-        raise ValueError(f"{caller}(block): 1 or more, got {block}")
-    blocks = -(-x.numel() // block)
-    check(caller, "levels", levels, like=x, dtypes=(torch.uint8,), n=x.numel())
-    check(caller, "scale", scale, like=x, dtypes=(torch.float32,), n=blocks)
-    check(caller, "zero", zero, like=x, dtypes=(torch.uint8,), n=blocks)
 
 
 # Kernels ---------------------------------------------------------------------------------------
@@ -171,30 +152,14 @@ def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block
 
 
 @dequantize_affine_op.kernel("cpu")
-def _dequantize_cpu(
-    levels: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    block: int,
-    factor: float,
-    accumulate: bool,
-    out: Tensor,
-) -> None:
-    arguments = (levels, out.numel(), block, scale, zero, factor, accumulate, out)
-    cpu.call("dequantize_affine", cpu.DTYPES[out.dtype], *arguments)
+def _dequantize_cpu(levels: Tensor, scale: Tensor, zero: Tensor, block: int, *rest: Any) -> None:
+    dtype = cpu.DTYPES[rest[-1].dtype]  # of ``out``
+    cpu.call("dequantize_affine", dtype, levels, levels.numel(), block, scale, zero, *rest)
 
 
 @dequantize_affine_op.kernel("cuda")
-def _dequantize_cuda(
-    levels: Tensor,
-    scale: Tensor,
-    zero: Tensor,
-    block: int,
-    factor: float,
-    accumulate: bool,
-    out: Tensor,
-) -> None:
-    n, name = out.numel(), f"affine_entries<{cuda.DTYPES[out.dtype]}>"
+def _dequantize_cuda(levels: Tensor, scale: Tensor, zero: Tensor, block: int, *rest: Any) -> None:
+    n, name = levels.numel(), f"affine_entries<{cuda.DTYPES[rest[-1].dtype]}>"
     block = max(1, min(block, n))  # the kernel divides by it as a 32-bit number
-    arguments = (levels, n, block, scale, zero, factor, accumulate, out)
-    cuda.launch("affine.cu", name, out.device, n // 256 + 1, arguments)
+    arguments = (levels, n, block, scale, zero, *rest)
+    cuda.launch("affine.cu", name, levels.device, n // 256 + 1, arguments)

@@ -19,24 +19,23 @@ from ._blockwise import (
     FORMATS,
     Payload,
     check_draws,
-    check_feedback,
     check_form,
     check_message,
     check_messages,
-    layout_of,
+    layout_for,
+    message_of,
     one_segment,
     payload_bytes,
     segments_for,
 )
+from ._tables import on_device
 from ._torch import constant_result
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor, check_whole
-from .runtime.op import check, op
-from .segments import Segments, on_device, rows_of, segments_of
+from .runtime.op import FEEDBACK, FLOATS, Entries, op
+from .segments import Segments, rows_of, segments_of
 
 __all__ = ["FORMATS", "dequantize", "payload_bytes", "quantize", "segments_for"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def quantize(
@@ -127,8 +126,8 @@ def table_for(
     whole: bool = False,
 ) -> Tensor:
     """Returns the table, which ops take: a schema of torch.library has no type for `Segments`."""
-    check_form(caller, format, block)
     if segments is None:
+        check_form(caller, format, block)
         n = as_tensor(caller, "x", x).numel()
         return _table(format, int(block), n, whole)
     if not isinstance(segments, Segments):
@@ -149,6 +148,13 @@ def _table(format: str, block: int, n: int, whole: bool) -> Tensor:
     " Tensor? residual, Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first,"
     " int rank, int ranks) -> ()",
     same=[("residual", "unsent")],
+    takes={
+        "table": segments_of,
+        "x": Entries(FLOATS),
+        "payload": Entries(torch.uint8),
+        **FEEDBACK,
+        "ranks": range(1, 2**31),
+    },
 )
 def quantize_op(
     x: Tensor,
@@ -166,8 +172,8 @@ def quantize_op(
     rank: int,
     ranks: int,
 ) -> None:
-    segments = segments_of("quantize", table)
-    layout = layout_of("quantize", format, block, segments.slots, segments.tails)
+    segments = segments_of(table, "quantize")
+    layout = layout_for(table, "quantize", format, block)
     c = x.to(torch.float32).flatten()  # scales of 16-bit gradients are float32 as well
     if residual is not None:
         c = c + residual.flatten()
@@ -212,7 +218,8 @@ def _noise(
 
 @op(
     "dequantize(Tensor payloads, Tensor(a!) out, str format, int block, Tensor table, int row,"
-    " float factor, bool accumulate, Tensor? step, int seed, int stream, int first) -> ()"
+    " float factor, bool accumulate, Tensor? step, int seed, int stream, int first) -> ()",
+    takes={"table": segments_of, "out": Entries(FLOATS), "payloads": Entries(torch.uint8)},
 )
 def dequantize_op(
     payloads: Tensor,
@@ -228,8 +235,8 @@ def dequantize_op(
     stream: int,
     first: int,
 ) -> None:
-    segments = segments_of("dequantize", table)
-    layout = layout_of("dequantize", format, block, segments.slots, segments.tails)
+    segments = segments_of(table, "dequantize")
+    layout = layout_for(table, "dequantize", format, block)
     rows = as_messages(payloads)
     for number, (index, begin, end) in enumerate(rows_of(segments, row)):
         some, at = rows[:, number], first + number * philox.ROW
@@ -272,8 +279,6 @@ def _check_quantize(
     block: int,
     table: Tensor,
     row: int,
-    residual: Tensor | None,
-    unsent: Tensor | None,
     step: Tensor | None,
     seed: int,
     stream: int,
@@ -281,13 +286,9 @@ def _check_quantize(
     rank: int,
     ranks: int,
 ) -> None:
-    n = x.numel()
-    check("quantize", "x", x, like=x, dtypes=_DTYPES)
-    check_message("quantize", payload, format, block, table, row, n, x)
-    check_feedback("quantize", x, n, residual, unsent)
+    check_message("quantize", payload, format, block, table, row, x.numel())
     philox.check_key(x, step, seed, stream, first)
     check_draws("quantize", format, step, encoder=True)
-    check_whole("quantize", "ranks", ranks, 1, 2**31)
     check_whole("quantize", "rank", rank, 0, ranks)
 
 
@@ -299,12 +300,9 @@ def _check_dequantize(
     block: int,
     table: Tensor,
     row: int,
-    factor: float,
-    accumulate: bool,
     step: Tensor | None,
     *key: int,
 ) -> None:
-    check("dequantize", "out", out, like=payloads, dtypes=_DTYPES)
     check_messages("dequantize", payloads, format, block, table, row, out.numel())
     philox.check_key(payloads, step, *key)
     check_draws("dequantize", format, step)
@@ -317,34 +315,23 @@ def _check_dequantize(
 def _quantize_cpu(
     x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("quantize", format, block, table)
-    numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
-    cpu.call("quantize", *numbers, x, table, row, *rest, payload, *places(layout))
+    message = message_of(table, "quantize", format, block, row)
+    numbers = (message.layout.format.number, cpu.DTYPES[x.dtype], block)
+    cpu.call("quantize", *numbers, x, table, row, *rest, payload, *message.places)
 
 
 @quantize_op.kernel("cuda")
 def _quantize_cuda(
     x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("quantize", format, block, table)
+    layout, rows, *_, places = message_of(table, "quantize", format, block, row)
     # The block is a template argument, so that a lane's entries stay in registers: an array is kept
     # there only where every index is known to the compiler.
     name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
     there = on_device(table, x.device)
-    arguments = (x, there, row, *rest, aligned(payload), *places(layout))
+    arguments = (x, there, row, *rest, aligned(payload), *places)
     warps = (layout.n + layout.tails) // warp_entries(block) + 1
-    cuda.launch("blockwise.cu", name, x.device, warps, arguments, grid_rows(table, row))
-
-
-def layout_for(caller: str, format: str, block: int, table: Tensor) -> Payload:
-    """Returns the layout of a row of the message that a table describes."""
-    segments = segments_of(caller, table)
-    return layout_of(caller, format, block, segments.slots, segments.tails)
-
-
-def grid_rows(table: Tensor, row: int) -> int:
-    """Returns how many rows of a message an op works on."""
-    return int(table[0, 0]) if row < 0 else 1
+    cuda.launch("blockwise.cu", name, x.device, warps, arguments, rows)
 
 
 def warp_entries(block: int) -> int:
@@ -352,11 +339,6 @@ def warp_entries(block: int) -> int:
     # 256 at least, which share calls of Philox. Of a longer block a warp takes 512, which are 16
     # registers of a lane; the warps of a block meet in shared memory.
     return min(max(block, 256), 512)
-
-
-def places(layout: Payload) -> tuple[int, int, int]:
-    """Returns where kernels find the codes, the entries of 16 bits and the next payload."""
-    return layout.codes_at, layout.tails_at, layout.bytes
 
 
 def aligned(payload: Tensor) -> Tensor:
@@ -370,9 +352,9 @@ def aligned(payload: Tensor) -> Tensor:
 def _dequantize_cpu(
     payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("dequantize", format, block, table)
-    numbers = (layout.format.number, cpu.DTYPES[out.dtype])
-    source = (payloads, *places(layout), payloads.stride(0), len(payloads))
+    message = message_of(table, "dequantize", format, block, row)
+    numbers = (message.layout.format.number, cpu.DTYPES[out.dtype])
+    source = (payloads, *message.places, payloads.stride(0), payloads.shape[0])
     cpu.call("dequantize", *numbers, *source, table, row, block, *rest, out)
 
 
@@ -380,10 +362,10 @@ def _dequantize_cpu(
 def _dequantize_cuda(
     payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("dequantize", format, block, table)
+    layout, rows, *_, places = message_of(table, "dequantize", format, block, row)
     # Decoding needs no maximum, so the block is an argument and one kernel serves all blocks.
     name = f"dequantize<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}>"
-    source = (aligned(payloads), *places(layout), payloads.stride(0), len(payloads))
+    source = (aligned(payloads), *places, payloads.stride(0), payloads.shape[0])
     arguments = (*source, on_device(table, out.device), row, block, *rest, out)
     warps = (layout.n + layout.tails) // 256 + 1
-    cuda.launch("blockwise.cu", name, out.device, warps, arguments, grid_rows(table, row))
+    cuda.launch("blockwise.cu", name, out.device, warps, arguments, rows)

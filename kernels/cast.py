@@ -9,11 +9,11 @@ from torch import Tensor
 
 from . import philox
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, check, op
 
 __all__ = ["scaled_cast", "stochastic"]
 
-_ALL = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_ALL = (*FLOATS, torch.float64)
 
 
 def scaled_cast(
@@ -45,6 +45,7 @@ def scaled_cast(
     " int first) -> ()",
     caller="scaled_cast",
     same=[("x", "out")],
+    takes={"x": Entries(_ALL), "out": Entries(_ALL, n="x")},
 )
 def cast_op(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
     # Rounded to the dtype of x first, as torch's product is: the kernels do the same, so that they
@@ -78,11 +79,10 @@ def stochastic(x: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
 
 
 @cast_op.check
-def _check(x: Tensor, out: Tensor, scale: float, step: Tensor | None, *key: int) -> None:
-    nearest = step is None
-    check("scaled_cast", "x", x, like=x, dtypes=_ALL if nearest else (torch.float32,))
-    narrow = _ALL if nearest else (torch.float16, torch.bfloat16)
-    check("scaled_cast", "out", out, like=x, dtypes=narrow, n=x.numel())
+def _check(x: Tensor, out: Tensor, step: Tensor | None, *key: int) -> None:
+    if step is not None:  # stochastic rounding
+        check("scaled_cast", "x", x, like=x, dtypes=(torch.float32,))
+        check("scaled_cast", "out", out, like=x, dtypes=(torch.float16, torch.bfloat16))
     philox.check_key(x, step, *key)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import Entries, op
 
 __all__ = ["CHUNK", "dct"]
 
@@ -37,7 +37,11 @@ def dct(x: Tensor, out: Tensor, *, inverse: bool = False) -> None:
     dct_op(x, out, inverse)
 
 
-@op("dct(Tensor x, Tensor(a!) out, bool inverse) -> ()", same=[("x", "out")])
+@op(
+    "dct(Tensor x, Tensor(a!) out, bool inverse) -> ()",
+    same=[("x", "out")],
+    takes={"x": Entries(torch.float32), "out": Entries(torch.float32, n="x")},
+)
 def dct_op(x: Tensor, out: Tensor, inverse: bool) -> None:
     # Not a matrix product: the order of its sums depends on the library and on the processor. The
     # factor, 1 / sqrt(64), is taken first, so that no sum overflows where results do not.
@@ -103,11 +107,9 @@ def _cosine(k: int) -> float:
 
 
 @dct_op.check
-def _check(x: Tensor, out: Tensor, inverse: bool) -> None:
-    check("dct", "x", x, like=x, dtypes=(torch.float32,))
+def _check(x: Tensor) -> None:
     if x.numel() % CHUNK:
         raise ValueError(f"dct(x): a multiple of {CHUNK} entries, got {x.numel()}")
-    check("dct", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
 @dct_op.kernel("cpu")

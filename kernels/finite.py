@@ -6,11 +6,9 @@ import torch
 from torch import Tensor
 
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, op
 
 __all__ = ["all_finite"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def all_finite(x: Tensor) -> Tensor:
@@ -25,7 +23,11 @@ def all_finite(x: Tensor) -> Tensor:
     return answer
 
 
-@op("finite(Tensor x, Tensor(a!) answer) -> ()", caller="all_finite")
+@op(
+    "finite(Tensor x, Tensor(a!) answer) -> ()",
+    caller="all_finite",
+    takes={"answer": Entries(torch.bool, n=1)},
+)
 def finite_op(x: Tensor, answer: Tensor) -> None:
     if not x.numel():
         answer.fill_(True)
@@ -35,14 +37,9 @@ def finite_op(x: Tensor, answer: Tensor) -> None:
     answer.copy_(torch.isfinite(low) & torch.isfinite(high))
 
 
-@finite_op.check
-def _check_finite(x: Tensor, answer: Tensor) -> None:
-    check("all_finite", "answer", answer, like=x, dtypes=(torch.bool,), n=1)
-
-
 @finite_op.beyond_kernels
 def _is_other(x: Tensor, answer: Tensor) -> bool:
-    return x.dtype not in _DTYPES or not x.is_contiguous()
+    return x.dtype not in FLOATS or not x.is_contiguous()
 
 
 @finite_op.kernel("cpu")

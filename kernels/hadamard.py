@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from . import philox
+from ._tables import on_device
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
-from .runtime.op import check, op
-from .segments import Segments, on_device, rows_of, segments_of
+from .runtime.op import Entries, op
+from .segments import Segments, rows_of, segments_of
 
 __all__ = ["check_signs", "hadamard", "transform"]
 
@@ -61,6 +62,7 @@ def hadamard(
     "hadamard(Tensor x, Tensor(a!) out, int block, bool inverse, Tensor step, int seed, int stream,"
     " int first, Tensor? table, int row) -> ()",
     same=[("x", "out")],
+    takes={"table": segments_of, "x": Entries(torch.float32), "out": Entries(torch.float32)},
 )
 def hadamard_op(
     x: Tensor,
@@ -78,7 +80,7 @@ def hadamard_op(
     if table is None:
         transform(x, out, block, inverse, *key, first)
         return
-    segments, flat, to = segments_of("hadamard", table), x.view(-1), out.view(-1)
+    segments, flat, to = segments_of(table, "hadamard"), x.view(-1), out.view(-1)
     for place, (index, begin, end) in enumerate(rows_of(segments, row)):
         here = slice(place * segments.slots, (place + 1) * segments.slots)
         slots, entries = segments.coded(index, x.device)
@@ -135,23 +137,28 @@ def _check(
 ) -> None:
     if block not in BLOCKS:
         raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")
-    check("hadamard", "x", x, like=x, dtypes=(torch.float32,))
     check_signs("hadamard", "random", x, step, seed, stream, first)
-    if table is None:
-        if x.numel() % block:
-            raise ValueError(f"hadamard(x): a multiple of {block} entries, got {x.numel()}")
-        check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=x.numel())
-        return
-    segments = segments_of("hadamard", table)
+    n, slots = (x.numel(), x.numel()) if table is None else _sizes(table, block, row)
+    if n % block and table is None:
+        raise ValueError(f"hadamard(x): a multiple of {block} entries, got {n}")
+    for name, tensor, numel in (
+        ("x", x, slots if inverse else n),
+        ("out", out, n if inverse else slots),
+    ):
+        if tensor.numel() != numel:
+            raise ValueError(f"hadamard({name}): {numel} entries, got {tensor.numel()}")
+
+
+def _sizes(table: Tensor, block: int, row: int) -> tuple[int, int]:
+    """Returns the numbers of entries and of slots that the op works on."""
+    segments = segments_of(table, "hadamard")
     rows = len(segments.rows)
     check_whole("hadamard", "row", row, -1, rows)
     check_whole("hadamard", "rows of segments", rows, 1, 2**16)  # a grid's second dimension
     if segments.most or segments.granule % block:
         raise ValueError(f"hadamard(segments): of segments_for(..., {block}, ..., whole=True)")
     begin, end = segments.row(row)
-    sizes = (end - begin, segments.slots * (rows if row < 0 else 1))
-    check("hadamard", "x", x, like=x, dtypes=(torch.float32,), n=sizes[inverse])
-    check("hadamard", "out", out, like=x, dtypes=(torch.float32,), n=sizes[not inverse])
+    return end - begin, segments.slots * (rows if row < 0 else 1)
 
 
 def check_signs(caller: str, name: str, x: Tensor, step: Tensor, *key: int) -> None:
@@ -172,8 +179,8 @@ def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any
     *key, table, row = rest
     n, there, rows = x.numel(), None, 1
     if table is not None:
-        n, there = segments_of("hadamard", table).slots, on_device(table, x.device)
-        rows = int(table[0, 0]) if row < 0 else 1
+        segments, there = segments_of(table, "hadamard"), on_device(table, x.device)
+        n, rows = segments.slots, len(segments.rows) if row < 0 else 1
     arguments = (x, n, block**-0.5, inverse, *key, there, row, out)
     warps = n // max(block, 256) + 1
     cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments, rows)

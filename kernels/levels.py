@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._matrices import _version_of
+from ._tables import once_per_table
 from .blockwise import aligned, as_messages
 from .runtime import cpu, cuda
 from .runtime.arguments import as_tensor
-from .runtime.op import check, op
+from .runtime.op import Entries, check, op
 
 __all__ = ["dequantize_levels", "level_bytes", "quantize_levels", "root_of", "summed"]
 
@@ -104,11 +103,11 @@ def _table(levels: Tensor, device: torch.device | None = None) -> Tensor:
     device = levels.device if device is None else device
     if torch.compiler.is_compiling():
         return _with_bounds(levels).to(device)
-    return _known_table(levels, _version_of(levels), device)
+    return _known_table(levels, device)
 
 
-@lru_cache(maxsize=64)  # by the tensor and the number of writes to it
-def _known_table(levels: Tensor, version: int, device: torch.device) -> Tensor:
+@once_per_table
+def _known_table(levels: Tensor, device: torch.device) -> Tensor:
     # A copy from the host is over when it returns. What is computed on a device is not: another
     # stream that takes it out of the cache would not wait for it.
     return _with_bounds(levels).to(device)
@@ -122,6 +121,12 @@ def _with_bounds(levels: Tensor) -> Tensor:
     "quantize_levels(Tensor x, Tensor table, Tensor(a!) payload, Tensor(b!)? unsent, int block,"
     " int shard) -> ()",
     same=[("x", "unsent")],
+    takes={
+        "x": Entries(torch.float32),
+        "table": Entries(torch.float32),
+        "payload": Entries(torch.uint8),
+        "unsent": Entries(torch.float32, n="x"),
+    },
 )
 def quantize_levels_op(
     x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
@@ -156,7 +161,14 @@ def quantize_levels_op(
         codes.copy_(_packed(nearest.flatten()[begin:end], _bits(levels)))
 
 
-@op("dequantize_levels(Tensor payloads, Tensor table, Tensor(a!) out, int block, int shard) -> ()")
+@op(
+    "dequantize_levels(Tensor payloads, Tensor table, Tensor(a!) out, int block, int shard) -> ()",
+    takes={
+        "out": Entries(torch.float32),
+        "table": Entries(torch.float32),
+        "payloads": Entries(torch.uint8),
+    },
+)
 def dequantize_levels_op(
     payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int
 ) -> None:
@@ -225,18 +237,12 @@ def _packed(numbers: Tensor, bits: int) -> Tensor:
 
 
 @quantize_levels_op.check
-def _check_quantize(
-    x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
-) -> None:
-    check("quantize_levels", "x", x, like=x, dtypes=(torch.float32,))
+def _check_quantize(x: Tensor, table: Tensor, payload: Tensor, block: int, shard: int) -> None:
     _check("quantize_levels", "payload", x, table, payload, 1, block, shard)
-    if unsent is not None:
-        check("quantize_levels", "unsent", unsent, like=x, dtypes=(torch.float32,), n=x.numel())
 
 
 @dequantize_levels_op.check
 def _check_dequantize(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
-    check("dequantize_levels", "out", out, like=payloads, dtypes=(torch.float32,))
     _check("dequantize_levels", "payloads", out, table, payloads, 2, block, shard)
 
 
@@ -256,11 +262,9 @@ def _check(
             f"{caller}(block): one of {_BLOCKS} that divides the number of entries, "
             f"got {block} and {n} entries"
         )
-    check(caller, "levels", table, like=x, dtypes=(torch.float32,))
     count = (table.numel() + 1) // 2
     if table.numel() % 2 == 0 or count not in _COUNTS:
         raise ValueError(f"{caller}(levels): 3, 7, 15 or 31 with bounds, got {table.numel()}")
-    check(caller, name, payload, like=x, dtypes=(torch.uint8,))
     if not least <= payload.dim() <= least + 1 or not payload.shape[0]:
         raise ValueError(f"{caller}({name}): shape (..., bytes), got {tuple(payload.shape)}")
     rows = payload.shape[-2] if payload.dim() > least else 1
@@ -302,7 +306,7 @@ def _quantize_cuda(
 
 @dequantize_levels_op.kernel("cpu")
 def _dequantize_cpu(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
-    source = (payloads, len(payloads), payloads.stride(0), payloads.shape[-1])
+    source = (payloads, payloads.shape[0], payloads.stride(0), payloads.shape[-1])
     arguments = (*source, max(shard, 1), table, out.numel(), block, out)
     cpu.call("dequantize_levels", (table.numel() + 1) // 2, *arguments)
 

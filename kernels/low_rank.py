@@ -7,14 +7,17 @@ handles all matrices of a bucket, and its tail: the entries that no matrix has.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import _tail
-from ._matrices import Matrices, OnDevice, matrices_of, on_device, runs_of, table_of
-from ._tail import check_table, check_tail, gather, scatter, subtract, tail_table
+from ._matrices import Matrices, OnDevice, Run, matrices_of, on_device, runs_of, table_of
+from ._tail import gather, scatter, subtract, tail_of, tail_table
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, Rule, op, wide
 
 __all__ = [
     "Matrices",
@@ -30,17 +33,41 @@ __all__ = [
 ]
 
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_BUCKETS = (*_DTYPES, torch.float64)
+_BUCKETS = (*FLOATS, torch.float64)
 _IN_PLACE = [("x", "total"), ("residual", "total")]
 
 # All ops also carry the tail, which no matrix has: `tails` is its table.
+
+
+def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **others: Entries) -> dict[str, Rule]:
+    """Returns the rules of an op: those of its bucket, of factors, and of other tensors."""
+    return {
+        "table": matrices_of,
+        "tails": tail_of,
+        bucket: Entries(dtypes),
+        "left": Entries(wide(bucket), n="table.left_numel"),
+        "right": Entries(wide(bucket), n="table.right_numel"),
+        **others,
+    }
+
+
+def _takes_sum(own: str) -> dict[str, Rule]:
+    """Returns the rules of an op that adds a residual and writes a factor, also to ``own``."""
+    return _takes(
+        "x",
+        _BUCKETS,
+        residual=Entries(wide("x"), n="x"),
+        total=Entries(wide("x"), n="x"),
+        own=Entries(wide("x"), n=own),
+        tail=Entries(wide("x"), n="tails.length"),
+    )
 
 
 @op(
     "multiply_right(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor right,"
     " Tensor(b!) left, Tensor(c!)? own, Tensor? tails, Tensor(d!)? tail) -> ()",
     same=_IN_PLACE,
+    takes=_takes_sum("left"),
 )
 def multiply_right_op(
     x: Tensor,
@@ -53,13 +80,7 @@ def multiply_right_op(
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    for run in runs_of(table):
-        source = run.bucket(x).to(left.dtype)  # 16-bit entries are summed in float32
-        if residual is not None:
-            source = source + run.bucket(residual)
-        # Only after the sum is formed, since `total` may be `x` or `residual`.
-        if total is not None:
-            run.bucket(total).copy_(source)
+    for run, source in _sums(table, x, residual, total, left.dtype):
         run.left(left).copy_(torch.bmm(run.right(right), source.mT))
     if own is not None:
         own.copy_(left)
@@ -71,6 +92,7 @@ def multiply_right_op(
     "multiply_left(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor left,"
     " Tensor(b!) right, Tensor(c!)? own, Tensor? tails, Tensor(d!)? tail) -> ()",
     same=_IN_PLACE,
+    takes=_takes_sum("right"),
 )
 def multiply_left_op(
     x: Tensor,
@@ -83,12 +105,7 @@ def multiply_left_op(
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    for run in runs_of(table):
-        source = run.bucket(x).to(right.dtype)
-        if residual is not None:
-            source = source + run.bucket(residual)
-        if total is not None:
-            run.bucket(total).copy_(source)
+    for run, source in _sums(table, x, residual, total, right.dtype):
         run.right(right).copy_(torch.bmm(run.left(left), source))
     if own is not None:
         own.copy_(right)
@@ -96,10 +113,30 @@ def multiply_left_op(
         gather(x, residual, total, tails, tail)
 
 
+def _sums(
+    table: Tensor, x: Tensor, residual: Tensor | None, total: Tensor | None, dtype: torch.dtype
+) -> Iterator[tuple[Run, Tensor]]:
+    """Yields the matrices of ``x + residual``, and writes them to ``total``."""
+    for run in runs_of(table):
+        source = run.bucket(x).to(dtype)  # 16-bit entries are summed in float32
+        if residual is not None:
+            source = source + run.bucket(residual)
+        # Only after the sum is formed, since `total` may be `x` or `residual`.
+        if total is not None:
+            run.bucket(total).copy_(source)
+        yield run, source
+
+
 @op(
     "expand(Tensor left, Tensor right, Tensor table, Tensor(a!) out, Tensor? finite,"
     " Tensor? tails, Tensor? tail) -> ()",
     caller="decode_low_rank",
+    takes=_takes(
+        "out",
+        _BUCKETS,
+        finite=Entries(torch.bool, n=1),
+        tail=Entries(wide("out"), n="tails.length"),
+    ),
 )
 def expand_op(
     left: Tensor,
@@ -123,6 +160,12 @@ def expand_op(
     "subtract_low_rank(Tensor total, Tensor table, Tensor left, Tensor right, Tensor(a!) unsent,"
     " Tensor? tails, Tensor? sent) -> ()",
     same=[("total", "unsent")],
+    takes=_takes(
+        "total",
+        (torch.float32, torch.float64),
+        unsent=Entries(wide("total"), n="total"),
+        sent=Entries(wide("total"), n="tails.length"),
+    ),
 )
 def subtract_op(
     total: Tensor,
@@ -144,109 +187,52 @@ def subtract_op(
 
 
 @multiply_right_op.check
-def _check_right(
-    x: Tensor,
-    residual: Tensor | None,
-    total: Tensor | None,
-    table: Tensor,
-    right: Tensor,
-    left: Tensor,
-    own: Tensor | None,
-    tails: Tensor | None,
-    tail: Tensor | None,
-) -> None:
-    matrices, work = _check_sum("multiply_right", table, x, residual, total)
-    _check_factors("multiply_right", matrices, left, right, x, work)
-    if own is not None:
-        check("multiply_right", "own", own, like=x, dtypes=(work,), n=matrices.left_numel)
-    check_tail("multiply_right", tails, x, tail)
-
-
 @multiply_left_op.check
-def _check_left(
+def _check_sum(
+    caller: str,
     x: Tensor,
     residual: Tensor | None,
     total: Tensor | None,
     table: Tensor,
-    left: Tensor,
-    right: Tensor,
-    own: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    matrices, work = _check_sum("multiply_left", table, x, residual, total)
-    _check_factors("multiply_left", matrices, left, right, x, work)
-    if own is not None:
-        check("multiply_left", "own", own, like=x, dtypes=(work,), n=matrices.right_numel)
-    check_tail("multiply_left", tails, x, tail)
+    if residual is not None and total is None:
+        raise ValueError(f"{caller}(total): needed with a residual")
+    _check_pair(caller, tails, tail)
+    _check_end(caller, "x", x, table, tails)
 
 
 @expand_op.check
 def _check_expand(
-    left: Tensor,
-    right: Tensor,
-    table: Tensor,
-    out: Tensor,
-    finite: Tensor | None,
-    tails: Tensor | None,
-    tail: Tensor | None,
+    caller: str, table: Tensor, out: Tensor, tails: Tensor | None, tail: Tensor | None
 ) -> None:
-    matrices, work = _check_bucket("decode_low_rank", table, "out", out)
-    _check_factors("decode_low_rank", matrices, left, right, out, work)
-    if finite is not None:
-        check("decode_low_rank", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
-    check_tail("decode_low_rank", tails, out, tail)
+    _check_pair(caller, tails, tail)
+    _check_end(caller, "out", out, table, tails)
 
 
 @subtract_op.check
 def _check_subtract(
-    total: Tensor,
-    table: Tensor,
-    left: Tensor,
-    right: Tensor,
-    unsent: Tensor,
-    tails: Tensor | None,
-    sent: Tensor | None,
+    caller: str, total: Tensor, table: Tensor, tails: Tensor | None, sent: Tensor | None
 ) -> None:
-    caller = "subtract_low_rank"
-    check(caller, "total", total, like=total, dtypes=(torch.float32, torch.float64))
-    matrices, work = _check_bucket(caller, table, "total", total)
-    _check_factors(caller, matrices, left, right, total, work)
-    check(caller, "unsent", unsent, like=total, dtypes=(work,), n=total.numel())
-    if tails is not None:
-        check_table(caller, tails, total, sent)
-    elif sent is not None:
+    if sent is not None and tails is None:
         raise ValueError(f"{caller}(tail): a table is needed")
+    _check_end(caller, "total", total, table, tails)
 
 
-def _check_sum(
-    caller: str, table: Tensor, x: Tensor, residual: Tensor | None, total: Tensor | None
-) -> tuple[Matrices, torch.dtype]:
-    matrices, work = _check_bucket(caller, table, "x", x)
-    if residual is not None and total is None:
-        raise ValueError(f"{caller}(total): needed with a residual")
-    for name, tensor in (("residual", residual), ("total", total)):
-        if tensor is not None:
-            check(caller, name, tensor, like=x, dtypes=(work,), n=x.numel())
-    return matrices, work
+def _check_pair(caller: str, tails: Tensor | None, tail: Tensor | None) -> None:
+    if (tails is None) != (tail is None):
+        raise ValueError(f"{caller}(tail): a table and a tensor, or neither")
 
 
-def _check_bucket(
-    caller: str, table: Tensor, name: str, flat: Tensor
-) -> tuple[Matrices, torch.dtype]:
-    """Returns the matrices, and the dtype in which the bucket is worked on."""
-    matrices = matrices_of(caller, table)
-    check(caller, name, flat, like=flat, dtypes=_BUCKETS)
-    if flat.numel() < matrices.end:
-        raise ValueError(f"{caller}({name}): {matrices.end} entries or more, got {flat.numel()}")
-    return matrices, torch.float64 if flat.dtype == torch.float64 else torch.float32
-
-
-def _check_factors(
-    caller: str, matrices: Matrices, left: Tensor, right: Tensor, like: Tensor, work: torch.dtype
-) -> None:
-    check(caller, "left", left, like=like, dtypes=(work,), n=matrices.left_numel)
-    check(caller, "right", right, like=like, dtypes=(work,), n=matrices.right_numel)
+def _check_end(caller: str, name: str, bucket: Tensor, table: Tensor, tails: Tensor | None) -> None:
+    """Raises unless all matrices and all of the tail lie in the bucket."""
+    end, numel = matrices_of(table, caller).end, bucket.numel()
+    if numel < end:
+        raise ValueError(f"{caller}({name}): {end} entries or more, got {numel}")
+    if tails is not None and numel < tail_of(tails, caller).end:
+        end = tail_of(tails, caller).end
+        raise ValueError(f"{caller}: a bucket of {end} entries or more, got {numel}")
 
 
 @multiply_right_op.beyond_kernels
@@ -374,54 +360,34 @@ def subtract_low_rank(
 
 
 @multiply_right_op.kernel("cpu")
-def _multiply_right_cpu(
+def _multiply_right_cpu(*arguments: Any) -> None:
+    _multiply_cpu("multiply_right", *arguments)
+
+
+@multiply_left_op.kernel("cpu")
+def _multiply_left_cpu(*arguments: Any) -> None:
+    _multiply_cpu("multiply_left", *arguments)
+
+
+def _multiply_cpu(
+    kernel: str,
     x: Tensor,
     residual: Tensor | None,
     total: Tensor | None,
     table: Tensor,
-    right: Tensor,
-    left: Tensor,
+    factor: Tensor,
+    result: Tensor,
     own: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
     # All matrices in one call: a model has dozens, and a call of an op costs 6 to 18 microseconds.
-    source = (cpu.DTYPES[x.dtype], table, len(table) - 1, x)
-    cpu.call("multiply_right", *source, residual, total, right, left)
-    _finish_cpu(x, residual, total, left, own, tails, tail)
-
-
-@multiply_left_op.kernel("cpu")
-def _multiply_left_cpu(
-    x: Tensor,
-    residual: Tensor | None,
-    total: Tensor | None,
-    table: Tensor,
-    left: Tensor,
-    right: Tensor,
-    own: Tensor | None,
-    tails: Tensor | None,
-    tail: Tensor | None,
-) -> None:
-    source = (cpu.DTYPES[x.dtype], table, len(table) - 1, x)
-    cpu.call("multiply_left", *source, residual, total, left, right)
-    _finish_cpu(x, residual, total, right, own, tails, tail)
-
-
-def _finish_cpu(
-    x: Tensor,
-    residual: Tensor | None,
-    total: Tensor | None,
-    factor: Tensor,
-    own: Tensor | None,
-    tails: Tensor | None,
-    tail: Tensor | None,
-) -> None:
+    dtype, source = cpu.DTYPES[x.dtype], (x, residual, total)
+    cpu.call(kernel, dtype, table, table.shape[0] - 1, *source, factor, result)
     if own is not None:
-        own.copy_(factor)
-    if tails is not None and tail is not None:
-        source = (cpu.DTYPES[x.dtype], tails, len(tails) - 1, x)
-        cpu.call("gather_tail", *source, residual, total, tail)
+        own.copy_(result)
+    if tails is not None:
+        cpu.call("gather_tail", dtype, tails, tails.shape[0] - 1, *source, tail)
 
 
 @expand_op.kernel("cpu")
@@ -435,9 +401,9 @@ def _expand_cpu(
     tail: Tensor | None,
 ) -> None:
     dtype = cpu.DTYPES[out.dtype]
-    cpu.call("expand", dtype, table, len(table) - 1, left, right, out, finite)
-    if tails is not None and tail is not None:
-        cpu.call("scatter_tail", dtype, tails, len(tails) - 1, tail, out)
+    cpu.call("expand", dtype, table, table.shape[0] - 1, left, right, out, finite)
+    if tails is not None:
+        cpu.call("scatter_tail", dtype, tails, tails.shape[0] - 1, tail, out)
 
 
 @subtract_op.kernel("cpu")
@@ -450,9 +416,9 @@ def _subtract_cpu(
     tails: Tensor | None,
     sent: Tensor | None,
 ) -> None:
-    cpu.call("subtract_low_rank", table, len(table) - 1, total, left, right, unsent)
+    cpu.call("subtract_low_rank", table, table.shape[0] - 1, total, left, right, unsent)
     if tails is not None:
-        cpu.call("subtract_tail", tails, len(tails) - 1, total, sent, unsent)
+        cpu.call("subtract_tail", tails, tails.shape[0] - 1, total, sent, unsent)
 
 
 # CUDA kernels ----------------------------------------------------------------------------------
@@ -462,57 +428,50 @@ def _subtract_cpu(
 _THREADS = 128
 
 
-def _launch(
-    like: Tensor, kernel: str, warps: int, arguments: tuple[Tensor | int | None, ...]
-) -> None:
+def _launch(like: Tensor, kernel: str, warps: int, *arguments: Tensor | int | None) -> None:
     name = f"{kernel}<{cuda.DTYPES[like.dtype]}>"
     cuda.launch("low_rank.cu", name, like.device, warps, arguments, threads=_THREADS)
 
 
 @multiply_right_op.kernel("cuda")
-def _multiply_right_cuda(
-    x: Tensor,
-    residual: Tensor | None,
-    total: Tensor | None,
-    table: Tensor,
-    right: Tensor,
-    left: Tensor,
-    own: Tensor | None,
-    tails: Tensor | None,
-    tail: Tensor | None,
-) -> None:
-    # Partial sums go through memory, and a second launch adds them in their order. Atomic additions
-    # would save it, but their order, and so the bits, would change from run to run.
-    there = on_device(table, x.device)
-    sums = torch.empty(there.block_sums, dtype=torch.float32, device=x.device)
-    source = (there.table, there.matrices, there.block_tasks, x, residual, total, right, sums)
-    _launch(x, "multiply_right", there.block_tasks, source)
-    pieces = _tail.on_device(tails, x.device)
-    added = (there.table, there.matrices, there.lefts, sums, left, own)
-    warps = (there.lefts + pieces[2]) // 32 + 1
-    _launch(x, "add_segments", warps, (*added, *pieces, x, residual, total, tail))
+def _multiply_right_cuda(*arguments: Any) -> None:
+    _multiply_cuda("multiply_right", *arguments)
 
 
 @multiply_left_op.kernel("cuda")
-def _multiply_left_cuda(
+def _multiply_left_cuda(*arguments: Any) -> None:
+    _multiply_cuda("multiply_left", *arguments)
+
+
+def _multiply_cuda(
+    kernel: str,
     x: Tensor,
     residual: Tensor | None,
     total: Tensor | None,
     table: Tensor,
-    left: Tensor,
-    right: Tensor,
+    factor: Tensor,
+    result: Tensor,
     own: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    there = on_device(table, x.device)
-    sums = torch.empty(there.chunk_sums, dtype=torch.float32, device=x.device)
-    source = (there.table, there.matrices, there.chunk_tasks, x, residual, total, left, sums)
-    _launch(x, "multiply_left", there.chunk_tasks, source)
-    pieces = _tail.on_device(tails, x.device)
-    added = (there.table, there.matrices, there.rights, sums, right, own)
-    warps = (there.rights + pieces[2]) // 32 + 1
-    _launch(x, "add_chunks", warps, (*added, *pieces, x, residual, total, tail))
+    there, pieces = on_device(table, x.device), _tail.on_device(tails, x.device)
+    if kernel == "multiply_right":
+        adding, tasks, numel, sums = (
+            "add_segments",
+            there.block_tasks,
+            there.lefts,
+            there.block_sums,
+        )
+    else:
+        adding, tasks, numel, sums = "add_chunks", there.chunk_tasks, there.rights, there.chunk_sums
+    # Partial sums go through memory, and a second launch adds them in their order. Atomic additions
+    # would save it, but their order, and so the bits, would change from run to run.
+    partial = torch.empty(sums, dtype=torch.float32, device=x.device)
+    places, source = (there.table, there.matrices), (x, residual, total)
+    _launch(x, kernel, tasks, *places, tasks, *source, factor, partial)
+    warps = (numel + pieces[2]) // 32 + 1
+    _launch(x, adding, warps, *places, numel, partial, result, own, *pieces, *source, tail)
 
 
 @expand_op.kernel("cuda")
@@ -527,7 +486,7 @@ def _expand_cuda(
 ) -> None:
     there, pieces = on_device(table, out.device), _tail.on_device(tails, out.device)
     source = (there.table, there.matrices, there.block_tasks, left, right)
-    _launch(out, "expand", _tasks(there, pieces[2]), (*source, out, finite, *pieces, tail))
+    _launch(out, "expand", _tasks(there, pieces[2]), *source, out, finite, *pieces, tail)
 
 
 @subtract_op.kernel("cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,12 +14,10 @@ from ._blockwise import Payload, layout_of, one_segment
 from .blockwise import aligned
 from .levels import root_of, summed
 from .runtime import cpu, cuda
-from .runtime.arguments import check_whole
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, op
 
 __all__ = ["quantize_norms"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INFINITY = 0x7F800000  # bits of infinity
 _TINY = (127 - 120) << 23  # bits of 2^-120; blocks below it decode to zero
 
@@ -48,15 +47,25 @@ def quantize_norms(
     quantize_norms_op(x, payload, block, levels, *philox.key_of("quantize_norms", random))
 
 
+@lru_cache(maxsize=4096)  # one per bucket, which is asked for in every step
 def _layout(n: int, block: int) -> Payload:
     layout_of("quantize_norms", "int8", block, 0)  # checks the block
     slots = one_segment("int8", block, n, whole=True).slots
     return layout_of("quantize_norms", "int8", block, slots)
 
 
+def _nbytes(x: Tensor, block: int) -> int:
+    return _layout(x.numel(), block).bytes
+
+
 @op(
     "quantize_norms(Tensor x, Tensor(a!) payload, int block, int levels, Tensor step, int seed,"
-    " int stream, int first) -> ()"
+    " int stream, int first) -> ()",
+    takes={
+        "levels": range(1, 128),
+        "x": Entries(FLOATS),
+        "payload": Entries(torch.uint8, n=_nbytes),
+    },
 )
 def quantize_norms_op(
     x: Tensor, payload: Tensor, block: int, levels: int, step: Tensor, *key: int
@@ -82,13 +91,7 @@ def quantize_norms_op(
     payload[layout.codes_at : layout.codes_at + n] = codes[:n].view(torch.uint8)
 
 
-@quantize_norms_op.check
-def _check(x: Tensor, payload: Tensor, block: int, levels: int, step: Tensor, *key: int) -> None:
-    layout = _layout(x.numel(), block)
-    check("quantize_norms", "x", x, like=x, dtypes=_DTYPES)
-    check_whole("quantize_norms", "levels", levels, 1, 128)
-    check("quantize_norms", "payload", payload, like=x, dtypes=(torch.uint8,), n=layout.bytes)
-    philox.check_key(x, step, *key)
+quantize_norms_op.check(philox.check_key)
 
 
 @quantize_norms_op.kernel("cpu")

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ._matrices import Matrices, matrices_of, on_device, runs_of, table_of
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import Entries, like, op
 
 __all__ = ["orthonormalize", "orthonormalize_op", "unit_rows", "unit_rows_op"]
 
@@ -46,7 +46,15 @@ def unit_rows(matrices: Matrices, right: Tensor, fresh: Tensor, out: Tensor | No
     unit_rows_op(right, fresh, right if out is None else out, table_of("unit_rows", matrices))
 
 
-@op("orthonormalize(Tensor left, Tensor(a!) out, Tensor table) -> ()", same=[("left", "out")])
+@op(
+    "orthonormalize(Tensor left, Tensor(a!) out, Tensor table) -> ()",
+    same=[("left", "out")],
+    takes={
+        "table": matrices_of,
+        "left": Entries(_WORK, n="table.left_numel"),
+        "out": Entries(like("left"), n="left"),
+    },
+)
 def orthonormalize_op(left: Tensor, out: Tensor, table: Tensor) -> None:
     for run in runs_of(table):
         rows = run.left(left).double()
@@ -77,6 +85,12 @@ def orthonormalize_op(left: Tensor, out: Tensor, table: Tensor) -> None:
 @op(
     "unit_rows(Tensor right, Tensor fresh, Tensor(a!) out, Tensor table) -> ()",
     same=[("right", "out")],
+    takes={
+        "table": matrices_of,
+        "right": Entries(_WORK, n="table.right_numel"),
+        "fresh": Entries(like("right"), n="right"),
+        "out": Entries(like("right"), n="right"),
+    },
 )
 def unit_rows_op(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
     for run in runs_of(table):
@@ -106,24 +120,6 @@ def _dot(a: Tensor, b: Tensor) -> Tensor:
     return sums.unsqueeze(-1)
 
 
-# Checks of arguments --------------------------------------------------------------------------
-
-
-@orthonormalize_op.check
-def _check_orthonormalize(left: Tensor, out: Tensor, table: Tensor) -> None:
-    n = matrices_of("orthonormalize", table).left_numel
-    check("orthonormalize", "left", left, like=left, dtypes=_WORK, n=n)
-    check("orthonormalize", "out", out, like=left, dtypes=(left.dtype,), n=n)
-
-
-@unit_rows_op.check
-def _check_unit_rows(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
-    n = matrices_of("unit_rows", table).right_numel
-    check("unit_rows", "right", right, like=right, dtypes=_WORK, n=n)
-    check("unit_rows", "fresh", fresh, like=right, dtypes=(right.dtype,), n=n)
-    check("unit_rows", "out", out, like=right, dtypes=(right.dtype,), n=n)
-
-
 @orthonormalize_op.beyond_kernels
 @unit_rows_op.beyond_kernels
 def _is_double(first: Tensor, *rest: Tensor) -> bool:
@@ -135,28 +131,29 @@ def _is_double(first: Tensor, *rest: Tensor) -> bool:
 
 @orthonormalize_op.kernel("cpu")
 def _orthonormalize_cpu(left: Tensor, out: Tensor, table: Tensor) -> None:
-    cpu.call("orthonormalize", table, len(table) - 1, left, out)
+    cpu.call("orthonormalize", table, table.shape[0] - 1, left, out)
 
 
 @unit_rows_op.kernel("cpu")
 def _unit_rows_cpu(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
-    cpu.call("unit_rows", table, len(table) - 1, right, fresh, out)
+    cpu.call("unit_rows", table, table.shape[0] - 1, right, fresh, out)
 
 
 @orthonormalize_op.kernel("cuda")
-def _orthonormalize_cuda(left: Tensor, out: Tensor, table: Tensor) -> None:
-    _launch("orthonormalize", table, left, out)
+def _orthonormalize_cuda(*arguments: Tensor) -> None:
+    _launch("orthonormalize", *arguments)
 
 
 @unit_rows_op.kernel("cuda")
-def _unit_rows_cuda(right: Tensor, fresh: Tensor, out: Tensor, table: Tensor) -> None:
-    _launch("unit_rows", table, right, fresh, out)
+def _unit_rows_cuda(*arguments: Tensor) -> None:
+    _launch("unit_rows", *arguments)
 
 
-def _launch(kernel: str, table: Tensor, *factors: Tensor) -> None:
+def _launch(kernel: str, *arguments: Tensor) -> None:
     # A block per matrix: each row depends on the rows before it.
+    *factors, table = arguments
     device = factors[0].device
     there = on_device(table, device)
-    arguments: list[Tensor | float | None] = [there.table, there.matrices, *factors]
     warps = _SUMS // 32 * there.matrices
-    cuda.launch("orthonormal.cu", kernel, device, warps, arguments, threads=_SUMS)
+    places = (there.table, there.matrices)
+    cuda.launch("orthonormal.cu", kernel, device, warps, (*places, *factors), threads=_SUMS)

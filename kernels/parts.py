@@ -12,12 +12,11 @@ from torch.nn.functional import pad
 
 from . import _blockwise_definition as definition
 from ._blockwise import FORMATS, Payload
-from ._matrices import _version_of
+from ._tables import on_device, once_per_table
 from .blockwise import aligned
 from .levels import summed
 from .runtime import cpu, cuda
-from .runtime.op import check, op
-from .segments import on_device
+from .runtime.op import FLOATS, Entries, Rule, op
 
 __all__ = [
     "BLOCK",
@@ -45,6 +44,8 @@ class Parts:
 
     Attributes:
         sizes: number of entries of each part.
+        count: number of parts.
+        numel, blocks, chunks, nbytes: what all parts have together; bytes are those of payloads.
         table: int64, a row per part and a last one with the ends: first entry, and what kernels
             count before the part: blocks, chunks and bytes of payloads.
 
@@ -55,6 +56,7 @@ class Parts:
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self.sizes = tuple(sizes)
+        self.count = len(self.sizes)
         if min(self.sizes, default=0) < 0 or sum(self.sizes) > 2**56:
             raise ValueError(f"Parts(sizes): 0 to 2^56, got {self.sizes}")
         columns = [
@@ -65,10 +67,7 @@ class Parts:
         ]
         ends = [list(accumulate(column, initial=0)) for column in columns]
         self.table = torch.tensor(ends, dtype=torch.int64, device="cpu").T.contiguous()
-
-    @property
-    def numel(self) -> int:
-        return sum(self.sizes)
+        self.numel, self.blocks, self.chunks, self.nbytes = (column[-1] for column in ends)
 
 
 @lru_cache(maxsize=4096)  # one per bucket, which schemes ask for in every step
@@ -77,13 +76,14 @@ def parts_of_sizes(sizes: tuple[int, ...]) -> Parts:
     return Parts(sizes)
 
 
-def parts_of(caller: str, table: Tensor) -> Parts:
+@once_per_table
+def parts_of(table: Tensor, caller: str) -> Parts:
     """Returns the parts of a table; raises ValueError unless ``Parts`` can make that table.
 
     Kernels trust the table for every address, and an op may be called with any tensor.
     """
     good = table.is_cpu and table.dtype == torch.int64 and table.dim() == 2
-    parts = _read(table, _version_of(table)) if good else None
+    parts = _read(table) if good else None
     if parts is None:
         raise ValueError(
             f"{caller}(table): a table as Parts makes it, on the CPU, "
@@ -92,8 +92,7 @@ def parts_of(caller: str, table: Tensor) -> Parts:
     return parts
 
 
-@lru_cache(maxsize=4096)  # by the tensor and the number of writes to it
-def _read(table: Tensor, version: int) -> Parts | None:
+def _read(table: Tensor) -> Parts | None:
     if not len(table) or table.shape[1] != 4 or not table.is_contiguous():
         return None
     try:
@@ -106,7 +105,6 @@ def _read(table: Tensor, version: int) -> Parts | None:
 # ---- ops
 
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _THREADS = 256  # of a block, which adds the squares of a part's chunks
 
 
@@ -143,23 +141,39 @@ def squared_norms(x: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
     squared_norms_op(x, out, parts_of_sizes(sizes).table)
 
 
-@op("quantize_parts(Tensor x, Tensor(a!) payloads, Tensor table) -> ()")
+_PARTS: dict[str, Rule] = {"table": parts_of, "payloads": Entries(torch.uint8, n="table.nbytes")}
+
+
+@op(
+    "quantize_parts(Tensor x, Tensor(a!) payloads, Tensor table) -> ()",
+    takes={"x": Entries(torch.float32, n="table.numel"), **_PARTS},
+)
 def quantize_parts_op(x: Tensor, payloads: Tensor, table: Tensor) -> None:
-    for part, payload in _pairs(x, payloads, parts_of("quantize_parts", table)):
+    for part, payload in _pairs(x, payloads, parts_of(table, "quantize_parts")):
         layout = Payload.of(FORMATS["int8"], BLOCK, part.numel())
         definition.encode(part, payload, layout, None)
 
 
-@op("dequantize_parts(Tensor payloads, Tensor(a!) out, Tensor table) -> ()")
+@op(
+    "dequantize_parts(Tensor payloads, Tensor(a!) out, Tensor table) -> ()",
+    takes={"out": Entries(torch.float32, n="table.numel"), **_PARTS},
+)
 def dequantize_parts_op(payloads: Tensor, out: Tensor, table: Tensor) -> None:
-    for part, payload in _pairs(out, payloads, parts_of("dequantize_parts", table)):
+    for part, payload in _pairs(out, payloads, parts_of(table, "dequantize_parts")):
         layout = Payload.of(FORMATS["int8"], BLOCK, part.numel())
         part.copy_(definition.sum_payloads(payload[None], layout, part.numel()))
 
 
-@op("squared_norms(Tensor x, Tensor(a!) out, Tensor table) -> ()")
+@op(
+    "squared_norms(Tensor x, Tensor(a!) out, Tensor table) -> ()",
+    takes={
+        "table": parts_of,
+        "x": Entries((*FLOATS, torch.float64), n="table.numel"),
+        "out": Entries(torch.float64, n="table.count"),
+    },
+)
 def squared_norms_op(x: Tensor, out: Tensor, table: Tensor) -> None:
-    for index, part in enumerate(x.view(-1).split(parts_of("squared_norms", table).sizes)):
+    for index, part in enumerate(x.view(-1).split(parts_of(table, "squared_norms").sizes)):
         rows = pad(part.double(), (0, -part.numel() % CHUNK)).view(-1, CHUNK)
         chunks = summed(rows.square())
         chunks = pad(chunks, (0, -len(chunks) % _THREADS or (0 if len(chunks) else _THREADS)))
@@ -173,33 +187,6 @@ def _pairs(x: Tensor, payloads: Tensor, parts: Parts) -> list[tuple[Tensor, Tens
     return [(part, payloads.view(-1)[begin:end]) for part, begin, end in views if part.numel()]
 
 
-# Checks of arguments -------------------------------------------------------------------------
-
-
-@quantize_parts_op.check
-def _check_quantize(x: Tensor, payloads: Tensor, table: Tensor) -> None:
-    _check("quantize_parts", "x", x, payloads, table)
-
-
-@dequantize_parts_op.check
-def _check_dequantize(payloads: Tensor, out: Tensor, table: Tensor) -> None:
-    _check("dequantize_parts", "out", out, payloads, table)
-
-
-def _check(caller: str, name: str, x: Tensor, payloads: Tensor, table: Tensor) -> None:
-    parts = parts_of(caller, table)
-    check(caller, name, x, like=x, dtypes=(torch.float32,), n=parts.numel)
-    nbytes = int(parts.table[-1, 3])
-    check(caller, "payloads", payloads, like=x, dtypes=(torch.uint8,), n=nbytes)
-
-
-@squared_norms_op.check
-def _check_norms(x: Tensor, out: Tensor, table: Tensor) -> None:
-    parts = parts_of("squared_norms", table)
-    check("squared_norms", "x", x, like=x, dtypes=(*_DTYPES, torch.float64), n=parts.numel)
-    check("squared_norms", "out", out, like=x, dtypes=(torch.float64,), n=len(parts.sizes))
-
-
 @squared_norms_op.beyond_kernels
 def _is_double(x: Tensor, out: Tensor, table: Tensor) -> bool:
     return x.dtype == torch.float64
@@ -210,34 +197,34 @@ def _is_double(x: Tensor, out: Tensor, table: Tensor) -> bool:
 
 @quantize_parts_op.kernel("cpu")
 def _quantize_cpu(x: Tensor, payloads: Tensor, table: Tensor) -> None:
-    cpu.call("quantize_parts", x, table, len(table) - 1, payloads)
+    cpu.call("quantize_parts", x, table, table.shape[0] - 1, payloads)
 
 
 @dequantize_parts_op.kernel("cpu")
 def _dequantize_cpu(payloads: Tensor, out: Tensor, table: Tensor) -> None:
-    cpu.call("dequantize_parts", payloads, table, len(table) - 1, out)
+    cpu.call("dequantize_parts", payloads, table, table.shape[0] - 1, out)
 
 
 @squared_norms_op.kernel("cpu")
 def _norms_cpu(x: Tensor, out: Tensor, table: Tensor) -> None:
-    cpu.call("squared_norms", cpu.DTYPES[x.dtype], x, table, len(table) - 1, out)
+    cpu.call("squared_norms", cpu.DTYPES[x.dtype], x, table, table.shape[0] - 1, out)
 
 
 @quantize_parts_op.kernel("cuda")
 def _quantize_cuda(x: Tensor, payloads: Tensor, table: Tensor) -> None:
-    arguments = (x, on_device(table, x.device), len(table) - 1, aligned(payloads))
-    cuda.launch("parts.cu", "quantize_parts", x.device, int(table[-1, 1]), arguments)
+    arguments = (x, on_device(table, x.device), table.shape[0] - 1, aligned(payloads))
+    cuda.launch("parts.cu", "quantize_parts", x.device, parts_of(table, "").blocks, arguments)
 
 
 @dequantize_parts_op.kernel("cuda")
 def _dequantize_cuda(payloads: Tensor, out: Tensor, table: Tensor) -> None:
-    arguments = (aligned(payloads), on_device(table, out.device), len(table) - 1, out)
-    cuda.launch("parts.cu", "dequantize_parts", out.device, int(table[-1, 1]), arguments)
+    arguments = (aligned(payloads), on_device(table, out.device), table.shape[0] - 1, out)
+    cuda.launch("parts.cu", "dequantize_parts", out.device, parts_of(table, "").blocks, arguments)
 
 
 @squared_norms_op.kernel("cuda")
 def _norms_cuda(x: Tensor, out: Tensor, table: Tensor) -> None:
-    t, count, chunks = cuda.DTYPES[x.dtype], len(table) - 1, int(table[-1, 2])
+    t, count, chunks = cuda.DTYPES[x.dtype], table.shape[0] - 1, parts_of(table, "").chunks
     sums = torch.empty(chunks, dtype=torch.float64, device=x.device)
     places = on_device(table, x.device)
     for name, warps, arguments in (

@@ -106,37 +106,32 @@ class RandomBits:
         """Returns the bits of one row of a message of several payloads."""
         return RandomBits(self.seed, self.step, self.number, self.first + number * ROW)
 
-    @property
-    def key(self) -> Key:
-        """Returns the arguments of ops: step, seed, stream, first."""
-        return self.step, self.seed, self.number, self.first
-
 
 Key = tuple[Tensor | None, int, int, int]
 NO_STREAM: Key = (None, 0, 0, 0)  # for rounding to nearest
 
 
 def key_of(caller: str, random: RandomBits | None, name: str = "random") -> Key:
-    """Returns the key of ``random``, or the key that stands for None."""
+    """Returns the arguments of ops for ``random``: step, seed, stream, first; or those for None."""
     if random is None:
         return NO_STREAM
     if not isinstance(random, RandomBits):
         raise TypeError(f"{caller}({name}): RandomBits or None, got {type(random).__name__}")
-    return random.key
+    return random.step, random.seed, random.number, random.first
 
 
-def check_key(data: Tensor, step: Tensor | None, seed: int, number: int, first: int = 0) -> None:
-    """Raises unless the numbers are a valid key on the device of ``data``, or ``step`` is None."""
+def check_key(x: Tensor, step: Tensor | None, seed: int, stream: int, first: int = 0) -> None:
+    """Raises unless the numbers are a valid key on the device of ``x``, or ``step`` is None."""
     if step is None:
         return
     _check_step(step)
-    if not (step.is_cpu and data.is_cpu) and step.device != data.device:
+    if step.device != x.device:
         raise ValueError(
-            f"RandomBits(step) lies on the device of the data, {data.device}, got {step.device}"
+            f"RandomBits(step) lies on the device of the data, {x.device}, got {step.device}"
         )
     if not -_SEEDS <= seed < _SEEDS:
         raise ValueError(f"RandomBits(seed): 64 bits, got {seed}")
-    _check_numbers(number, first)
+    _check_numbers(stream, first)
 
 
 def _check_step(step: Any) -> None:

@@ -14,11 +14,9 @@ from torch import Tensor
 
 from . import philox
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import FEEDBACK, FLOATS, Entries, op
 
 __all__ = ["gather_random", "random_places", "scatter_random"]
-
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def random_places(
@@ -96,6 +94,11 @@ def _key(caller: str, random: philox.RandomBits) -> tuple[Tensor | None, int, in
     "gather_random(Tensor x, Tensor(a!) values, Tensor? residual, Tensor(b!)? unsent, Tensor step,"
     " int seed, int stream) -> ()",
     same=[("residual", "unsent")],
+    takes={
+        "x": Entries(FLOATS),
+        "values": Entries(torch.float32),
+        **FEEDBACK,
+    },
 )
 def gather_random_op(
     x: Tensor,
@@ -120,7 +123,12 @@ def gather_random_op(
 
 @op(
     "scatter_random(Tensor values, Tensor(a!) out, float factor, Tensor? finite, Tensor step,"
-    " int seed, int stream) -> ()"
+    " int seed, int stream) -> ()",
+    takes={
+        "values": Entries(torch.float32),
+        "out": Entries(FLOATS),
+        "finite": Entries(torch.bool, n=1),
+    },
 )
 def scatter_random_op(
     values: Tensor, out: Tensor, factor: float, finite: Tensor | None, step: Tensor, *key: int
@@ -144,25 +152,14 @@ def _check_gather(
     step: Tensor,
     *key: int,
 ) -> None:
-    check("gather_random", "x", x, like=x, dtypes=_DTYPES)
-    check("gather_random", "values", values, like=x, dtypes=(torch.float32,))
     _check_sizes("gather_random", x.numel(), values.numel())
     if residual is not None and unsent is None:
         raise ValueError("gather_random(unsent): needed with a residual")
-    for name, tensor in (("residual", residual), ("unsent", unsent)):
-        if tensor is not None:
-            check("gather_random", name, tensor, like=x, dtypes=(torch.float32,), n=x.numel())
     philox.check_key(x, step, *key)
 
 
 @scatter_random_op.check
-def _check_scatter(
-    values: Tensor, out: Tensor, factor: float, finite: Tensor | None, step: Tensor, *key: int
-) -> None:
-    check("scatter_random", "values", values, like=out, dtypes=(torch.float32,))
-    check("scatter_random", "out", out, like=out, dtypes=_DTYPES)
-    if finite is not None:
-        check("scatter_random", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
+def _check_scatter(values: Tensor, out: Tensor, step: Tensor, *key: int) -> None:
     _check_sizes("scatter_random", out.numel(), values.numel())
     philox.check_key(out, step, *key)
 

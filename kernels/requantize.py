@@ -9,20 +9,12 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise import check_draws, check_feedback, check_message, check_messages
-from .blockwise import (
-    aligned,
-    draws_of,
-    layout_for,
-    places,
-    quantize_op,
-    table_for,
-    warp_entries,
-)
+from ._blockwise import check_draws, check_message, check_messages, layout_for, message_of
+from ._tables import on_device
+from .blockwise import aligned, draws_of, quantize_op, table_for, warp_entries
 from .runtime import cpu, cuda
-from .runtime.arguments import check_whole
-from .runtime.op import op
-from .segments import Segments, on_device, segments_of
+from .runtime.op import Entries, op
+from .segments import Segments, segments_of
 
 __all__ = ["requantize"]
 
@@ -61,11 +53,23 @@ def requantize(
     requantize_op(payloads, payload, format, block, table, *rest, *keys[0], *keys[1])
 
 
+def _row_numel(format: str, block: int, table: Tensor, row: int) -> int:
+    return message_of(table, "requantize", format, block, row).n
+
+
 @op(
     "requantize(Tensor payloads, Tensor(a!) payload, str format, int block, Tensor table,"
     " int row, float factor, Tensor(b!)? unsent, float weight, bool accumulate,"
     " Tensor? received_step, int received_seed, int received_stream, int received_first,"
     " Tensor? step, int seed, int stream, int first) -> ()",
+    same=[("received_step", "step")],
+    takes={
+        "table": segments_of,
+        "payloads": Entries(torch.uint8),
+        "payload": Entries(torch.uint8),
+        "row": range(2**16),
+        "unsent": Entries(torch.float32, n=_row_numel),
+    },
 )
 def requantize_op(
     payloads: Tensor,
@@ -84,8 +88,8 @@ def requantize_op(
     received_first: int,
     *key: Any,
 ) -> None:
-    layout = layout_for("requantize", format, block, table)
-    segments = segments_of("requantize", table)
+    segments = segments_of(table, "requantize")
+    layout = layout_for(table, "requantize", format, block)
     received = (received_step, received_seed, received_stream, received_first)
     draws = draws_of(layout, len(payloads), *received, device=payloads.device)
     total = definition.decode_row(payloads, layout, segments, row, draws) * factor
@@ -105,10 +109,6 @@ def _check_requantize(
     block: int,
     table: Tensor,
     row: int,
-    factor: float,
-    unsent: Tensor | None,
-    weight: float,
-    accumulate: bool,
     received_step: Tensor | None,
     received_seed: int,
     received_stream: int,
@@ -116,12 +116,9 @@ def _check_requantize(
     step: Tensor | None,
     *key: int,
 ) -> None:
-    segments = segments_of("requantize", table)
-    check_whole("requantize", "row", row, 0, len(segments.rows))
-    begin, end = segments.row(row)
-    check_messages("requantize", payloads, format, block, table, row, end - begin)
-    check_message("requantize", payload, format, block, table, row, end - begin, payloads)
-    check_feedback("requantize", payloads, end - begin, None, unsent)
+    message = (format, block, table, row, _row_numel(format, block, table, row))
+    check_messages("requantize", payloads, *message)
+    check_message("requantize", payload, *message)
     received = (received_seed, received_stream, received_first)
     philox.check_key(payloads, received_step, *received)
     check_draws("requantize", format, received_step, name="received")
@@ -140,9 +137,10 @@ def _requantize_cpu(
     factor: float,
     *rest: Any,
 ) -> None:
-    layout = layout_for("requantize", format, block, table)
-    source = (payloads, payloads.stride(0), len(payloads), factor, table, row)
-    cpu.call("requantize", layout.format.number, block, *source, *rest, payload, *places(layout))
+    message = message_of(table, "requantize", format, block, row)
+    source = (payloads, payloads.stride(0), payloads.shape[0], factor, table, row)
+    number = message.layout.format.number
+    cpu.call("requantize", number, block, *source, *rest, payload, *message.places)
 
 
 @requantize_op.kernel("cuda")
@@ -156,10 +154,10 @@ def _requantize_cuda(
     factor: float,
     *rest: Any,
 ) -> None:
-    layout = layout_for("requantize", format, block, table)
+    layout, *_, places = message_of(table, "requantize", format, block, row)
     name = f"requantize<{layout.format.cpp}, {block}>"
     there = on_device(table, payloads.device)
-    source = (aligned(payloads), payloads.stride(0), len(payloads), factor, there, row)
-    arguments = (*source, *rest, aligned(payload), *places(layout))
+    source = (aligned(payloads), payloads.stride(0), payloads.shape[0], factor, there, row)
+    arguments = (*source, *rest, aligned(payload), *places)
     warps = (layout.n + layout.tails) // warp_entries(block) + 1
     cuda.launch("blockwise.cu", name, payloads.device, warps, arguments)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import Entries, check, op
 
 __all__ = ["restore"]
 
@@ -55,7 +55,8 @@ def _launches(pairs: Sequence[Pair]) -> Iterator[list[Pair]]:
 
 @op(
     "restore(Tensor(a!) values, Tensor old, Tensor good, Tensor(b!)? values1, Tensor? old1,"
-    " Tensor(c!)? values2, Tensor? old2, Tensor(d!)? values3, Tensor? old3) -> ()"
+    " Tensor(c!)? values2, Tensor? old2, Tensor(d!)? values3, Tensor? old3) -> ()",
+    takes={"good": Entries(torch.bool, n=1)},
 )
 def restore_op(values: Tensor, old: Tensor, good: Tensor, *others: Tensor | None) -> None:
     for new, before in _pairs(values, old, others):
@@ -73,10 +74,10 @@ def _pairs(values: Tensor, old: Tensor, others: Sequence[Tensor | None]) -> Iter
 def _check(values: Tensor, old: Tensor, good: Tensor, *others: Tensor | None) -> None:
     if any((a is None) != (b is None) for a, b in zip(others[::2], others[1::2], strict=True)):
         raise ValueError("restore: new values come with old ones")
+    # Not rules, whose messages would number them: callers give a list of pairs.
     for new, before in _pairs(values, old, others):
         check("restore", "values", new, like=values, dtypes=(new.dtype,))
         check("restore", "old", before, like=values, dtypes=(new.dtype,), n=new.numel())
-    check("restore", "good", good, like=values, dtypes=(torch.bool,), n=1)
 
 
 @restore_op.kernel("cpu")

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from . import _blockwise_definition as definition
 from . import philox
-from ._blockwise import check_feedback, check_message, check_messages, layout_of
-from .blockwise import aligned, as_messages, grid_rows, layout_for, places, table_for
+from ._blockwise import check_message, check_messages, layout_for, message_of
+from ._tables import on_device
+from .blockwise import aligned, as_messages, table_for
 from .hadamard import check_signs, transform
 from .runtime import cpu, cuda
-from .runtime.op import check, op
-from .segments import Segments, on_device, rows_of, segments_of
+from .runtime.op import FEEDBACK, FLOATS, Entries, op
+from .segments import Segments, rows_of, segments_of
 
 __all__ = ["dequantize_rotated", "quantize_rotated"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _LONGEST = 1024  # entries; a warp keeps a block in registers and rotates it twice
 # Rotation helps formats of few, even steps. The steps of 8-bit floats shrink with the magnitude of
 # an entry, so that an outlier costs the other entries little.
@@ -91,7 +91,13 @@ def dequantize_rotated(
     "quantize_rotated(Tensor x, Tensor(a!) payload, str format, int block, Tensor table, int row,"
     " Tensor turn, int turn_seed, int turn_stream, int turn_first, Tensor? residual,"
     " Tensor(b!)? unsent, Tensor? step, int seed, int stream, int first) -> ()",
-    same=[("residual", "unsent")],
+    same=[("residual", "unsent"), ("turn", "step")],
+    takes={
+        "table": segments_of,
+        "x": Entries(FLOATS),
+        "payload": Entries(torch.uint8),
+        **FEEDBACK,
+    },
 )
 def quantize_rotated_op(
     x: Tensor,
@@ -111,7 +117,7 @@ def quantize_rotated_op(
     stream: int,
     first: int,
 ) -> None:
-    segments, layout = segments_of("", table), layout_for("", format, block, table)
+    segments, layout = segments_of(table, ""), layout_for(table, "", format, block)
     c = x.to(torch.float32).flatten()
     if residual is not None:
         c = c + residual.flatten()
@@ -138,7 +144,8 @@ def quantize_rotated_op(
 @op(
     "dequantize_rotated(Tensor payloads, Tensor(a!) out, str format, int block, Tensor table,"
     " int row, float factor, bool accumulate, Tensor turn, int turn_seed, int turn_stream,"
-    " int turn_first) -> ()"
+    " int turn_first) -> ()",
+    takes={"table": segments_of, "out": Entries(FLOATS), "payloads": Entries(torch.uint8)},
 )
 def dequantize_rotated_op(
     payloads: Tensor,
@@ -154,7 +161,7 @@ def dequantize_rotated_op(
     turn_stream: int,
     turn_first: int,
 ) -> None:
-    segments, layout = segments_of("", table), layout_for("", format, block, table)
+    segments, layout = segments_of(table, ""), layout_for(table, "", format, block)
     rows = as_messages(payloads)
     for place, (index, begin, end) in enumerate(rows_of(segments, row)):
         # The sum is rotated back once, not each payload: fewer transforms, and fewer roundings.
@@ -184,17 +191,12 @@ def _check_quantize(
     turn_seed: int,
     turn_stream: int,
     turn_first: int,
-    residual: Tensor | None,
-    unsent: Tensor | None,
     step: Tensor | None,
     *key: int,
 ) -> None:
-    n = x.numel()
-    check("quantize_rotated", "x", x, like=x, dtypes=_DTYPES)
     _check_blocks("quantize_rotated", format, block, table)
     check_signs("quantize_rotated", "rotation", x, turn, turn_seed, turn_stream, turn_first)
-    check_message("quantize_rotated", payload, format, block, table, row, n, x)
-    check_feedback("quantize_rotated", x, n, residual, unsent)
+    check_message("quantize_rotated", payload, format, block, table, row, x.numel())
     philox.check_key(x, step, *key)
 
 
@@ -206,24 +208,21 @@ def _check_dequantize(
     block: int,
     table: Tensor,
     row: int,
-    factor: float,
-    accumulate: bool,
     turn: Tensor,
     *key: int,
 ) -> None:
-    check("dequantize_rotated", "out", out, like=payloads, dtypes=_DTYPES)
     _check_blocks("dequantize_rotated", format, block, table)
     check_signs("dequantize_rotated", "rotation", out, turn, *key)
     check_messages("dequantize_rotated", payloads, format, block, table, row, out.numel())
 
 
 def _check_blocks(caller: str, format: str, block: int, table: Tensor) -> None:
-    layout_of(caller, format, block, 0)
+    layout_for(table, caller, format, block)
     if format not in _FORMATS:
         raise ValueError(f"{caller}(format): one of {', '.join(_FORMATS)}, got {format!r}")
     if block > _LONGEST:
         raise ValueError(f"{caller}(block): {_LONGEST} at most, got {block}")
-    if segments_of(caller, table).most:
+    if segments_of(table, caller).most:
         raise ValueError(f"{caller}(segments): of segments_for(..., whole=True)")
 
 
@@ -234,33 +233,33 @@ def _check_blocks(caller: str, format: str, block: int, table: Tensor) -> None:
 def _quantize_cpu(
     x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("quantize_rotated", format, block, table)
+    layout, *_, places = message_of(table, "quantize_rotated", format, block, row)
     numbers = (layout.format.number, cpu.DTYPES[x.dtype], block)
     # 1 / sqrt(block) is irrational for odd powers of two. It is an argument, so that every kernel
     # uses the same float32.
     source = (x, table, row, block**-0.5)
-    cpu.call("quantize_rotated", *numbers, *source, *rest, payload, *places(layout))
+    cpu.call("quantize_rotated", *numbers, *source, *rest, payload, *places)
 
 
 @quantize_rotated_op.kernel("cuda")
 def _quantize_cuda(
     x: Tensor, payload: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("quantize_rotated", format, block, table)
+    layout, rows, *_, places = message_of(table, "quantize_rotated", format, block, row)
     name = f"quantize_rotated<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
     source = (x, on_device(table, x.device), row, block**-0.5)
-    arguments = (*source, *rest, aligned(payload), *places(layout))
+    arguments = (*source, *rest, aligned(payload), *places)
     warps = layout.n // max(block, 256) + 1
-    cuda.launch("rotated.cu", name, x.device, warps, arguments, grid_rows(table, row))
+    cuda.launch("rotated.cu", name, x.device, warps, arguments, rows)
 
 
 @dequantize_rotated_op.kernel("cpu")
 def _dequantize_cpu(
     payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("dequantize_rotated", format, block, table)
+    layout, *_, places = message_of(table, "dequantize_rotated", format, block, row)
     numbers = (layout.format.number, cpu.DTYPES[out.dtype], block)
-    source = (payloads, *places(layout), payloads.stride(0), len(payloads), table, row)
+    source = (payloads, *places, payloads.stride(0), payloads.shape[0], table, row)
     cpu.call("dequantize_rotated", *numbers, *source, *_settings(block, *rest), out)
 
 
@@ -268,12 +267,12 @@ def _dequantize_cpu(
 def _dequantize_cuda(
     payloads: Tensor, out: Tensor, format: str, block: int, table: Tensor, row: int, *rest: Any
 ) -> None:
-    layout = layout_for("dequantize_rotated", format, block, table)
+    layout, rows, *_, places = message_of(table, "dequantize_rotated", format, block, row)
     name = f"dequantize_rotated<{layout.format.cpp}, {cuda.DTYPES[out.dtype]}, {block}>"
-    source = (aligned(payloads), *places(layout), payloads.stride(0), len(payloads))
+    source = (aligned(payloads), *places, payloads.stride(0), payloads.shape[0])
     arguments = (*source, on_device(table, out.device), row, *_settings(block, *rest), out)
     warps = layout.n // max(block, 256) + 1
-    cuda.launch("rotated.cu", name, out.device, warps, arguments, grid_rows(table, row))
+    cuda.launch("rotated.cu", name, out.device, warps, arguments, rows)
 
 
 def _settings(block: int, factor: float, accumulate: bool, *signs: Any) -> tuple[Any, ...]:

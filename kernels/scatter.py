@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from .runtime import cpu, cuda
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, check, op
 
 __all__ = ["scatter_sum"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _RANGE, _WARPS = 8192, 8  # places of a CUDA block and its warps, as in scatter.cu
 
 
@@ -43,7 +42,8 @@ def scatter_sum(
 
 @op(
     "scatter_sum(Tensor indices, Tensor values, Tensor(a!) out, float factor, Tensor(b!)? finite)"
-    " -> ()"
+    " -> ()",
+    takes={"out": Entries(FLOATS), "finite": Entries(torch.bool, n=1)},
 )
 def scatter_sum_op(
     indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
@@ -67,12 +67,7 @@ def _wrong_places(n: int) -> str:
 
 
 @scatter_sum_op.check
-def _check_scatter_sum(
-    indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
-) -> None:
-    check("scatter_sum", "out", out, like=out, dtypes=_DTYPES)
-    if finite is not None:
-        check("scatter_sum", "finite", finite, like=out, dtypes=(torch.bool,), n=1)
+def _check_scatter_sum(indices: Tensor, values: Tensor, out: Tensor) -> None:
     if out.numel() > 2**31:
         raise ValueError(f"scatter_sum(out): at most 2^31 entries, got {out.numel()}")
     for name, tensor, dtype in (

@@ -10,15 +10,15 @@ one block of padding at most.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ._matrices import _version_of
+from ._tables import once_per_table
 
-__all__ = ["Segments", "on_device", "rows_of", "segments_of"]
+__all__ = ["Segments", "rows_of", "segments_of"]
 
 _GROUP = 256  # entries that share calls of Philox, and that a warp takes at least
 
@@ -183,30 +183,16 @@ def rows_of(segments: Segments, row: int) -> list[tuple[int, int, int]]:
     return [(index, *segments.row(index)) for index in range(len(segments.rows))]
 
 
-def segments_of(caller: str, table: Tensor) -> Segments:
+@once_per_table
+def segments_of(table: Tensor, caller: str) -> Segments:
     """Returns the segments of a table; raises ValueError unless ``Segments`` can make that table.
 
     Kernels trust the table for every address, and an op may be called with any tensor.
     """
-    found = _read(table, _version_of(table))
+    found = Segments.read(table)
     if found is None:
         raise ValueError(
             f"{caller}(segments): a table as Segments makes it, on the CPU, "
             f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
         )
     return found
-
-
-@lru_cache(maxsize=4096)  # by the tensor and the number of writes to it
-def _read(table: Tensor, version: int) -> Segments | None:
-    return Segments.read(table)
-
-
-def on_device(table: Tensor, device: torch.device) -> Tensor:
-    """Returns the table on ``device``, copied once per table and device."""
-    return _copied(table, _version_of(table), device)
-
-
-@lru_cache(maxsize=4096)
-def _copied(table: Tensor, version: int, device: torch.device) -> Tensor:
-    return table.to(device)

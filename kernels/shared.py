@@ -9,14 +9,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import philox
-from ._blockwise import check_feedback
 from .runtime import cpu, cuda
-from .runtime.arguments import check_whole
-from .runtime.op import check, op
+from .runtime.op import FEEDBACK, FLOATS, Entries, op
 
 __all__ = ["dequantize_shared", "largest_magnitudes", "quantize_shared"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _GRAIN = 256  # blocks are multiples of it, so that a warp's 256 entries have one scale
 _CHUNK = 2048  # most entries of a warp that finds a largest magnitude
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits of infinity and of NaN
@@ -94,7 +91,26 @@ def dequantize_shared(
     dequantize_shared_op(codes, magnitudes, out, block, levels, factor)
 
 
-@op("largest_magnitudes(Tensor x, Tensor? residual, Tensor(a!) out, int block) -> ()")
+def _blocks(x: Tensor, block: int) -> int:
+    return -(-x.numel() // block)
+
+
+def _blocks_of_codes(codes: Tensor, block: int) -> int:
+    return _blocks(codes, block)
+
+
+_BLOCK, _LEVELS = range(_GRAIN, 2**63, _GRAIN), range(1, 128)
+
+
+@op(
+    "largest_magnitudes(Tensor x, Tensor? residual, Tensor(a!) out, int block) -> ()",
+    takes={
+        "block": _BLOCK,
+        "x": Entries(FLOATS),
+        "residual": Entries(torch.float32, n="x"),
+        "out": Entries(torch.int32, n=_blocks),
+    },
+)
 def magnitudes_op(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
     c = _corrected(x, residual)
     block = max(1, min(block, c.numel()))
@@ -108,6 +124,14 @@ def magnitudes_op(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -
     " Tensor(b!)? unsent, int block, int levels, Tensor? step, int seed, int stream, int first)"
     " -> ()",
     same=[("residual", "unsent")],
+    takes={
+        "block": _BLOCK,
+        "levels": _LEVELS,
+        "x": Entries(FLOATS),
+        "magnitudes": Entries(torch.int32, n=_blocks),
+        "codes": Entries(torch.int8, n="x"),
+        **FEEDBACK,
+    },
 )
 def quantize_shared_op(
     x: Tensor,
@@ -141,7 +165,14 @@ def quantize_shared_op(
 
 @op(
     "dequantize_shared(Tensor codes, Tensor magnitudes, Tensor(a!) out, int block, int levels,"
-    " float factor) -> ()"
+    " float factor) -> ()",
+    takes={
+        "block": _BLOCK,
+        "levels": _LEVELS,
+        "out": Entries(FLOATS),
+        "codes": Entries(torch.int8, n="out"),
+        "magnitudes": Entries(torch.int32, n=_blocks_of_codes),
+    },
 )
 def dequantize_shared_op(
     codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
@@ -167,50 +198,7 @@ def _scales(magnitudes: Tensor, levels: int, n: int, block: int) -> tuple[Tensor
     return level.repeat_interleave(block)[:n], inverse.repeat_interleave(block)[:n]
 
 
-# Checks of arguments -------------------------------------------------------------------------
-
-
-@magnitudes_op.check
-def _check_magnitudes(x: Tensor, residual: Tensor | None, out: Tensor, block: int) -> None:
-    check("largest_magnitudes", "x", x, like=x, dtypes=_DTYPES)
-    _check("largest_magnitudes", x, block, out)
-    check_feedback("largest_magnitudes", x, x.numel(), residual, None)
-
-
-@quantize_shared_op.check
-def _check_quantize(
-    x: Tensor,
-    residual: Tensor | None,
-    magnitudes: Tensor,
-    codes: Tensor,
-    unsent: Tensor | None,
-    block: int,
-    levels: int,
-    step: Tensor | None,
-    *key: int,
-) -> None:
-    check("quantize_shared", "x", x, like=x, dtypes=_DTYPES)
-    _check("quantize_shared", x, block, magnitudes, levels)
-    check("quantize_shared", "codes", codes, like=x, dtypes=(torch.int8,), n=x.numel())
-    check_feedback("quantize_shared", x, x.numel(), residual, unsent)
-    philox.check_key(x, step, *key)
-
-
-@dequantize_shared_op.check
-def _check_dequantize(
-    codes: Tensor, magnitudes: Tensor, out: Tensor, block: int, levels: int, factor: float
-) -> None:
-    check("dequantize_shared", "out", out, like=codes, dtypes=_DTYPES)
-    check("dequantize_shared", "codes", codes, like=codes, dtypes=(torch.int8,), n=out.numel())
-    _check("dequantize_shared", out, block, magnitudes, levels)
-
-
-def _check(caller: str, x: Tensor, block: int, magnitudes: Tensor, levels: int = 1) -> None:
-    if not 1 <= block < 2**63 or block % _GRAIN:
-        raise ValueError(f"{caller}(block): a multiple of {_GRAIN}, got {block}")
-    check_whole(caller, "levels", levels, 1, 128)
-    name = "out" if caller == "largest_magnitudes" else "magnitudes"
-    check(caller, name, magnitudes, like=x, dtypes=(torch.int32,), n=-(-x.numel() // block))
+quantize_shared_op.check(philox.check_key)
 
 
 # Kernels --------------------------------------------------------------------------------------

@@ -7,15 +7,11 @@ import math
 import torch
 from torch import Tensor
 
-from ._blockwise import check_feedback
 from .runtime import cpu, cuda
-from .runtime.arguments import as_tensor
-from .runtime.op import check, op
+from .runtime.op import FEEDBACK, FLOATS, Entries, Rule, op
 
 __all__ = ["top_k", "top_k_sampled"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FLOAT = (torch.float32,)
 _SAMPLE = 8192  # entries, as in sparse.cu and in top_k_sampled of sparse.cpp
 _MOST_PADDING = 256  # threads of a CUDA block, of which each writes one
 _MARGIN = 1 << 16  # room for candidates beyond 2 k, which a bound from a sample may let through
@@ -51,10 +47,19 @@ def top_k(
     top_k_op(x, k, indices, values, residual, unsent)
 
 
+_SELECTION: dict[str, Rule] = {
+    "x": Entries(FLOATS),
+    "indices": Entries(torch.int32),
+    "values": Entries(torch.float32),
+    **FEEDBACK,
+}
+
+
 @op(
     "top_k(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
     " Tensor(c!)? unsent) -> ()",
     same=[("residual", "unsent")],
+    takes=_SELECTION,
 )
 def top_k_op(
     x: Tensor,
@@ -108,6 +113,7 @@ def top_k_sampled(
     "top_k_sampled(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
     " Tensor(c!)? unsent) -> ()",
     same=[("residual", "unsent")],
+    takes=_SELECTION,
 )
 def top_k_sampled_op(
     x: Tensor,
@@ -148,41 +154,30 @@ def _sample(n: int, k: int) -> tuple[int, int]:
 
 
 @top_k_op.check
-def _check_top_k(x: Tensor, k: int, indices: Tensor, *rest: Tensor | None) -> None:
-    _check_selection("top_k", x, k, indices, *rest)
-
-
 @top_k_sampled_op.check
-def _check_top_k_sampled(x: Tensor, k: int, indices: Tensor, *rest: Tensor | None) -> None:
-    _check_selection("top_k_sampled", x, k, indices, *rest)
-
-
 def _check_selection(
     caller: str,
     x: Tensor,
     k: int,
     indices: Tensor,
-    values: Tensor | None,
+    values: Tensor,
     residual: Tensor | None,
     unsent: Tensor | None,
 ) -> None:
     n = x.numel()
-    check(caller, "x", x, like=x, dtypes=_DTYPES)
     if not 0 <= k <= n:
         raise ValueError(f"{caller}(k): 0 to {n}, got {k}")
     if n >= 2**31:
         raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
     if residual is not None and unsent is None:
         raise ValueError(f"{caller}(unsent): needed with a residual")
-    check(caller, "indices", indices, like=x, dtypes=(torch.int32,), n=k)
-    values = as_tensor(caller, "values", values)
-    check(caller, "values", values, like=x, dtypes=_FLOAT)
+    if indices.numel() != k:
+        raise ValueError(f"{caller}(indices): {k} entries, got {indices.numel()}")
     if not k <= values.numel() < k + _MOST_PADDING:
         raise ValueError(
             f"{caller}(values): {k} entries, and fewer than {_MOST_PADDING} of padding, got "
             f"{values.numel()}"
         )
-    check_feedback(caller, x, n, residual, unsent)
 
 
 # CPU kernels ----------------------------------------------------------------------------------
@@ -190,34 +185,24 @@ def _check_selection(
 
 @top_k_op.kernel("cpu")
 def _top_k_cpu(
-    x: Tensor,
-    k: int,
-    indices: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    unsent: Tensor | None,
+    x: Tensor, k: int, indices: Tensor, values: Tensor, *feedback: Tensor | None
 ) -> None:
     n = x.numel()
     room = min(n, 2 * k + _MARGIN)
     values[k:].zero_()
     # Indices, values and magnitudes of the candidates; kernels allocate no memory.
     scratch = torch.empty(3, room, dtype=torch.int32, device="cpu")
-    results = (indices, values, residual, unsent)
+    results = (indices, values, *feedback)
     cpu.call("top_k", cpu.DTYPES[x.dtype], x, n, k, *results, scratch, room)
 
 
 @top_k_sampled_op.kernel("cpu")
 def _top_k_sampled_cpu(
-    x: Tensor,
-    k: int,
-    indices: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    unsent: Tensor | None,
+    x: Tensor, k: int, indices: Tensor, values: Tensor, *feedback: Tensor | None
 ) -> None:
     values[k:].zero_()
     n, place = x.numel(), _sample(x.numel(), k)[1] if k else 0
-    results = (indices, values, residual, unsent)
+    results = (indices, values, *feedback)
     scratch = torch.empty(_SAMPLE, dtype=torch.int32, device="cpu")
     cpu.call("top_k_sampled", cpu.DTYPES[x.dtype], x, n, k, place, *results, scratch)
 
@@ -232,16 +217,11 @@ _ROUGH = 2048  # entries of the sample of an exact selection, whose bound need n
 
 @top_k_op.kernel("cuda")
 def _top_k_cuda(
-    x: Tensor,
-    k: int,
-    indices: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    unsent: Tensor | None,
+    x: Tensor, k: int, indices: Tensor, values: Tensor, *feedback: Tensor | None
 ) -> None:
     n = x.numel()
     if k == 0:
-        top_k_op.definition(x, k, indices, values, residual, unsent)
+        top_k_op.definition(x, k, indices, values, *feedback)
         return
     # The bound lies four standard deviations beyond the expected rank, so that at least k entries
     # reach it almost always. Where they do not, or where a tile is full, the later stages read the
@@ -256,27 +236,22 @@ def _top_k_cuda(
     work = torch.empty(memory, dtype=torch.uint8, device=x.device)
     t, results = cuda.DTYPES[x.dtype], (indices, values, values.numel() - k)
     sample = f"sample<{t}, {_ROUGH}, true>"
-    cuda.launch("sparse.cu", sample, x.device, 1, (x, residual, n, k, place, work, parts))
-    arguments = (x, residual, unsent, n, k, work, room, *results)
+    cuda.launch("sparse.cu", sample, x.device, 1, (x, feedback[0], n, k, place, work, parts))
+    arguments = (x, *feedback, n, k, work, room, *results)
     cuda.launch("sparse.cu", f"select<{t}>", x.device, tiles, arguments)
 
 
 @top_k_sampled_op.kernel("cuda")
 def _top_k_sampled_cuda(
-    x: Tensor,
-    k: int,
-    indices: Tensor,
-    values: Tensor,
-    residual: Tensor | None,
-    unsent: Tensor | None,
+    x: Tensor, k: int, indices: Tensor, values: Tensor, *feedback: Tensor | None
 ) -> None:
     n = x.numel()
     if k == 0:
-        top_k_sampled_op.definition(x, k, indices, values, residual, unsent)
+        top_k_sampled_op.definition(x, k, indices, values, *feedback)
         return
     place, parts, t = _sample(n, k)[1], -(-n // (_TAKE * _WARPS)), cuda.DTYPES[x.dtype]
     work = torch.empty(_WORK_BYTES + 8 * parts, dtype=torch.uint8, device=x.device)
     sample = f"sample<{t}, {_SAMPLE}, false>"
-    cuda.launch("sparse.cu", sample, x.device, 1, (x, residual, n, k, place, work, parts))
-    arguments = (x, residual, unsent, n, k, work, indices, values, values.numel() - k)
+    cuda.launch("sparse.cu", sample, x.device, 1, (x, feedback[0], n, k, place, work, parts))
+    arguments = (x, *feedback, n, k, work, indices, values, values.numel() - k)
     cuda.launch("sparse.cu", f"take<{t}>", x.device, parts * _WARPS, arguments)

@@ -12,11 +12,11 @@ from .blockwise import as_messages
 from .levels import even_rows
 from .runtime import cpu, cuda
 from .runtime.arguments import check_whole
-from .runtime.op import check, op
+from .runtime.op import FLOATS, Entries, op
 
 __all__ = ["count_votes", "pack_votes", "vote_bytes"]
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_SHARD = range(2**56)  # entries
 
 
 def vote_bytes(n: int) -> int:
@@ -54,7 +54,10 @@ def count_votes(payloads: Tensor, out: Tensor, scale: float, *, shard: int | Non
     count_votes_op(payloads, out, scale, out.numel() if shard is None else shard)
 
 
-@op("pack_votes(Tensor x, Tensor(a!) payload, int shard) -> ()")
+@op(
+    "pack_votes(Tensor x, Tensor(a!) payload, int shard) -> ()",
+    takes={"x": Entries(FLOATS), "payload": Entries(torch.uint8), "shard": _SHARD},
+)
 def pack_votes_op(x: Tensor, payload: Tensor, shard: int) -> None:
     rows = payload.view(-1, payload.shape[-1]).zero_()
     for row, begin, end in even_rows(x.numel(), shard, len(rows)):
@@ -65,7 +68,10 @@ def pack_votes_op(x: Tensor, payload: Tensor, shard: int) -> None:
         rows[row, -1] = (~part.isfinite().all()).to(torch.uint8)
 
 
-@op("count_votes(Tensor payloads, Tensor(a!) out, float scale, int shard) -> ()")
+@op(
+    "count_votes(Tensor payloads, Tensor(a!) out, float scale, int shard) -> ()",
+    takes={"out": Entries(FLOATS), "payloads": Entries(torch.uint8), "shard": _SHARD},
+)
 def count_votes_op(payloads: Tensor, out: Tensor, scale: float, shard: int) -> None:
     messages = as_messages(payloads)
     for row, begin, end in even_rows(out.numel(), shard, messages.shape[1]):
@@ -85,15 +91,11 @@ def _places(device: torch.device) -> Tensor:
 
 @pack_votes_op.check
 def _check_pack(x: Tensor, payload: Tensor, shard: int) -> None:
-    check("pack_votes", "x", x, like=x, dtypes=_DTYPES)
-    check("pack_votes", "payload", payload, like=x, dtypes=(torch.uint8,))
     _check("pack_votes", "payload", payload, 1, x.numel(), shard)
 
 
 @count_votes_op.check
-def _check_count(payloads: Tensor, out: Tensor, scale: float, shard: int) -> None:
-    check("count_votes", "out", out, like=payloads, dtypes=_DTYPES)
-    check("count_votes", "payloads", payloads, like=payloads, dtypes=(torch.uint8,))
+def _check_count(payloads: Tensor, out: Tensor, shard: int) -> None:
     _check("count_votes", "payloads", payloads, 2, out.numel(), shard)
 
 
@@ -101,7 +103,6 @@ def _check(caller: str, name: str, payload: Tensor, least: int, n: int, shard: i
     if not least <= payload.dim() <= least + 1 or not payload.shape[0]:
         raise ValueError(f"{caller}({name}): shape (..., bytes), got {tuple(payload.shape)}")
     rows = payload.shape[-2] if payload.dim() > least else 1
-    check_whole(caller, "shard", shard, 0, 2**56)
     check_whole(caller, f"{name}, rows", rows, 1, 2**16)  # a grid's second dimension
     if rows * shard < n or (n > shard and shard % 8):
         raise ValueError(f"{caller}(shard): a multiple of 8, {n} entries in {rows}, got {shard}")
@@ -148,4 +149,4 @@ def _count_cuda(payloads: Tensor, out: Tensor, scale: float, shard: int) -> None
 
 
 def _source(payloads: Tensor) -> tuple[Any, ...]:
-    return (payloads, len(payloads), payloads.stride(0), payloads.shape[-1])
+    return (payloads, payloads.shape[0], payloads.stride(0), payloads.shape[-1])

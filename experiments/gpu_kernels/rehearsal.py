@@ -52,8 +52,7 @@ def rehearsed(launches: Launches | None = None) -> Iterator[Callable[[Path], Set
     launches = launches or Launches()
 
     def run(op: Op, *args: Any) -> None:
-        if op._check is not None:
-            op._check(*args)
+        op.check_arguments(*args)
         op.kernels["cuda"](*args)
 
     def once(call: Callable[[], Any], *rest: Any) -> float:

@@ -1,27 +1,41 @@
-"""Checks and converts the arguments of ops."""
+"""Declares, checks and converts the arguments of ops."""
 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache
+from operator import le
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from .._torch import version_of
+
 __all__ = [
+    "FEEDBACK",
+    "FLOATS",
     "Arguments",
+    "Entries",
+    "Form",
+    "Rule",
     "as_ctypes",
     "as_flag",
     "as_tensor",
     "check",
     "check_whole",
     "is_flag",
+    "like",
     "whole",
+    "wide",
 ]
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)  # those that kernels know
 
 
 def as_ctypes(value: Tensor | float | None) -> Any:
@@ -57,6 +71,14 @@ def check_whole(caller: str, name: str, value: int, low: int, high: int) -> None
     """Raises ValueError unless ``low <= value < high``."""
     if not low <= value < high:
         raise ValueError(f"{caller}({name}): {low} to {high - 1}, got {value}")
+
+
+def _words_of(allowed: range) -> str:
+    if allowed.step > 1:
+        return f"a multiple of {allowed.step}"
+    if allowed.stop == 2**63:
+        return f"{allowed.start} or more"
+    return f"{allowed.start} to {allowed.stop - 1}"
 
 
 def is_flag(value: Any) -> bool:
@@ -161,54 +183,294 @@ def check(
         raise ValueError(f"{caller}({name}): {n} entries, got {tensor.numel()}")
 
 
+# What an op declares --------------------------------------------------------------------------
+
+
+class _DtypeOf(NamedTuple):
+    """Stands for dtypes that depend on the dtype of the argument ``name``."""
+
+    name: str
+    is_wide: bool
+
+
+class Entries(NamedTuple):
+    """Declares what a tensor among the arguments of an op holds, where it is not None.
+
+    It also has to be contiguous, and on the device of the op's first argument.
+
+    Attributes:
+        dtypes: the allowed dtypes, or ``like`` or ``wide`` of another argument.
+        n: the number of entries, any if None. The name of a tensor stands for as many entries, and
+            "table.numel" for an attribute of what is read from the argument ``table``. Otherwise a
+            function of the arguments that its parameters name.
+    """
+
+    dtypes: torch.dtype | tuple[torch.dtype, ...] | _DtypeOf
+    n: int | str | Callable[..., int] | None = None
+
+
+# What was not sent before, and what is not sent now.
+FEEDBACK = {
+    "residual": Entries(torch.float32, n="x"),
+    "unsent": Entries(torch.float32, n="x"),
+}
+# A tensor, the range of a whole number, or the function that reads a table: it is called with the
+# table and the op's name for messages, and raises ValueError for a table that kernels cannot trust.
+Rule = Entries | range | Callable[[Tensor, str], Any]
+
+
+def like(name: str) -> _DtypeOf:
+    """Declares the dtype of the argument ``name``."""
+    return _DtypeOf(name, False)
+
+
+def wide(name: str) -> _DtypeOf:
+    """Declares the dtype in which the argument ``name`` is worked on: float32, or float64."""
+    return _DtypeOf(name, True)
+
+
+@cache
+def _parameters_of(function: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Returns the names of parameters, and whether ``*rest`` comes after them."""
+    parameters = inspect.signature(function).parameters.values()
+    names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    return names, len(names) < len(parameters)
+
+
+def _picking(places: list[int]) -> Pick:
+    """Returns a function that picks arguments by their places."""
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    begin = places[0] if places else 0
+    return operator.itemgetter(slice(begin, begin + len(places)))
+
+
 # All of an op ---------------------------------------------------------------------------------
+
+Pick = Callable[[tuple[Any, ...]], tuple[Any, ...]]
+
+
+class Form(NamedTuple):
+    """Describes calls whose arguments have the same types.
+
+    Attributes:
+        tensors, tables, others: pick from the arguments of a call the tensors that are no tables,
+            the tables, and what a check may look at that is no tensor.
+        places: which of the tensors an argument is.
+        right: what arguments looked like that were found right, and whether they are beyond the
+            kernels; with their tables.
+    """
+
+    tensors: Pick
+    tables: Pick
+    others: Pick
+    places: dict[int, int]
+    right: dict[tuple[Any, ...], tuple[bool, tuple[Tensor, ...]]]
+
+
+_MOST = 1024  # remembered calls of a form; there are a few per bucket
 
 
 class Arguments:
-    """Checks the arguments of one op against its schema.
+    """Checks the arguments of one op against its schema, and against what the op declares.
 
     Args:
         caller: the public function, for messages.
         schema: ``_schema.arguments`` of the op.
         same: pairs of names of arguments that may be the same tensor although one is written to.
+        takes: rules by the names of arguments. Numbers and tables are checked first, then tensors
+            in their order.
+
+    Attributes:
+        declared: whether there are rules, or a check of the op's own.
+        beyond: whether only the definition handles arguments that are right.
+        forms: what is known of calls that need no conversion, by the types of their arguments.
+            There are few per op: each optional tensor is given or not.
     """
 
     def __init__(
-        self, caller: str, schema: Sequence[Any], same: Iterable[tuple[str, str]] = ()
+        self,
+        caller: str,
+        schema: Sequence[Any],
+        same: Iterable[tuple[str, str]] = (),
+        takes: Mapping[str, Rule] | None = None,
     ) -> None:
         self.caller = caller
         self.names = [argument.name for argument in schema]
+        self.forms: dict[tuple[type, ...], Form] = {}
+        self.declared = takes is not None
+        self.beyond: Callable[..., bool] = lambda *args: False
+        # Numbers and tables first, which numbers of entries depend on.
+        rules = sorted((takes or {}).items(), key=lambda one: isinstance(one[1], Entries))
+        self._takes = dict(rules)
+        self._own: Callable[..., None] | None = None
         self._kinds = [str(argument.type) for argument in schema]
-        # Combinations of types that were found plain. There are few per op (each optional tensor
-        # given or not), and a lookup is one hash instead of a loop over the arguments.
-        self._plain: set[tuple[type, ...]] = set()
         aliases = [argument.alias_info for argument in schema]
         written = [alias is not None and alias.is_write for alias in aliases]
         self._tensors = [i for i, kind in enumerate(self._kinds) if "Tensor" in kind]
+        pairs = [(self.names.index(one), self.names.index(other)) for one, other in same]
+        # The last first, so that the places of the others stay as they are when it is left out.
+        self._same = sorted(pairs, key=lambda pair: -pair[1])
         # For each pair of which at least one is written to: whether both may be the same tensor.
         self._pairs = {
-            (i, j): {self.names[i], self.names[j]} in [set(pair) for pair in same]
+            (i, j): (i, j) in self._same or (j, i) in self._same
             for i in self._tensors
             for j in self._tensors
             if i != j and (written[i] or written[j])
         }
 
-    def are_plain(self, args: tuple[Any, ...]) -> bool:
-        """Returns whether all arguments have exactly the types that the schema declares."""
+    def add_check(self, function: Callable[..., None]) -> None:
+        """Adds the op's own check of the arguments that its parameters name."""
+        self._own = function
+        self.declared = True
+        self.forms.clear()  # what was right without it
+
+    def form_of(self, args: tuple[Any, ...]) -> Form | None:
+        """Returns the form of a call; None if some type is not exactly what the schema declares."""
         types = tuple(map(type, args))
-        if types in self._plain:
-            return True
-        plain = len(types) == len(self._kinds) and all(
-            actual in _PLAIN.get(kind, ()) for actual, kind in zip(types, self._kinds, strict=True)
-        )
-        if plain:
-            self._plain.add(types)
-        return plain
+        form = self.forms.get(types)
+        if form is not None or len(types) != len(self._kinds):
+            return form
+        for actual, kind in zip(types, self._kinds, strict=True):
+            if actual not in _PLAIN.get(kind, ()):
+                return None
+        form = self.forms[types] = self.new_form(args)
+        return form
+
+    def new_form(self, args: tuple[Any, ...]) -> Form:
+        """Returns the form of a call, of any types."""
+        own = _parameters_of(self._own)[0] if self._own is not None else []
+        tensors: list[int] = []
+        tables: list[int] = []
+        others: list[int] = []
+        for i, (kind, name) in enumerate(zip(self._kinds, self.names, strict=True)):
+            rule = self._takes.get(name)
+            if args[i] is None:
+                continue
+            if "Tensor" not in kind:
+                if kind != "float" or name in own:  # factors change, and hardly any check sees one
+                    others.append(i)
+                continue
+            (tables if callable(rule) else tensors).append(i)
+        places = {i: place for place, i in enumerate(tensors)}
+        return Form(_picking(tensors), _picking(tables), _picking(others), places, {})
+
+    def check(self, args: tuple[Any, ...], form: Form) -> tuple[bool, bool]:
+        """Raises TypeError or ValueError unless the arguments are as the op declares them.
+
+        What looks like arguments that were right is right: checks see dtypes, shapes, strides and
+        devices of tensors, numbers, and tables, but no entries of other tensors. All that is read
+        of a tensor is read in one loop here, which takes as long as half of a small kernel.
+
+        Returns:
+            Whether only the definition handles the arguments, and whether the memory is right as
+            well: if not, ``check_memory`` finds out.
+        """
+        tensors = form.tensors(args)
+        look: list[Any] = [form.others(args)]
+        dropped = -1
+        for i, j in self._same:
+            # Feedback in place is common, and allowed; so is one step for two streams of bits.
+            if args[i] is args[j] and args[i] is not None and j != dropped:
+                look.append((i, j))
+                place, dropped = form.places[j], j
+                tensors = tensors[:place] + tensors[place + 1 :]
+        begins, ends, sound = [], [], True
+        for table in form.tables(args):
+            try:
+                look += id(table), version_of(table)  # an id stands for what the entry keeps
+            except RuntimeError:  # an inference tensor has no counter
+                look.append(id(table))
+            begin, nbytes = table.data_ptr(), table.nbytes
+            if begin % 8 or not begin or nbytes > table.untyped_storage().nbytes():
+                sound = False
+            begins.append(begin)
+            ends.append(begin + nbytes)
+        for tensor in tensors:
+            if not tensor.is_contiguous():
+                if tensor.layout is not torch.strided:
+                    self.check_rules(args)
+                    return self.beyond(*args), False
+                look.append(tensor.stride())
+            look += tensor.dtype, tensor.shape, tensor.is_cpu or tensor.device
+            begin, nbytes = tensor.data_ptr(), tensor.nbytes
+            if not nbytes:
+                continue  # nobody reads the null pointer of an empty one
+            if (
+                not begin
+                or nbytes > tensor.untyped_storage().nbytes()
+                or (begin % 8 and begin % tensor.itemsize)  # 8 does for every dtype of an op
+            ):
+                sound = False
+            begins.append(begin)
+            ends.append(begin + nbytes)
+        key = tuple(look)
+        known = form.right.get(key)
+        if known is None:
+            self.check_rules(args)
+            if len(form.right) >= _MOST:
+                form.right.clear()
+            known = form.right[key] = self.beyond(*args), form.tables(args)
+        begins.sort()
+        ends.sort()
+        # Whether each begins behind the one before.
+        return known[0], sound and all(map(le, ends, begins[1:]))
+
+    def check_rules(self, args: tuple[Any, ...]) -> None:
+        """Does as ``check`` does, whether such arguments were right before or not."""
+        given = dict(zip(self.names, args, strict=True))
+        tables: dict[str, Any] = {}
+        for name, rule in self._takes.items():
+            value = given[name]
+            if value is None:
+                tables[name] = None
+            elif isinstance(rule, Entries):
+                n = self._number(rule.n, given, tables)
+                dtypes = self._dtypes(rule.dtypes, given)
+                check(self.caller, name, value, like=args[0], dtypes=dtypes, n=n)
+            elif isinstance(rule, range):
+                if value not in rule:
+                    raise ValueError(f"{self.caller}({name}): {_words_of(rule)}, got {value}")
+            else:
+                tables[name] = rule(value, self.caller)
+        if self._own is not None:
+            self._call(self._own, given)
+
+    def _dtypes(
+        self, dtypes: torch.dtype | tuple[torch.dtype, ...] | _DtypeOf, given: dict[str, Any]
+    ) -> tuple[torch.dtype, ...]:
+        if isinstance(dtypes, _DtypeOf):
+            other = given[dtypes.name].dtype
+            return (torch.float32 if dtypes.is_wide and other != torch.float64 else other,)
+        return (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
+
+    def _number(
+        self,
+        n: int | str | Callable[..., int] | None,
+        given: dict[str, Any],
+        tables: dict[str, Any],
+    ) -> int | None:
+        if n is None or isinstance(n, int):
+            return n
+        if isinstance(n, str):
+            name, _, attribute = n.partition(".")
+            count: int | None = (
+                getattr(tables[name], attribute, None) if attribute else given[name].numel()
+            )
+            return count
+        found: int = self._call(n, given)
+        return found
+
+    def _call(self, function: Callable[..., Any], given: dict[str, Any]) -> Any:
+        """Calls a function of the arguments that its parameters name."""
+        names, more = _parameters_of(function)
+        values = [self.caller if name == "caller" else given[name] for name in names]
+        if more:
+            values += list(given.values())[self.names.index(names[-1]) + 1 :]
+        return function(*values)
 
     def converted(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Converts numbers to Python's types; raises TypeError for an argument of another kind."""
-        if self.are_plain(args):
-            return args
         if len(args) != len(self.names):
             raise TypeError(f"{self.caller}: {len(self.names)} arguments, got {len(args)}")
         return tuple(
@@ -225,32 +487,13 @@ class Arguments:
         spans = []
         for i in self._tensors:
             tensor = args[i]
-            if tensor is None:
-                continue
-            size = tensor.nbytes
-            if not size:  # an empty tensor has a null pointer, which nobody reads
-                continue
-            begin = tensor.data_ptr()
-            # One test for the three faults. A multiple of 8 is aligned for every dtype of an op.
-            if begin % 8 or not begin or size > tensor.untyped_storage().nbytes():
+            if (
+                tensor is not None and tensor.nbytes
+            ):  # nobody reads the null pointer of an empty one
                 self._check_place(i, tensor)
-            spans.append((begin, begin + size, i))
-        # Sorted by their beginning, tensors that overlap nothing need one comparison each.
-        spans.sort()
-        previous, stop, j, met = 0, 0, 0, False  # met: whether the previous two spans were equal
-        for begin, end, i in spans:
-            if begin < stop:
-                # A residual updated in place gives two equal spans, which is common and allowed.
-                # Every other overlap is left to the comparison of all pairs.
-                if met or (begin, end) != (previous, stop) or self._pairs.get((i, j)) is False:
-                    self._check_overlaps(spans, args)
-                    return
-                if args[i].dtype != args[j].dtype:
-                    self._check_overlaps(spans, args)
-                met = True
-            else:
-                met = False
-            previous, stop, j = begin, end, i
+                begin = tensor.data_ptr()
+                spans.append((begin, begin + tensor.nbytes, i))
+        self._check_overlaps(sorted(spans), args)
 
     def _check_place(self, i: int, tensor: Tensor) -> None:
         begin = tensor.data_ptr()

@@ -69,6 +69,9 @@ class _Stream(NamedTuple):
     ptr: int
 
 
+_stream = cache(_Stream)
+
+
 def launch(
     source: str,
     name: str,
@@ -97,8 +100,13 @@ def launch(
             return launch(source, name, device, work, arguments, rows, threads=threads)
     # CuPy has a current stream of its own. Torch's allocator reuses memory in the order of torch's
     # stream, and a kernel on another one would race with it; capturing a graph would fail as well.
-    stream = _Stream(current_stream(index))
-    values = tuple([_CONVERSIONS.get(type(value), _as_cupy)(value) for value in arguments])
+    stream = _stream(current_stream(index))
+    values = tuple(
+        [
+            value if (kind := type(value)) is int else _CONVERSIONS.get(kind, _as_cupy)(value)
+            for value in arguments
+        ]
+    )
     grid = grid_for(work, index, rows, threads)
     _function(source, name, index)(grid, (threads,), values, stream=stream)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -14,9 +14,22 @@ from torch import Tensor
 
 from .._torch import schema_of
 from . import cpu, cuda, nvrtc
-from .arguments import Arguments, check
+from .arguments import FEEDBACK, FLOATS, Arguments, Entries, Form, Rule, check, like, wide
 
-__all__ = ["Op", "check", "implementations", "op", "use_kernels", "warn_if_missing"]
+__all__ = [
+    "FEEDBACK",
+    "FLOATS",
+    "Entries",
+    "Op",
+    "Rule",
+    "check",
+    "implementations",
+    "like",
+    "op",
+    "use_kernels",
+    "warn_if_missing",
+    "wide",
+]
 
 Same = Iterable[tuple[str, str]]
 MODES = ("auto", "definition", "native")
@@ -67,13 +80,16 @@ class Op:
     """
 
     def __init__(
-        self, schema: str, definition: Callable[..., None], caller: str | None, same: Same
+        self,
+        schema: str,
+        definition: Callable[..., None],
+        caller: str | None,
+        same: Same,
+        takes: Mapping[str, Rule] | None,
     ) -> None:
         self.name = schema.partition("(")[0]
         self.definition = definition
         self.kernels: dict[str, Callable[..., None]] = {}
-        self._check: Callable[..., None] | None = None
-        self._beyond: Callable[..., bool] | None = None
         _LIBRARY.define(schema)
         # One implementation for all devices: `_run` chooses the kernel. "Explicit": autograd does
         # not differentiate through the definition, as ops write to their arguments.
@@ -81,7 +97,7 @@ class Op:
         torch.library.register_fake(f"commhooks::{self.name}", self._pretend, lib=_LIBRARY)
         self._dispatched = getattr(torch.ops.commhooks, self.name)
         declared = schema_of(self._dispatched.default).arguments
-        self._arguments = Arguments(caller or self.name, declared, same)
+        self._arguments = Arguments(caller or self.name, declared, same, takes)
         _OPS[self.name] = self
 
     def kernel(self, device_type: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -94,17 +110,26 @@ class Op:
         return add
 
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Decorates the check of dtypes, devices, sizes and ranges.
+        """Decorates the check of what no rule of ``takes`` says.
 
-        It is called with arguments of the schema's types before anything runs, also for calls
-        through ``torch.ops.commhooks``. The op itself checks afterwards that no memory overlaps.
+        It is called with the arguments that its parameters name, of the schema's types and right by
+        the rules; ``*rest`` stands for those that follow. A first parameter ``caller`` is the
+        op's name for messages.
         """
-        self._check = function
+        self._arguments.add_check(function)
         return function
+
+    def check_arguments(self, *args: Any) -> None:
+        """Raises TypeError or ValueError unless the arguments are as the op declares them.
+
+        Every call does so before anything runs, also through ``torch.ops.commhooks``, and checks
+        afterwards that no memory overlaps.
+        """
+        self._arguments.check_rules(args)
 
     def beyond_kernels(self, function: Callable[..., bool]) -> Callable[..., bool]:
         """Decorates the test for valid arguments that only the definition handles, as float64."""
-        self._beyond = function
+        self._arguments.beyond = function
         return function
 
     def __call__(self, *args: Any) -> None:
@@ -113,34 +138,39 @@ class Op:
         # the op: a compiler that traces, or a tensor with its own dispatch.
         if torch.compiler.is_compiling():
             self._dispatched(*args)
-        elif self._arguments.are_plain(args):
-            self._run_plain(args)
+            return
+        arguments = self._arguments
+        form = arguments.forms.get(tuple(map(type, args))) or arguments.form_of(args)
+        if form is not None:
+            self._run_form(args, form)
         elif any(map(_has_own_dispatch, args)):
             self._dispatched(*args)
         else:
             self._run(*args)
 
     def _run(self, *args: Any) -> None:
-        self._run_plain(self._arguments.converted(args))
+        arguments = self._arguments
+        form = arguments.form_of(args)
+        if form is None:
+            args = arguments.converted(args)
+            form = arguments.form_of(args) or arguments.new_form(args)
+        self._run_form(args, form)
 
-    def _run_plain(self, args: tuple[Any, ...]) -> None:
-        if self._check is not None:
-            self._check(*args)
+    def _run_form(self, args: tuple[Any, ...], form: Form) -> None:
+        arguments = self._arguments
+        beyond, sound = arguments.check(args, form)
         device_type = "cpu" if args[0].is_cpu else args[0].device.type  # is_cpu costs a tenth of it
         if device_type == "meta":  # tensors without data: nothing is there to be computed
             # Through the dispatcher, where a mode may count what an op would read and write.
             self._dispatched(*args)
             return
-        if self._beyond is not None and self._beyond(*args):
-            run = self.definition
-        else:
-            run = self.implementation(device_type)
-        # An op that declares no check gets the checks that every kernel needs.
-        if self._check is None and run is not self.definition:
-            self._arguments.check_alike(args)
+        run = self.definition if beyond else self.implementation(device_type)
         # Tensors on other devices, such as "meta", have no memory to look at.
-        if device_type in _MISSING and (self._check is not None or run is not self.definition):
-            self._arguments.check_memory(args)
+        if arguments.declared or run is not self.definition:
+            if not arguments.declared:  # the checks that every kernel needs
+                arguments.check_alike(args)
+            if not sound and device_type in _MISSING:
+                arguments.check_memory(args)
         run(*args)
 
     def _pretend(self, *args: Any) -> None:
@@ -153,14 +183,15 @@ class Op:
         """Returns the function that runs on a device type in the current mode."""
         if _mode == "definition":
             return self.definition
-        reason = self.missing(device_type)
-        if reason is None:
-            return self.kernels[device_type]
+        kernel = self.kernels.get(device_type)
+        if kernel is not None and _MISSING[device_type]() is None:
+            return kernel
         if _mode == "native":
+            reason = self.missing(device_type)
             raise RuntimeError(
                 f"commhooks.kernels.{self.name}: COMMHOOKS_KERNELS is 'native', but {reason}"
             )
-        if device_type in self.kernels:
+        if kernel is not None:
             warn_if_missing(device_type)
         return self.definition
 
@@ -212,6 +243,7 @@ def op(
     cuda_source: str | None = None,
     caller: str | None = None,
     same: Same = (),
+    takes: Mapping[str, Rule] | None = None,
 ) -> Callable[[Callable[..., None]], Op]:
     """Decorates the definition of an op.
 
@@ -226,15 +258,19 @@ def op(
         caller: the public function, for messages; the op's name by default.
         same: pairs of arguments that may be the same tensor, such as ``("x", "out")``. No other
             memory that is written to may overlap with another argument.
+        takes: what arguments have to be, by their names: ``Entries`` for a tensor, ``range`` for a
+            whole number, or a function that reads a table. None: tensors only have to be contiguous
+            and on one device.
 
     Example:
-        >>> @op("twice(Tensor x, Tensor(a!) out) -> ()", cuda_source=SOURCE)
+        >>> takes = {"x": Entries(FLOATS), "out": Entries(like("x"), n="x")}
+        >>> @op("twice(Tensor x, Tensor(a!) out) -> ()", cuda_source=SOURCE, takes=takes)
         ... def twice(x, out):
         ...     out.copy_(2 * x)
     """
 
     def define(definition: Callable[..., None]) -> Op:
-        declared = Op(schema, definition, caller, same)
+        declared = Op(schema, definition, caller, same, takes)
         if cuda_source is not None:
             file = nvrtc.add_source(f"{declared.name} (inline)", cuda_source)
             declared.kernels["cuda"] = _inline_kernel(declared.name, file)

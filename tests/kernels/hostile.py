@@ -162,6 +162,7 @@ def hostile() -> list[str]:
     random.seed(0)
     torch.manual_seed(0)
     for name in CALLS:
+        _op._OPS[name](*CALLS[name]())  # what looks like a right call is right: nothing else may be
         for words, args, refused in attempts(name):
             if run(_op._OPS[name], args) and refused:
                 taken.append(f"{name}({words})")

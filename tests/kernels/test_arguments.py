@@ -20,12 +20,14 @@ from commhooks.kernels import (
     scaled_cast,
     top_k,
 )
+from commhooks.kernels.blockwise import quantize_op
+from commhooks.kernels.low_rank import multiply_left_op
 from commhooks.kernels.philox import as_seed
 from commhooks.kernels.runtime import cpu
 from commhooks.kernels.runtime.arguments import as_ctypes
 from commhooks.kernels.runtime.cpu import SIGNATURES
 from tests.emulator.runner import HERE, KERNELS
-from tests.kernels.calls import CALLS, quantized
+from tests.kernels.calls import CALLS, MATRICES, quantized
 
 STEP = torch.tensor(3)
 
@@ -122,6 +124,49 @@ def test_a_tensor_needs_memory():
     x.untyped_storage().resize_(0)
     with pytest.raises(ValueError, match=r"quantize\(x\): the tensor has no memory"):
         quantized(x)
+
+
+def _freed(x: torch.Tensor) -> torch.Tensor:
+    x = x.clone()
+    x.untyped_storage().resize_(0)
+    return x
+
+
+@pytest.mark.parametrize(
+    ("place", "change", "words"),
+    [
+        (0, lambda x: x.double(), r"\(x\): dtype"),
+        (0, lambda x: x[:-1].clone(), r"\(residual\): 599 entries, got 600"),
+        (0, lambda x: torch.stack([x, x], 1)[:, 0], r"\(x\): contiguous"),
+        (0, _freed, r"\(x\): the tensor has no memory"),
+        (1, lambda payload: payload.view(2, -1), r"\(payload\): shape \(1, "),
+        (2, lambda format: "int9", r"\(format\): one of"),
+        (3, lambda block: 255, r"\(block\): int8 takes one of"),
+        (4, lambda table: table + 1, r"\(segments\): a table as Segments makes it"),
+        (5, lambda row: 1, r"\(row\): -1 to 0, got 1"),
+        (7, lambda unsent: torch.cat([unsent, unsent]), r"\(unsent\): 600 entries, got 1200"),
+        (8, lambda step: step.int(), r"\(step\) is an int64 tensor"),
+        (8, lambda step: torch.stack([step, step]), r"\(step\) is an int64 tensor"),
+        (11, lambda first: 3, r"\(first\) is a multiple of 256"),
+        (12, lambda rank: 1, r"\(rank\): 0 to 0, got 1"),
+    ],
+)
+def test_a_right_call_lets_no_wrong_one_pass(place, change, words):
+    args = list(CALLS["quantize"]())
+    quantize_op(*args)
+    quantize_op(*args)
+    args[place] = change(args[place])
+    with pytest.raises((TypeError, ValueError), match=words):
+        quantize_op(*args)
+
+
+def test_what_is_the_same_tensor_is_checked_for_each_argument():
+    x, table = torch.randn(MATRICES.end).half(), MATRICES.table
+    left, right = torch.randn(MATRICES.left_numel), torch.randn(MATRICES.right_numel)
+    residual, rest = torch.zeros(MATRICES.end), (table, left, right, None, None, None)
+    multiply_left_op(x, residual, residual, *rest)
+    with pytest.raises(TypeError, match=r"multiply_left\(total\): dtype is one of torch.float32"):
+        multiply_left_op(x, residual, x, *rest)
 
 
 def test_a_table_that_was_written_to_is_none():
