@@ -372,7 +372,7 @@ MUTANTS: list[Mutant] = [
         "Calls._start",
         (
             "a call does not wait for the one before of its name",
-            "            self._wait_for(name)\n            self._drivers.join()\n",
+            "            self._wait_for(name)\n            self.drivers.join()\n",
             "            pass\n",
             f"{FUNCTIONS}::test_calls_that_overlap_give_what_they_give_one_after_the_other",
         ),
@@ -381,8 +381,8 @@ MUTANTS: list[Mutant] = [
         "Calls._counted",
         (
             "calls that were not finite are not counted",
-            "self._engine.skipped += engine.skipped",
-            "self._engine.skipped = engine.skipped",
+            "self.engine.skipped += engine.skipped",
+            "self.engine.skipped = engine.skipped",
             f"{FUNCTIONS}::test_a_call_that_is_not_finite_on_one_rank_changes_no_memory_on_any",
         ),
     ),
@@ -453,8 +453,8 @@ MUTANTS: list[Mutant] = [
         "HookState.residual",
         (
             "a residual that was asked for changes with later steps",
-            "self._parameters.in_order(name, value).clone()",
-            "self._parameters.in_order(name, value)",
+            "self.parameters.in_order(name, value).clone()",
+            "self.parameters.in_order(name, value)",
             "tests/unit/test_attachment.py::test_a_residual_that_was_asked_for_stays_what_it_is",
         ),
     ),
