@@ -158,11 +158,30 @@ void encode(const float* c, int end, Scale scale, const u32* noise, i64 row, u8*
     }
 }
 
+// Entries of any type: what is the same for all types is compiled once.
+struct Entries {
+    const u8* x;
+    const float* residual;
+    int size;  // of an entry, in bytes
+    bool in_place;
+    Extent (*measure)(const void*, const float*, bool in_place, int count, int end, int block, float* copy);
+};
+
+template <bool MEAN, class T>
+Extent measure_entries(const void* x, const float* residual, bool in_place, int count, int end, int block,
+                       float* copy) {
+    const T* from = (const T*)x;
+    if constexpr (sizeof(T) == 4)
+        if (in_place) return measure<MEAN, false, false>(from, residual, count, end, block, copy);
+    return residual ? measure<MEAN, true, true>(from, residual, count, end, block, copy)
+                    : measure<MEAN, true, false>(from, residual, count, end, block, copy);
+}
+
 // Writes the payload of `n` entries of `from`, which are in the slots from `slot` on, block by block,
 // rotated first if there is a `rotation`.
-template <class F, class T>
-void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
-                float* unsent, i64 slot = 0, Rotation* rotation = nullptr, Dither* dither = nullptr) {
+template <class F>
+void encode_entries(const Entries& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
+                    float* unsent, i64 slot, Rotation* rotation, Dither* dither) {
     float copy[kLongest], tail[kLongest];
     u32 noise[kLongest / 2];
     for (i64 at = 0; at < n; at += block, scales += kScaleBytes<F>) {
@@ -170,23 +189,20 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         // A rotation spreads entries over the whole block, so that a short block is sent as a full one.
         const int coded = rotation ? block : count, end = rounded_up(coded, kUnit<F>);
         // The last block is padded, so it is never worked on in place.
-        const bool whole = count == block, in_place = whole && from.in_place() && !rotation;
-        const T* x = from.x + at;
+        const bool whole = count == block, in_place = whole && from.in_place && !rotation;
+        const u8* x = from.x + at * from.size;
         const float* residual = from.residual + (from.residual ? at : 0);
-        Extent extent =
-            in_place   ? measure<F::is_sign, false, false>(x, residual, count, end, block, copy)
-            : residual ? measure<F::is_sign, true, true>(x, residual, count, end, block, copy)
-                       : measure<F::is_sign, true, false>(x, residual, count, end, block, copy);
+        Extent extent = from.measure(x, residual, in_place, count, end, block, copy);
         // The processor loads the next block while this one is worked on: 0.75 of the time without it.
         // The lambda is inlined, as gcc drops calls of a function that only prefetches.
         auto fetch_next = [=](int i, int entries) __attribute__((always_inline)) {
-            fetch(x + block + i, entries);
+            fetch(x + (block + i) * from.size, entries * from.size);
             if (residual) fetch(residual + block + i, entries);
         };
         if (!random || F::is_dithered) fetch_next(0, block);
         if (rotation) {
             rotation->turn(slot + at, block, copy);
-            extent = measure<F::is_sign, false, false>(copy, residual, coded, end, block, copy);
+            extent = measure<F::is_sign, false, false>((const float*)copy, residual, coded, end, block, copy);
         }
         const float* c = in_place ? (const float*)x : copy;
         float* rest = whole && unsent ? unsent + at : tail;
@@ -215,6 +231,14 @@ void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u
         if (unsent && !whole)
             for (int i = 0; i < count; ++i) unsent[at + i] = tail[i];
     }
+}
+
+template <class F, class T>
+INLINE void encode_all(const Source<T>& from, i64 n, int block, const Random* random, u8* scales, u8* codes,
+                       float* unsent, i64 slot = 0, Rotation* rotation = nullptr, Dither* dither = nullptr) {
+    const Entries entries = {(const u8*)from.x, from.residual, (int)sizeof(T), from.in_place(),
+                             measure_entries<F::is_sign, T>};
+    encode_entries<F>(entries, n, block, random, scales, codes, unsent, slot, rotation, dither);
 }
 
 // Sums block `b` of the decoded payloads in their order, and calls emit(i, row of 32 entries).
