@@ -5,10 +5,10 @@ Run ``python -m experiments.gpu_launches``. No GPU is needed.
 ``launches`` are own kernels and PyTorch's operations of one bucket (a GPT-2 block: 25 MiB, 12
 parameters) after three steps, counted while the host code of the CUDA path runs on tensors without
 data (:mod:`experiments.tools.fake_gpu`). ``host_us`` is the time in which the host gets through the
-same exchange, with the range over turns, if kernels and collectives cost nothing: the host code runs on
-a model of the same form whose tensors are so small that PyTorch's operations, which run on the CPU,
-cost little but their call. Torch's hooks run on the same tensors. On a GPU a launch takes 2 to 4
-microseconds more.
+same exchange, with the range over turns, if kernels and collectives cost nothing: the host code
+runs on a model of the same form whose tensors are so small that PyTorch's operations, which run on
+the CPU, cost little but their call. Torch's hooks run on the same tensors. On a GPU a launch takes
+2 to 4 microseconds more.
 """
 
 from __future__ import annotations

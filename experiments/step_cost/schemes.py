@@ -2,9 +2,10 @@
 
 Run ``python -m experiments.step_cost schemes``. Two hosts (network namespaces) on one switch train
 a transformer of 3.3 M parameters (13 MB of gradients) in turns, one or four steps per scheme.
-``over no-op`` is the step time over that of the no-op hook, which exchanges nothing, in the same turn: the part above 1 waits for the network or computes codes.
-``over bf16`` is the step time over that of bf16: below 1 a scheme saves time. Both are medians; the
-quartiles are those of ``over bf16``. Needs what ``experiments/tools/namespaces.py`` needs.
+``over no-op`` is the step time over that of the no-op hook, which exchanges nothing, in the same
+turn: the part above 1 waits for the network or computes codes. ``over bf16`` is the step time over
+that of bf16: below 1 a scheme saves time. Both are medians; the quartiles are those of ``over
+bf16``. Needs what ``experiments/tools/namespaces.py`` needs.
 """
 
 from __future__ import annotations
