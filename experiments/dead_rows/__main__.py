@@ -16,14 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import pandas as pd
 import torch
 import typer
-from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
 
 from commhooks.research import Simulation
+from experiments.tools.tables import printed
 from experiments.tools.tasks import CharLstm, Task, lstm
 
 # The width is no power of two. Where a rotated block has one used row of 64 and three others, its
@@ -122,10 +121,7 @@ def main(
                     progress.advance(bar)
                 else:
                     rows.append({"scheme": label, **figures})
-    table = pd.DataFrame(rows)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out, index=False, lineterminator="\n")
-    Console().print(table.round(4).to_string(index=False))
+    printed(rows, out, digits=4)
 
 
 if __name__ == "__main__":

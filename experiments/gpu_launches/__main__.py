@@ -35,6 +35,7 @@ from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from experiments.tools.fake_gpu import counts_of, run_bucket
+from experiments.tools.tables import printed
 
 __all__ = ["SCHEMES", "measure"]
 
@@ -168,11 +169,7 @@ def main(
     turns: Annotated[int, typer.Option(help="Turns of 20 buckets per row.")] = 7,
 ) -> None:
     """Prints a table of launches and host time, and writes it as CSV."""
-    table = measure(turns=turns)
-    print(table.to_string(index=False, float_format="{:.0f}".format, na_rep=""))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out, index=False, float_format="%.1f")
-    print(f"wrote {out}")
+    printed(measure(turns=turns), out, digits=0)
 
 
 if __name__ == "__main__":

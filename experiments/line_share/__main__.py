@@ -22,6 +22,7 @@ from ddp_core import AllGather, AllReduce, AllToAll, Collective, ReduceScatter
 from experiments.tools.hosts import run_on_hosts
 from experiments.tools.namespaces import reason_not_to_run
 from experiments.tools.processes import Send
+from experiments.tools.tables import printed
 from experiments.tools.turns import seconds_per_step
 
 BYTES, WARM_UP = 25 * 2**20, 1
@@ -76,10 +77,7 @@ def main(
         quartiles.columns = pd.Index(["q1", "share", "q3"])
         tables.append(quartiles.assign(hosts=count).reset_index())
     result = pd.concat(tables)[["hosts", "collective", "share", "q1", "q3"]]
-    typer.echo(result.to_string(index=False, float_format="{:.2f}".format))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    result.to_csv(out, index=False)
-    typer.echo(f"wrote {out}")
+    printed(result, out, digits=2)
 
 
 if __name__ == "__main__":

@@ -42,6 +42,7 @@ from commhooks.kernels import (
 from commhooks.schemes import PowerSGD
 from commhooks.wrappers import Cast
 from ddp_core import simulate
+from experiments.tools.tables import printed
 
 Shapes = Sequence[tuple[int, int]]
 CAPS = {"25 MiB": 25 << 20, "one": 1 << 60}
@@ -222,10 +223,7 @@ def main(
     dist.destroy_process_group()
     names = ["model", "kind", "buckets", "against", "ratio", "q1", "q3", "floor"]
     table = pd.DataFrame(rows, columns=names)
-    typer.echo(table.to_string(index=False, float_format="{:.2f}".format, na_rep="-"))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out, index=False, float_format="%.4f")
-    typer.echo(f"wrote {out}")
+    printed(table, out, digits=2)
 
 
 if __name__ == "__main__":

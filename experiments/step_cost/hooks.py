@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from experiments.tools.models import MODELS
 from experiments.tools.processes import Send, run_ranks
+from experiments.tools.tables import printed
 from experiments.tools.turns import (
     in_turns,
-    printed,
     quartiles,
     seconds_per_step,
     train_step,

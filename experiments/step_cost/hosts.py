@@ -26,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from experiments.tools.processes import Send, run_ranks
+from experiments.tools.tables import printed
 from experiments.tools.tasks import CharTransformer
-from experiments.tools.turns import in_turns, printed, seconds_per_step
+from experiments.tools.turns import in_turns, seconds_per_step
 
 RANKS = 2
 SEQUENCES = 32  # of 64 characters, per rank and step

@@ -30,7 +30,8 @@ from experiments.tools.hosts import run_on_hosts
 from experiments.tools.models import MODELS
 from experiments.tools.namespaces import reason_not_to_run
 from experiments.tools.processes import Send
-from experiments.tools.turns import in_turns, printed, quartiles, seconds_per_step
+from experiments.tools.tables import printed
+from experiments.tools.turns import in_turns, quartiles, seconds_per_step
 
 RATES: dict[str, str | None] = {"unlimited": None, "1 Gbit/s": "1gbit"}
 CASES: dict[str, tuple[type[DistributedDataParallel], dict[str, Any]]] = {

@@ -29,8 +29,9 @@ import commhooks.research.baselines
 from experiments.tools.hosts import run_on_hosts
 from experiments.tools.namespaces import reason_not_to_run
 from experiments.tools.processes import Send
+from experiments.tools.tables import printed
 from experiments.tools.tasks import CharTransformer
-from experiments.tools.turns import in_turns, printed, quartiles, seconds_per_step
+from experiments.tools.turns import in_turns, quartiles, seconds_per_step
 
 NOOP, BASE = "no-op", "bf16"
 SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -33,10 +33,10 @@ from experiments.tools.hosts import messages_from_hosts
 from experiments.tools.models import Model
 from experiments.tools.namespaces import reason_not_to_run
 from experiments.tools.processes import Send, run_ranks
+from experiments.tools.tables import printed
 from experiments.tools.tasks import TinyLayers
 from experiments.tools.turns import (
     in_turns,
-    printed,
     quartiles,
     seconds_per_step,
     train_step,

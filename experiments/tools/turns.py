@@ -5,18 +5,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
-import pandas as pd
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import Tensor, nn
 
-__all__ = ["in_turns", "printed", "quartiles", "seconds_per_step", "train_step"]
+__all__ = ["in_turns", "quartiles", "seconds_per_step", "train_step"]
 
-_WIDTH = 140  # of a table: rich wraps lines at 80 columns if the output is a pipe
 T = TypeVar("T")
 
 
@@ -58,16 +54,3 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     """Returns the first quartile, the median and the third quartile."""
     low, middle, high = statistics.quantiles(values, n=4)
     return low, middle, high
-
-
-def printed(rows: Sequence[Mapping[str, Any]], out: Path, *, digits: int = 3) -> pd.DataFrame:
-    """Writes a table as CSV, prints it, and returns it."""
-    table = pd.DataFrame(rows)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out, index=False, float_format="%.5g")
-    console = Console()
-    if console.width < _WIDTH:
-        console = Console(width=_WIDTH)
-    console.print(table.to_string(index=False, float_format=f"{{:.{digits}f}}".format))
-    console.print(f"wrote {out}")
-    return table

@@ -24,6 +24,7 @@ import commhooks
 from experiments.tools.hosts import run_on_hosts
 from experiments.tools.namespaces import reason_not_to_run, sent_nbytes
 from experiments.tools.processes import Send
+from experiments.tools.tables import printed
 
 __all__ = ["CASES", "measure"]
 
@@ -132,11 +133,7 @@ def main(
         frame.insert(0, "hook", name)
         frames.append(frame)
         print(f"{name}: {frame['ratio'].max():.4f}", flush=True)
-    table = pd.concat(frames)
-    print(table.to_string(index=False, float_format="{:.4f}".format))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    table.to_csv(out, index=False)
-    print(f"wrote {out}")
+    printed(pd.concat(frames), out, digits=4)
 
 
 if __name__ == "__main__":
