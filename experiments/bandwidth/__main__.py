@@ -21,17 +21,16 @@ from experiments.bandwidth.links import (
     how_made,
     messages_on,
     parse,
-    run_rank,
     settings_on,
 )
 from experiments.bandwidth.plots import draw
-from experiments.bandwidth.schemes import ON_LINKS, SCHEMES
 from experiments.bandwidth.table import compared, computed_cases, environment, printed
-from experiments.bandwidth.training import Settings, train
 from experiments.bandwidth.words import HOW_TO_READ, verdict
-from experiments.namespaces import access
-from experiments.processes import run_ranks
-from experiments.tasks import TASKS
+from experiments.tools.namespaces import access
+from experiments.tools.processes import run_ranks
+from experiments.tools.schemes import ON_LINKS, SCHEMES
+from experiments.tools.tasks import TASKS
+from experiments.tools.training import Settings, train
 
 WIDTH = 80  # of tables and sentences; a wider terminal shows the same
 Case = dict[str, Any]
@@ -188,7 +187,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-rank"]:
-        run_rank(json.loads(sys.argv[2]))
-    else:
-        typer.run(main)
+    typer.run(main)

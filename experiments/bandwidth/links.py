@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
-
-from experiments.bandwidth.training import Settings, train
-from experiments.hosts import joined, messages_from_hosts
-from experiments.namespaces import Access
+from experiments.tools.hosts import messages_from_hosts
+from experiments.tools.namespaces import Access
+from experiments.tools.processes import Send
+from experiments.tools.training import Settings, train
 
 __all__ = [
     "Link",
@@ -68,7 +66,7 @@ def how_made(way: Access, *, wanted: bool = True) -> str:
     """Says in a sentence how the limited links of this run are made.
 
     Args:
-        way: the result of :func:`experiments.namespaces.access`.
+        way: the result of :func:`experiments.tools.namespaces.access`.
         wanted: whether links may be made; False with ``--computed``.
     """
     if not wanted:
@@ -106,20 +104,14 @@ def messages_on(link: Link, settings: Settings, world_size: int) -> Iterator[dic
     assert link.rate is not None
     rate = f"{link.rate / 1e6:g}mbit"
     messages = messages_from_hosts(
-        "experiments.bandwidth", asdict(settings), hosts=world_size, rate=rate, timeout=TIMEOUT
+        run_rank, asdict(settings), hosts=world_size, rate=rate, timeout=TIMEOUT
     )
     return (message.content for message in messages)
 
 
-def run_rank(settings: dict[str, Any]) -> None:
-    """Trains in the process of a rank on a host; prints messages as JSON, one object per line."""
-    with joined() as rank:
-        train(
-            rank,
-            dist.get_world_size(),
-            lambda message: print(json.dumps(message), flush=True),
-            Settings(**settings),
-        )
+def run_rank(rank: int, world_size: int, send: Send, **settings: Any) -> None:
+    """Trains in the process of a rank on a host."""
+    train(rank, world_size, send, Settings(**settings))
 
 
 def computed(

@@ -11,8 +11,8 @@ matplotlib.use("Agg")  # before pyplot, which would look for a display
 import matplotlib.pyplot as plt
 import pandas as pd
 
-from experiments.bandwidth.schemes import NO_HOOK
 from experiments.bandwidth.table import BASE, FLOOR
+from experiments.tools.schemes import NO_HOOK
 
 __all__ = ["draw", "when_it_pays"]
 

@@ -14,7 +14,7 @@ from rich.table import Table
 
 import commhooks
 from experiments.bandwidth.links import Link, bucket_count, computed
-from experiments.bandwidth.schemes import NO_HOOK
+from experiments.tools.schemes import NO_HOOK
 
 __all__ = ["BASE", "FLOOR", "SHOWN", "compared", "computed_cases", "environment", "printed"]
 

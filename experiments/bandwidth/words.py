@@ -5,8 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from experiments.bandwidth.links import Link
-from experiments.bandwidth.schemes import NO_HOOK
 from experiments.bandwidth.table import BASE, FLOOR
+from experiments.tools.schemes import NO_HOOK
 
 __all__ = ["HOW_TO_READ", "verdict"]
 

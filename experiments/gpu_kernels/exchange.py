@@ -22,9 +22,9 @@ from commhooks.core.layout import Layout
 from commhooks.hook.engine import Engine
 from commhooks.wrappers.make import make
 from ddp_core import Streams, Task
-from experiments.fake_gpu import counts_of
 from experiments.gpu_kernels import timing
 from experiments.gpu_kernels.table import Setting, Step
+from experiments.tools.fake_gpu import counts_of
 from tests.device.loopback import loopback
 
 __all__ = ["COLUMNS", "steps"]

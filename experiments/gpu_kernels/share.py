@@ -18,7 +18,7 @@ from commhooks.kernels import use_kernels
 from experiments.gpu_kernels import timing
 from experiments.gpu_kernels.predictions import predicted
 from experiments.gpu_kernels.table import Setting, Step
-from experiments.kernel_cases import COPIED, Case, cases
+from experiments.tools.kernel_cases import COPIED, Case, cases
 
 __all__ = ["COLUMNS", "COMPILED_COLUMNS", "compiled_steps", "steps"]
 

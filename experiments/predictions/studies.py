@@ -22,7 +22,7 @@ from experiments.predictions.parameters import (
     quantised_seconds,
     seconds,
 )
-from experiments.slow_line.local_steps import predict_local
+from experiments.tools.local_steps import predict_local
 
 __all__ = ["STUDIES", "tabulated", "unseen"]
 

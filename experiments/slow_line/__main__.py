@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from pathlib import Path
@@ -16,8 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from commhooks.report.page import Page
-from experiments.hosts import messages_from_hosts
-from experiments.namespaces import reason_not_to_run
 from experiments.slow_line.cells import (
     GOALS,
     HOSTS,
@@ -33,6 +30,8 @@ from experiments.slow_line.cells import (
 from experiments.slow_line.plot import drawn
 from experiments.slow_line.quality import gaps, measured
 from experiments.slow_line.ranks import run_rank
+from experiments.tools.hosts import messages_from_hosts
+from experiments.tools.namespaces import reason_not_to_run
 
 KEYS = ["mbit", "round_trip_ms", "loss", "dilation", "plan", "codec", "every"]
 START_S = 12  # of a line: processes start, codecs are measured
@@ -88,7 +87,7 @@ def _measure(line: Line, cells: list[Cell], periods: int, out: Path, progress: P
     costs = [planned_s(line, cell, periods) for cell in sources]
     bar = progress.add_task(str(line), total=START_S + sum(costs))
     messages = messages_from_hosts(
-        "experiments.slow_line",
+        run_rank,
         {"cells": task, "line": list(line)},
         hosts=HOSTS,
         rate=f"{line.mbit / line.dilation:g}mbit",
@@ -217,7 +216,4 @@ def _asked(rates: str, only: str, kinds: str) -> dict[Line, list[Cell]]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--as-rank"]:
-        run_rank(**json.loads(sys.argv[2]))
-    else:
-        typer.run(main)
+    typer.run(main)

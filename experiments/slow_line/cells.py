@@ -13,7 +13,7 @@ import pandas as pd
 import commhooks
 from commhooks.predict import DEVICES, Device, Fabric, Link, Workload, predict_step
 from commhooks.predict.models import model
-from experiments.slow_line.local_steps import predict_local
+from experiments.tools.local_steps import predict_local
 
 __all__ = [
     "COMPUTE_S",

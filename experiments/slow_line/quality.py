@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +13,12 @@ from rich.progress import Progress
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from experiments.processes import run_ranks
 from experiments.slow_line.cells import Cell, made
-from experiments.tasks import Task, characters
+from experiments.tools.intervals import interval
+from experiments.tools.processes import run_ranks
+from experiments.tools.tasks import Task, characters
 
-__all__ = ["BASE", "PLANS", "gaps", "interval", "measured"]
+__all__ = ["BASE", "PLANS", "gaps", "measured"]
 
 BASE = Cell("ddp", "bf16", 1)
 PLANS = (
@@ -34,7 +33,6 @@ PLANS = (
     *(Cell(plan, "none", every) for every in (128, 32, 8) for plan in ("blocking", "overlapped")),
 )
 _TOLD = 16  # steps between two messages
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, two-sided, by number of seeds
 
 
 class Run(NamedTuple):
@@ -131,11 +129,3 @@ def gaps(losses: pd.DataFrame) -> Iterator[dict[str, Any]]:
             "gap_half_width": half,
             "seeds": len(rows),
         }
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Returns the mean, and half the width of its 95 % interval (Student's t)."""
-    mean = statistics.fmean(values)
-    if len(values) not in _STUDENT:
-        return mean, math.nan
-    return mean, _STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))

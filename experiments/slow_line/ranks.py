@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.predict import ThisDevice
-from experiments.hosts import joined
 from experiments.slow_line.cells import Cell, Line, made, predicted_share, workload
+from experiments.tools.processes import Send
 
 __all__ = ["run_rank"]
 
@@ -152,8 +151,15 @@ class _LocalRun:
         self.outer.close()
 
 
-def run_rank(cells: list[tuple[str, str, int, int, int, list[int]]], line: list[float]) -> None:
-    """Measures cells, and prints an object for each on rank 0.
+def run_rank(
+    rank: int,
+    world_size: int,
+    send: Send,
+    *,
+    cells: list[tuple[str, str, int, int, int, list[int]]],
+    line: list[float],
+) -> None:
+    """Measures cells in the process of a rank; rank 0 sends an object for each.
 
     Args:
         cells: plan, codec, steps of a period, periods before and with the clock, and the lengths of
@@ -161,38 +167,37 @@ def run_rank(cells: list[tuple[str, str, int, int, int, list[int]]], line: list[
         line: the cable, as the fields of a :class:`Line`.
     """
     where = Line(*line)
-    with joined() as rank:
-        # Of its own: exchanges of DiLoCo are under way when ranks wait for each other.
-        control = dist.new_group()
-        device = ThisDevice("cpu")
-        for plan, codec, every, before, periods, lengths in cells:
-            cell = Cell(plan, codec, every)
-            predicted = {
-                one: predicted_share(where, replace(cell, every=one), device) for one in lengths
+    # Of its own: exchanges of DiLoCo are under way when ranks wait for each other.
+    control = dist.new_group()
+    device = ThisDevice("cpu")
+    for plan, codec, every, before, periods, lengths in cells:
+        cell = Cell(plan, codec, every)
+        predicted = {
+            one: predicted_share(where, replace(cell, every=one), device) for one in lengths
+        }
+        torch.manual_seed(0)
+        run = (_DenseRun if plan == "ddp" else _LocalRun)(cell, where.compute_s)
+        for _ in range(before):
+            run.period()
+        run.outer_s = 0.0
+        times = []
+        dist.barrier(control)
+        begin = time.perf_counter()
+        for _ in range(periods):
+            run.period()
+            times.append(time.perf_counter() - begin)
+        slowest = torch.tensor(times, dtype=torch.float64)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
+        run.finish()
+        if rank == 0:
+            row = {
+                "plan": plan,
+                "codec": codec,
+                "every": every,
+                "periods": periods,
+                "times": slowest.tolist(),
+                "predicted": predicted,
+                "outer_s": run.outer_s / periods,
             }
-            torch.manual_seed(0)
-            run = (_DenseRun if plan == "ddp" else _LocalRun)(cell, where.compute_s)
-            for _ in range(before):
-                run.period()
-            run.outer_s = 0.0
-            times = []
-            dist.barrier(control)
-            begin = time.perf_counter()
-            for _ in range(periods):
-                run.period()
-                times.append(time.perf_counter() - begin)
-            slowest = torch.tensor(times, dtype=torch.float64)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
-            run.finish()
-            if rank == 0:
-                row = {
-                    "plan": plan,
-                    "codec": codec,
-                    "every": every,
-                    "periods": periods,
-                    "times": slowest.tolist(),
-                    "predicted": predicted,
-                    "outer_s": run.outer_s / periods,
-                }
-                print(json.dumps(row), flush=True)
-            del run
+            send(row)
+        del run

@@ -23,7 +23,7 @@ from commhooks.core.layout import Layout
 from commhooks.hook.engine import Engine
 from commhooks.kernels.runtime import cuda
 from ddp_core import Streams, Task
-from experiments.fake_gpu import counts_of
+from experiments.tools.fake_gpu import counts_of
 from tests.device.bodies import BODIES, CLASSES, SCHEMES, SHAPES, backward, given, network, trained
 from tests.device.host_bodies import ALL
 from tests.device.loopback import loopback

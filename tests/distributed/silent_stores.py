@@ -2,7 +2,7 @@
 
 ``python -m tests.distributed.silent_stores --cases 60``: a store's process is stopped, rank 0 is
 that holds it, or the cable of rank 0 is cut, in each of the moments below. Cables need root's
-network namespaces, see ``experiments/namespaces.py``; without them those cases are left out.
+network namespaces, see ``experiments/tools/namespaces.py``; without them those cases are left out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, NamedTuple
 
-from experiments import namespaces
+from experiments.tools import namespaces
 from tests.distributed.harness import _context, _start_server, _start_store
 
 FAULTS = ("process", "rank 0", "cable")

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from experiments import hosts, namespaces
+from experiments.line_share.__main__ import measure
+from experiments.tools import hosts, namespaces
 
 pytestmark = pytest.mark.netns
 ROOT = Path(__file__).parents[2]
 HOLD = """
 import sys
-from experiments import namespaces
+from experiments.tools import namespaces
 
 way = namespaces.Access({kind!r}, "")
 with namespaces.made_hosts("1gbit", way=way) as enter:
@@ -77,4 +78,4 @@ def test_a_rank_that_fails_is_told_with_its_output() -> None:
     if reason := namespaces.reason_not_to_run():
         pytest.skip(reason)
     with pytest.raises(RuntimeError, match=r"rank [01] ended with 1:(?s:.*)nonsense"):
-        hosts.run_on_hosts("experiments.line_share", {"nonsense": 1})
+        hosts.run_on_hosts(measure, {"nonsense": 1})

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import commhooks
 import ddp_core
 from commhooks.errors import SilentStoreError
-from experiments import namespaces
+from experiments.tools import namespaces
 from tests.distributed import silent_stores
 from tests.distributed.harness import run_ranks, store_process
 from tests.distributed.training import batch, mlp

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from experiments.namespaces import reason_not_to_run
-from experiments.wire_bytes import measure
+from experiments.tools.namespaces import reason_not_to_run
+from experiments.wire_bytes.__main__ import measure
 
 pytestmark = pytest.mark.netns
 

@@ -874,7 +874,7 @@ def test_a_deleted_optimizer_is_freed_and_missed() -> None:
 
 
 def _characters(rank: int, world_size: int, how: str, steps: int) -> float:
-    from experiments.tasks import characters
+    from experiments.tools.tasks import characters
 
     task = characters(world_size, length=32)
     torch.manual_seed(0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from commhooks.kernels import payload_bytes, quantize
-from experiments.fake_gpu import fake_gpu
+from experiments.tools.fake_gpu import fake_gpu
 
 
 def test_launches_operations_and_allocations_are_counted():

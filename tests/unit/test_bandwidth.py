@@ -16,14 +16,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from experiments import namespaces
 from experiments.bandwidth.links import bucket_count, computed, how_made, parse, settings_on
 from experiments.bandwidth.plots import when_it_pays
-from experiments.bandwidth.schemes import NO_HOOK, ON_LINKS, SCHEMES, VARIANTS, gives_mean
 from experiments.bandwidth.table import SHOWN, compared, computed_cases, printed
-from experiments.bandwidth.training import Settings
-from experiments.bandwidth.watch import Watch
 from experiments.bandwidth.words import HOW_TO_READ, verdict
+from experiments.tools import namespaces
+from experiments.tools.schemes import NO_HOOK, ON_LINKS, SCHEMES, VARIANTS, gives_mean
+from experiments.tools.training import Settings
+from experiments.tools.watch import Watch
 from tests.shelf import BASELINES, BUILT_IN
 
 GIGABIT = parse("1gbit")

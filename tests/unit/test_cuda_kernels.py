@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from experiments import cuda_sass
-from experiments.cuda_kernels import describe, expected_share, resident_threads
-from experiments.cuda_sass import Loop, find_nvdisasm, loops_of, main_loop
+from experiments.cuda_kernels import sass as of_sass
+from experiments.cuda_kernels.__main__ import describe, expected_share, resident_threads
+from experiments.cuda_kernels.sass import Loop, find_nvdisasm, loops_of, main_loop
 
 SASS = """
 .text._Z1fPf:
@@ -70,8 +70,8 @@ def test_a_row_has_registers_and_says_where_loops_are_not_counted() -> None:
 
 
 def test_nvdisasm_is_found_in_a_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_sass.shutil, "which", lambda name: None)
-    monkeypatch.setattr(cuda_sass.sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(of_sass.shutil, "which", lambda name: None)
+    monkeypatch.setattr(of_sass.sys, "path", [str(tmp_path)])
     assert find_nvdisasm() is None
     program = tmp_path / "nvidia" / "cu13" / "bin" / "nvdisasm"
     program.parent.mkdir(parents=True)

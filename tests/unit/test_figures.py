@@ -22,12 +22,12 @@ def written(text: str) -> list[str]:
 
 
 def hook_cost(hook: str, digits: int) -> list[str]:
-    table = pd.read_csv(RESULTS / "hook_cost.csv").set_index(["hook", "model"]).step_ratio
+    table = pd.read_csv(RESULTS / "step_cost" / "hooks.csv").set_index(["hook", "model"]).step_ratio
     return [f"{table[hook, model]:.{digits}f}" for model in MODELS]
 
 
 def reducer_cost(link: str) -> list[str]:
-    table = pd.read_csv(RESULTS / "reducer" / "reducer_cost.csv")
+    table = pd.read_csv(RESULTS / "step_cost" / "reducer.csv")
     ours = table[table.case == "ours"].set_index(["link", "model"]).ratio
     return [f"{ours[link, model]:.3f}" for model in MODELS]
 
@@ -38,7 +38,7 @@ def wire_bytes() -> list[str]:
 
 
 def scheme_cost() -> pd.DataFrame:
-    return pd.read_csv(RESULTS / "scheme_cost" / "scheme_cost.csv")
+    return pd.read_csv(RESULTS / "step_cost" / "schemes.csv")
 
 
 def over_bf16() -> list[str]:
@@ -49,7 +49,7 @@ def over_bf16() -> list[str]:
 
 def int8_kernel() -> list[str]:
     v4, v3 = (
-        pd.read_csv(RESULTS / "kernels" / f"{which}.csv").set_index(["op", "way"]).ratio
+        pd.read_csv(RESULTS / "cpu_kernels" / f"{which}.csv").set_index(["op", "way"]).ratio
         for which in ("v4", "v3")
     )
     op = "int8 encode, feedback"

@@ -7,7 +7,7 @@ import pytest
 import commhooks
 import commhooks.research.baselines
 from commhooks.wrappers import AveragedFeedback
-from experiments.fake_gpu import counts_of
+from experiments.tools.fake_gpu import counts_of
 from tests.shelf import BASELINES, BUILT_IN
 
 SHAPES = [(1000, 1000), (1000,), (64, 3, 3, 3)]

@@ -7,9 +7,9 @@ import math
 import pandas as pd
 import pytest
 
-from experiments.network_front import exchange_errors, fronts
-from experiments.network_page import auto_ratios, is_judged
-from experiments.network_setups import CHOICE, Setup, setup_of
+from experiments.network.front import exchange_errors, fronts
+from experiments.network.page import auto_ratios, is_judged
+from experiments.network.setups import CHOICE, Setup, setup_of
 
 
 def _table() -> pd.DataFrame:

@@ -17,12 +17,12 @@ from commhooks.cli.tradeoff import Point
 from commhooks.errors import MissingPackageError
 from commhooks.research.trace import Trace, replay
 from commhooks.wrappers.traced import write
-from experiments import minilm as _minilm
-from experiments import traces as _traces
-from experiments import tradeoff as _tradeoff
-from experiments.minilm import MiniLm, WordPiece, minilm
-from experiments.tasks import TASKS, Task
-from experiments.traces import Run, record
+from experiments.tools.tasks import TASKS, Task
+from experiments.traces import __main__ as _traces
+from experiments.traces import minilm as _minilm
+from experiments.traces.__main__ import Run, record
+from experiments.traces.minilm import MiniLm, WordPiece, minilm
+from experiments.tradeoff import __main__ as _tradeoff
 
 VOCABULARY = [
     "[PAD]",

@@ -16,7 +16,7 @@ from commhooks.core import Layout
 from commhooks.core.layout import equal_shards
 from commhooks.hook.engine import Engine
 from ddp_core import simulate
-from experiments.sharded_memory import SCHEMES, formula
+from experiments.sharded.memory import SCHEMES, formula
 
 
 class Live(TorchDispatchMode):

@@ -11,10 +11,11 @@ import torch
 
 import commhooks
 from commhooks.predict import DEVICES, PRESETS, Device, Layer, Workload
-from experiments.delay import without_lost
 from experiments.slow_line.cells import Cell, Line, dense_share, predicted_share, share, source
-from experiments.slow_line.local_steps import LocalStep, predict_local
-from experiments.slow_line.quality import gaps, interval
+from experiments.slow_line.quality import gaps
+from experiments.tools.delay import without_lost
+from experiments.tools.intervals import interval
+from experiments.tools.local_steps import LocalStep, predict_local
 
 ETHERNET, IP, TCP, MSS = 14, 20, 20, 100
 FREE = Device("free", float("inf"), 0.0, float("nan"))

@@ -6,7 +6,7 @@ import pytest
 
 import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import make
-from experiments.fake_gpu import counts_of
+from experiments.tools.fake_gpu import counts_of
 
 SHAPES = [(512, 256), (256,)]
 

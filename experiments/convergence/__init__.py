@@ -1,0 +1,1 @@
+"""Compares the quality of training with each scheme to that with bf16."""

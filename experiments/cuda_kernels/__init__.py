@@ -1,0 +1,1 @@
+"""Tells from the machine code of CUDA kernels what decides their speed."""

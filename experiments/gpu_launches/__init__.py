@@ -1,0 +1,1 @@
+"""Counts what one bucket costs the host of a GPU."""

@@ -1,0 +1,1 @@
+"""Measures how much of a limited line each collective uses on Gloo."""

@@ -1,0 +1,1 @@
+"""Compares training over limited links with its prediction."""

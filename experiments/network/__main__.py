@@ -1,0 +1,377 @@
+"""Trains over limited links and compares the step times with those that were predicted.
+
+Run ``python -m experiments.network``. Hosts (network namespaces) on one switch, each with a cable
+of given rate, train models with one hook after the other, in turns. ``predicted`` is what
+:mod:`commhooks.predict` says from the step without communication (the hook "noop"), the time of a
+scheme's computations, and from the links, all of which are measured on the same ranks: nothing is
+fitted to the steps that are predicted. Needs what ``experiments/tools/namespaces.py`` needs.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from commhooks.auto import AutoHook
+from commhooks.predict import (
+    Recorder,
+    ThisDevice,
+    Workload,
+    measure_contention,
+    predict_step,
+)
+from commhooks.predict.link import measure_link
+from commhooks.predict.turns import OneValue
+from commhooks.wrappers.feedback import without_flush
+from ddp_core import DistributedDataParallel
+from experiments.network.front import made
+from experiments.network.page import is_judged, told, written
+from experiments.network.setups import CHOICE, Setup, setup_of
+from experiments.network.torch_hooks import SAME, TORCH, register_of_torch
+from experiments.tools.hosts import messages_from_hosts
+from experiments.tools.models import MODELS
+from experiments.tools.namespaces import reason_not_to_run, sent_nbytes
+from experiments.tools.processes import Send
+from experiments.tools.turns import in_turns
+
+# Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
+SCHEMES = (
+    *("none", "bf16", "int8", "int4"),
+    'powersgd:rank=2,wire_dtype="bf16"',
+    'acpsgd:rank=2,wire_dtype="bf16"',
+    "topk",
+)
+# In buckets of 25 MiB, the first one, too, which torch fills with 1 MiB; copied as there.
+_REPAIRED = "batched_powersgd:rank=2 on torch in 25 MiB by copies"
+CAP_MB = 8.0  # ddp_core's default on the CPU
+_FIRST_MB = 1.0  # of the first bucket, on both classes
+_NOOP, _ONE = "noop", "one value"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Describes what a rank runs.
+
+    Attributes:
+        model: of ``experiments.tools.models``.
+        schemes: as "powersgd:rank=2 on torch in 2 MiB", see :func:`setup_of`.
+        rate: bits per second of the link. None: unlimited.
+        delay_s: seconds that a message is on its way, one way.
+        turns: turns of all schemes.
+        seconds: of training per turn and scheme, at least one step; one more is not timed if there
+            are several.
+    """
+
+    model: str
+    schemes: tuple[str, ...]
+    rate: float | None
+    delay_s: float = 0.0
+    turns: int = 9
+    seconds: float = 0.6
+
+
+class _Run:
+    """Trains a copy of the model with one hook.
+
+    Attributes:
+        hook: of this package; None for those of torch.
+        times: seconds per step, by turn.
+        sent: bytes per step that left the interface, by turn.
+    """
+
+    def __init__(self, settings: Settings, scheme: str, like: AutoHook | None = None) -> None:
+        torch.manual_seed(0)
+        model = MODELS[settings.model]
+        self.input = model.make_input(model.batch)
+        self.hook: Any = None
+        if scheme in TORCH:
+            self.ddp: Any = TorchDDP(model.build())
+            register_of_torch(self.ddp, scheme)
+        elif like is not None:
+            cap_mb = like.bucket_cap_mb
+            caps = None if cap_mb is None else [_FIRST_MB, cap_mb]
+            self.ddp = DistributedDataParallel(model.build(), bucket_cap_mb_list=caps)
+            self.hook = commhooks.register(self.ddp, without_flush(like.scheme))
+        else:
+            setup = setup_of(scheme)
+            self.ddp = _reduced(model.build(), setup)
+            # Every candidate is allowed, and "auto" is compared with all of them.
+            if scheme == "auto":
+                made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
+                self.hook = commhooks.register(
+                    self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=6
+                )
+            else:
+                wanted = OneValue() if scheme == _ONE else made(setup.scheme)
+                self.hook = commhooks.register(self.ddp, wanted)
+        self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
+        self.times: list[float] = []
+        self.sent: list[float] = []
+        self.steps, self.warms_up = 1, False
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.ddp(self.input).float().square().mean().backward()
+        self.optimizer.step()
+
+    def turn(self, *, timed: bool = True) -> None:
+        """Runs the steps of a turn; notes the seconds per step of the slowest rank."""
+        if self.warms_up:
+            self.step()
+        dist.barrier()
+        begin, sent = time.perf_counter(), sent_nbytes()
+        for _ in range(self.steps):
+            self.step()
+        took = torch.tensor((time.perf_counter() - begin) / self.steps, dtype=torch.float64)
+        sent = sent_nbytes() - sent
+        dist.all_reduce(took, op=dist.ReduceOp.MAX)
+        if timed:
+            self.times.append(float(took))
+            self.sent.append(sent / self.steps)
+
+    def warm_up(self, settings: Settings) -> None:
+        """Runs the first steps, until all is decided; chooses the number of steps of a turn."""
+        for _ in range(3):  # dense steps, rebuilt buckets
+            self.turn(timed=False)
+        while isinstance(self.hook, AutoHook) and not self.hook.decided:
+            self.turn(timed=False)
+        begin = time.perf_counter()
+        self.turn(timed=False)
+        steps = torch.tensor(settings.seconds / (time.perf_counter() - begin))
+        dist.all_reduce(steps, op=dist.ReduceOp.MIN)
+        self.steps = max(1, int(steps))
+        # Its memory has left the caches since its last turn. A step that is long does not notice.
+        self.warms_up = self.steps > 1
+
+
+def _reduced(model: nn.Module, setup: Setup) -> Any:
+    """Returns the model in the setup's DistributedDataParallel."""
+    if setup.on_torch:
+        views = not setup.by_copies
+        return TorchDDP(model, gradient_as_bucket_view=views, bucket_cap_mb=setup.cap_mb)
+    return DistributedDataParallel(model, bucket_cap_mb=setup.cap_mb)
+
+
+def _is_candidate(name: str) -> bool:
+    # The same scheme in buckets of another size is no other candidate.
+    return name not in (*TORCH, "auto") and setup_of(name).scheme == name
+
+
+def run_rank(rank: int, world_size: int, send: Send, **fields: Any) -> None:
+    """Trains in the process of a rank; rank 0 sends an object for each scheme."""
+    settings = Settings(**fields)
+    runs = {name: _Run(settings, name) for name in (_NOOP, _ONE, *settings.schemes)}
+    for run in runs.values():
+        run.warm_up(settings)
+    if "auto" in runs:
+        runs[CHOICE] = _Run(settings, CHOICE, runs["auto"].hook)
+        runs[CHOICE].warm_up(settings)
+    arrivals = _recorded(runs[_NOOP], steps=10)
+    in_turns({name: run.turn for name, run in runs.items()}, settings.turns)
+    workload = _of_turns(arrivals, runs[_NOOP].times)
+    predicted = _predicted(settings, workload, runs)
+    if rank == 0:
+        for scheme, run in runs.items():
+            plan = run.hook.plan if isinstance(run.hook, AutoHook) else ""
+            row = {"scheme": scheme, "times": run.times, "sent": run.sent, "plan": plan}
+            send(row | predicted.get(scheme, {}))
+
+
+def _recorded(noop: _Run, *, steps: int) -> Workload:
+    """Returns the step without communication: when each gradient comes."""
+    recorder = Recorder(noop.ddp.module)
+    for step in range(steps + 1):
+        begin = time.perf_counter()
+        dist.barrier()  # as in training, where ranks wait for each other in every step
+        recorder.step_begins(time.perf_counter() - begin)
+        if step < steps:
+            noop.step()
+    recorder.close()
+    return recorder.workload(type(noop.ddp.module).__name__)
+
+
+def _of_turns(workload: Workload, noop: list[float]) -> Workload:
+    """Returns a workload with the step times of the turns, which a slower machine slows alike.
+
+    Args:
+        workload: a recorded step without communication.
+        noop: seconds of a step without communication.
+    """
+    factor = statistics.median(noop) / workload.compute_s
+    assert workload.ready_s is not None
+    return replace(
+        workload,
+        forward_s=factor * workload.forward_s,
+        backward_s=factor * workload.backward_s,
+        optimizer_s=factor * workload.optimizer_s,
+        ready_s=tuple(factor * one for one in workload.ready_s),
+        behind_s=0.0,
+    )
+
+
+def _behind_s(runs: dict[str, _Run], workload: Workload, **links: Any) -> float:
+    """Returns the seconds per bucket that ranks wait for the slowest one.
+
+    They are what a step with one value per bucket takes longer than one without communication,
+    less what the links take for these values.
+    """
+    noop, one = runs[_NOOP].times, runs[_ONE].times
+    longer = statistics.median(a - b for a, b in zip(one, noop, strict=True))
+    built = runs[_ONE].hook.scheme
+    on_links = predict_step(built, workload, cap_mb=CAP_MB, **links).step_s - workload.compute_s
+    return max(longer - on_links, 0.0) / len(workload.buckets(cap_mb=CAP_MB).ready)
+
+
+def _predicted(
+    settings: Settings, workload: Workload, runs: dict[str, _Run]
+) -> dict[str, dict[str, Any]]:
+    """Returns predictions of all schemes of this package, and those of torch that are the same."""
+    group = dist.group.WORLD
+    assert group is not None
+    fabric = measure_link(group, budget_s=5)
+    dist.barrier()
+    device = ThisDevice("cpu", contention=measure_contention("cpu"))
+    links: dict[str, Any] = {"ranks": group.size(), "fabric": fabric, "device": device}
+    workload = replace(workload, behind_s=_behind_s(runs, workload, **links))
+    found = {}
+    for scheme in runs:
+        if scheme in TORCH and scheme not in SAME:  # its arithmetic is another one than ours
+            continue
+        setup = setup_of(SAME.get(scheme, scheme))
+        of_hook = scheme in ("auto", CHOICE, _ONE)
+        built = runs[scheme].hook.scheme if of_hook else made(setup.scheme)
+        cap_mb = 25.0 if scheme in TORCH or built.traits.rounds > 1 else CAP_MB
+        # A size that is asked for is that of the first bucket, too.
+        first_mb, cap_mb = setup.cap_mb or _FIRST_MB, setup.cap_mb or cap_mb
+        if scheme in ("auto", CHOICE):
+            cap_mb = runs["auto"].hook.bucket_cap_mb or CAP_MB
+        dist.barrier()  # all ranks time the same scheme at once, as in training
+        step = predict_step(built, workload, cap_mb=cap_mb, first_mb=first_mb, **links)
+        found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
+    link = fabric.between
+    found[_NOOP] |= {"latency": link.latency, "bandwidth": link.bandwidth}
+    return found
+
+
+def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
+    rate = None if settings.rate is None else f"{settings.rate / 1e6:g}mbit"
+    task = asdict(settings)
+    messages = messages_from_hosts(
+        *(run_rank, task),
+        hosts=hosts,
+        rate=rate,
+        delay_s=settings.delay_s,
+        timeout=900,
+    )
+    rows = [message.content for message in messages]
+    noop = next(row for row in rows if row["scheme"] == "noop")
+    for row in rows:
+        # In pairs, turn by turn: a machine that gets slower for a while slows both.
+        pairs = zip(row["times"], noop["times"], strict=True)
+        ratios = [own / other for own, other in pairs]
+        row["over"] = statistics.median(ratios)
+        spread = statistics.median(abs(one - row["over"]) for one in ratios)
+        # Of the median: 1.48 and 1.25 as in a normal distribution.
+        row["over_se"] = 1.48 * 1.25 * spread / math.sqrt(len(ratios))
+        row["step"] = row["over"] * statistics.median(noop["times"])
+    return [
+        {
+            "model": settings.model,
+            "hosts": hosts,
+            "mbit": 0.0 if settings.rate is None else settings.rate / 1e6,
+            "delay_ms": 1e3 * settings.delay_s,
+            "scheme": row["scheme"],
+            "step_ms": 1e3 * row["step"],
+            "predicted_ms": 1e3 * row.get("predicted", math.nan),
+            "error": row.get("predicted", math.nan) / row["step"] - 1,
+            "over_noop": row["over"],
+            "standard_error": row["over_se"],
+            "exposed_ms": 1e3 * row["step"] * (1 - 1 / row["over"]),
+            "spread": (max(row["times"]) - min(row["times"])) / statistics.median(row["times"]),
+            "sent_mb": statistics.median(row["sent"]) / 1e6,
+            "wire_ms": 1e3 * row.get("wire", math.nan),
+            "codec_ms": 1e3 * row.get("codec", math.nan),
+            "measured_latency_us": 1e6 * noop["latency"],
+            "measured_mbit": 8e-6 * noop["bandwidth"],
+            "plan": row["plan"],
+        }
+        for row in rows
+    ]
+
+
+def _table(rows: list[dict[str, Any]], title: str) -> Table:
+    table = Table("hook", "step", "over noop", "sent", "predicted", "error", title=title)
+    for row in rows:
+        table.add_row(
+            told(row["scheme"]),
+            f"{row['step_ms']:.1f} ms",
+            f"{row['over_noop']:.2f}",
+            f"{row['sent_mb']:.2f} MB",
+            "" if math.isnan(row["error"]) else f"{row['predicted_ms']:.1f} ms",
+            "" if math.isnan(row["error"]) else f"{100 * row['error']:+.0f} %",
+        )
+    return table
+
+
+def _median_error(rows: list[dict[str, Any]]) -> float:
+    table = pd.DataFrame(rows)
+    errors = pd.to_numeric(table[table.scheme.map(is_judged)].error, errors="coerce")
+    return float(errors.abs().median())
+
+
+def main(
+    models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
+    rates: Annotated[str, typer.Option(help="Mbit/s; 0: unlimited.")] = "200,1000,10000,0",
+    delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
+    schemes: Annotated[str, typer.Option(help="As 'topk; bf16 on torch in 25 MiB'.")] = ";".join(
+        (*SCHEMES, *TORCH, _REPAIRED, "auto")
+    ),
+    turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 9,
+    out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(
+        "results/network.csv"
+    ),
+) -> None:
+    """Prints measured and predicted step times."""
+    if reason := reason_not_to_run():
+        sys.exit(f"experiments.network: {reason}")
+    console = Console()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # What is there already is not measured again.
+    rows = pd.read_csv(out).fillna({"plan": ""}).to_dict("records") if out.exists() else []
+    done = {(row["model"], int(row["hosts"]), row["mbit"], float(row["delay_ms"])) for row in rows}
+    for model in models.split(","):
+        for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
+            if (model, hosts, rate, delay) in done:
+                continue
+            some = tuple(name.strip() for name in schemes.split(";"))
+            settings = Settings(model, some, rate * 1e6 or None, delay / 1e3, turns)
+            new = _rows(settings, hosts)
+            where = f"{rate:g} Mbit/s" if rate else "unlimited"
+            if delay:
+                where += f", {delay:g} ms one way"
+            console.print(_table(new, f"{model}, {hosts} hosts, {where}"))
+            rows += new
+            pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
+    written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
+    console.print(f"median error {100 * _median_error(rows):.1f} %; wrote {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

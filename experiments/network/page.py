@@ -1,0 +1,193 @@
+"""Draws measured step times beside predicted ones, and writes the page of the network study."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib as mpl
+import pandas as pd
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from commhooks.report.page import Page
+from commhooks.report.style import OKABE_ITO
+from experiments.network.front import ABOUT, exchange_errors, fronts
+from experiments.network.setups import CHOICE, setup_of
+
+__all__ = ["AutoRatio", "auto_ratios", "is_judged", "plotted", "told", "written"]
+
+# What the picture of step times shows, in this order.
+SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
+
+
+def told(scheme: str) -> str:
+    """Returns a scheme with options in short: "acpsgd 2 bf16"."""
+    return (
+        scheme.translate(str.maketrans(":,", "  ", '"'))
+        .replace("rank=", "")
+        .replace("wire_dtype=", "")
+    )
+
+
+def where(row: pd.Series) -> str:
+    """Returns a cell of the matrix in words."""
+    rate = f"{row.mbit:g} Mbit/s" if row.mbit < 1000 else f"{row.mbit / 1000:g} Gbit/s"
+    rate = rate if row.mbit else "no limit"
+    delay = f", {row.delay_ms:g} ms" if row.delay_ms else ""
+    return f"{row.model}, {row.hosts:g} hosts, {rate}{delay}"
+
+
+class AutoRatio(NamedTuple):
+    """Compares "auto" with fixed hooks in one cell of the study.
+
+    Attributes:
+        cell: in words.
+        fastest: its step time over that of the fastest fixed hook of ddp_core.
+        choice: its step time over that of its own choice, registered by name. NaN: not measured.
+    """
+
+    cell: str
+    fastest: float
+    choice: float
+
+    def __str__(self) -> str:
+        own = "" if math.isnan(self.choice) else f" (and of its own choice: {self.choice:.3f})"
+        fastest = f"{self.fastest:.3f} of the fastest fixed hook's"
+        return f"{self.cell}: a step of auto took {fastest}{own}."
+
+
+def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
+    """Returns how "auto" compares with fixed hooks in each cell that has it.
+
+    Args:
+        table: with the columns "cell", "hook_name" (with options) and "step_ms".
+    """
+    found = []
+    for cell, rows in table.groupby("cell", sort=False):
+        steps = rows.set_index("hook_name").step_ms
+        if "auto" in steps:
+            fixed = [name for name in steps.index if _is_fixed(name)]
+            ratios = (
+                steps["auto"] / one for one in (steps[fixed].min(), steps.get(CHOICE, math.nan))
+            )
+            found.append(AutoRatio(str(cell), *map(float, ratios)))
+    return found
+
+
+def _is_fixed(name: str) -> bool:
+    """Whether it is a fixed hook that trains on our class, in buckets of any size."""
+    if name in ("auto", CHOICE, "one value") or name.startswith("torch "):
+        return False
+    setup = setup_of(name)
+    return not setup.on_torch and setup.scheme != "noop"
+
+
+def is_judged(name: str) -> bool:
+    """Whether the prediction of a hook with this name counts.
+
+    Predictions begin with the steps of "noop" and of "one value". That of auto's choice is the one
+    of "auto".
+    """
+    return name not in ("one value", CHOICE) and setup_of(name).scheme != "noop"
+
+
+def plotted(table: pd.DataFrame) -> Figure:
+    """Returns two pictures: predicted over measured, and steps over the no-op step."""
+    mpl.use("agg")
+    figure = Figure(figsize=(11, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    known = table[table.predicted_ms.notna() & table.judged]
+    for colour, (name, rows) in zip(OKABE_ITO, known.groupby("model"), strict=False):
+        left.scatter(rows.step_ms, rows.predicted_ms, s=12, color=colour, label=name, zorder=2)
+    ends = known[["step_ms", "predicted_ms"]].min().min(), known.step_ms.max()
+    low, high = 0.8 * ends[0], 1.25 * ends[1]
+    left.plot([low, high], [low, high], color="0.4", linewidth=1)
+    near = [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high]
+    left.fill_between([low, high], *near, color="0.92", zorder=0)
+    left.loglog()
+    for axis in (left.xaxis, left.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
+    left.set(xlabel="measured step [ms]", ylabel="predicted step [ms]", title="grey: within 10 %")
+    left.legend(loc="upper left", fontsize=9)
+    _over_noop(right, table)
+    return figure
+
+
+def _over_noop(axis: mpl.axes.Axes, table: pd.DataFrame) -> None:
+    cells = list(dict.fromkeys(table.cell))
+    marks = dict(zip(SHOWN, ("|", "s", "o", "^", "v", "D", "P", "*"), strict=True))
+    colours = {**dict(zip(SHOWN, ("0.3", *OKABE_ITO), strict=False)), "auto": "black"}
+    for name in SHOWN:
+        rows = table[table.hook_name == name]
+        axis.scatter(
+            rows.over_noop,
+            [cells.index(cell) for cell in rows.cell],
+            marker=marks[name],
+            s=70 if name in ("auto", "torch none") else 28,
+            color=colours.get(name, "black"),
+            label=name,
+            zorder=3 if name == "auto" else 2,
+        )
+    axis.set_xscale("log")
+    axis.axvline(1, color="0.6", linewidth=0.8)
+    axis.set_xticks([1, 1.5, 2, 3, 5, 8, 16], ["1", "1.5", "2", "3", "5", "8", "16"])
+    axis.xaxis.set_minor_formatter(NullFormatter())
+    axis.set_yticks(range(len(cells)), cells, fontsize=8)
+    axis.invert_yaxis()
+    axis.grid(axis="x", color="0.9")
+    axis.set(xlabel="step time over that without communication (ratio)")
+    axis.figure.legend(
+        *axis.get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=8
+    )
+
+
+def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> None:
+    """Writes the page of the study, and its picture as a file of its own."""
+    table = pd.DataFrame(rows).rename(columns={"scheme": "hook_name"})
+    for name in ("predicted_ms", "error"):
+        table[name] = pd.to_numeric(table[name], errors="coerce")
+    table["exchange_error"] = exchange_errors(table)
+    table["cell"] = table.apply(where, axis=1)
+    table["judged"] = table.hook_name.map(is_judged)
+    ratios = auto_ratios(table)
+    table["hook_name"] = table.hook_name.map(told)
+    figure = plotted(table)
+    figure.savefig(picture, dpi=110)
+    page = Page("Training over limited links, measured and predicted")
+    judged = table[table.judged]
+    page.text(
+        f"Median error of a predicted step: {100 * judged.error.abs().median():.1f} % of "
+        f"{judged.error.notna().sum()} steps. Hosts are network namespaces of one machine with two "
+        f"cores; a step is the median of several turns."
+    )
+    for ratio in ratios:
+        page.text(str(ratio))
+    page.figure(figure, "left: prediction and measurement; right: what each hook costs")
+    page.section("Step time against error")
+    page.text(ABOUT)
+    for model, front in fronts(table):
+        page.figure(front, f"{model}: no hook is better in both than those on the line")
+    for cell, some in table.groupby("cell", sort=False):
+        page.section(str(cell))
+        columns = ("step_ms", "over_noop", "exposed_ms", "sent_mb", "predicted_ms")
+        errors = [f"{100 * one:+.0f} %" if one == one else "" for one in some.error]
+        values = [some.hook_name, *(some[name] for name in columns), errors]
+        page.table(
+            (
+                "hook",
+                "step [ms]",
+                "over no-op",
+                "exposed [ms]",
+                "sent [MB]",
+                "predicted [ms]",
+                "error",
+            ),
+            list(zip(*values, strict=True)),
+        )
+        for plan in some.plan[some.plan != ""]:
+            page.text(str(plan))
+    page.write(path)

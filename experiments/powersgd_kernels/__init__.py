@@ -1,0 +1,1 @@
+"""Compares PowerSGD's arithmetic with that of torch's hook."""

@@ -1,0 +1,1 @@
+"""Measures quality, memory and time of schemes where parameters are sharded."""

@@ -1,0 +1,1 @@
+"""Measures what hooks, hosts, schemes, verification and ``ddp_core`` add to a step."""

@@ -1,0 +1,1 @@
+"""What several studies use: tasks and models, processes and hosts, turns, a pretended GPU."""

@@ -1,0 +1,1 @@
+"""Records the gradients of small real trainings."""

@@ -1,0 +1,1 @@
+"""Measures the errors and bits of every scheme on recorded gradients."""

@@ -1,0 +1,1 @@
+"""Compares the wire bytes of the ledger with what an interface sent."""

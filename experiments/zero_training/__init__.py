@@ -1,0 +1,1 @@
+"""Compares training with a sharded optimizer to plain training with bf16."""
