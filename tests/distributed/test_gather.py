@@ -72,7 +72,7 @@ def _gathered(rank: int, world_size: int, directory: str) -> Any:
     _, int8 = trained(rank, "int8")
     states = [int8.state_dict()]
     dist.broadcast_object_list(states, src=0)
-    int8._engine.step = 77
+    int8.engine.step = 77
     int8.load_state_dict(states[0])
     facts.append(int8.step == 3)
     return facts, residuals(hook, model)

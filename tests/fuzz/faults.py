@@ -120,7 +120,7 @@ def _switch_forgets_residual(rank: int) -> Patch:
 
     def forgetful(self: Any, *scheme: Any, **options: Any) -> None:
         switch(self, *scheme, **options)
-        self._engine.memory.drop("residual")
+        self.engine.memory.drop("residual")
 
     return _state.HookState, "switch", forgetful
 

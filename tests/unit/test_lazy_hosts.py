@@ -118,9 +118,9 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
             scheme=commhooks.make("none"),
             step=1,
             ledger=Ledger(),
-            _parameters=Parameters(module),
-            _engine=Engine(commhooks.make("none"), rank=0, world_size=1),
-            _drivers=Drivers(1),
+            parameters=Parameters(module),
+            engine=Engine(commhooks.make("none"), rank=0, world_size=1),
+            drivers=Drivers(1),
             serve=lambda *what: None,
         )
         buckets = [
