@@ -35,19 +35,19 @@ from commhooks.classic import (  # noqa: F401
 )
 from commhooks.collectives import Collectives, all_gather, all_reduce, reduce_scatter
 from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, Unbiased
-from commhooks.core.registry import register_scheme, scheme_names
+from commhooks.core._registry import register_scheme, scheme_names
 from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
 from commhooks.verify import Verification
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
-from commhooks.wrappers.make import make
+from commhooks.wrappers._make import make
 from ddp_core import AllGather, AllReduce, AllToAll, overlapped
 
 if TYPE_CHECKING:
     from commhooks import ddp_comm_hooks, fsdp, hosts, optim
     from commhooks.hosts import process_group
     from commhooks.local import DiLoCo
-    from commhooks.predict.headroom import headroom
+    from commhooks.predict._headroom import headroom
     from commhooks.research import Simulation
     from commhooks.zero import ZeroOptimizer
 
@@ -106,7 +106,7 @@ _NAMES = {
     "DiLoCo": "commhooks.local",
     "Simulation": "commhooks.research",
     "ZeroOptimizer": "commhooks.zero",
-    "headroom": "commhooks.predict.headroom",
+    "headroom": "commhooks.predict._headroom",
     "process_group": "commhooks.hosts",
 }
 

@@ -13,7 +13,7 @@ def main() -> None:
     """Runs the command line; without rich and typer, says that it needs them."""
     try:
         with needs("commhooks: the command line", "rich", "typer"):
-            from commhooks.cli.app import app
+            from commhooks.cli._app import app
     except MissingPackageError as error:
         sys.exit(str(error))
     app(prog_name="commhooks")

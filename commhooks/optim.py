@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.core.scheme import Scheme
-from commhooks.core.settings import shown
-from commhooks.hook.state import HookState
+from commhooks.core._scheme import Scheme
+from commhooks.core._settings import shown
+from commhooks.hook._state import HookState
 from commhooks.schemes.onebit_adam import OneBitMomentum
-from commhooks.wrappers.base import Coalesced
-from commhooks.wrappers.cast import Cast
-from commhooks.wrappers.traced import Traced
+from commhooks.wrappers._base import Coalesced
+from commhooks.wrappers._cast import Cast
+from commhooks.wrappers._traced import Traced
 
 __all__ = ["OneBitAdam"]
 

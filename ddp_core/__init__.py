@@ -3,10 +3,10 @@
 Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """
 
-from ddp_core.ddp.agreement import first_difference, module_facts
-from ddp_core.ddp.ddp import DistributedDataParallel
-from ddp_core.exchange.clocks import Clock, Moment, clock_of, event_after
-from ddp_core.exchange.collectives import (
+from ddp_core.ddp._agreement import first_difference, module_facts
+from ddp_core.ddp._ddp import DistributedDataParallel
+from ddp_core.exchange._clocks import Clock, Moment, clock_of, event_after
+from ddp_core.exchange._collectives import (
     AllGather,
     AllReduce,
     AllToAll,
@@ -16,7 +16,7 @@ from ddp_core.exchange.collectives import (
     as_request,
     overlapped,
 )
-from ddp_core.exchange.devices import (
+from ddp_core.exchange._devices import (
     Turns,
     borrow_memory,
     completed,
@@ -25,7 +25,7 @@ from ddp_core.exchange.devices import (
     on_device_of,
     stream_of,
 )
-from ddp_core.exchange.errors import (
+from ddp_core.exchange._errors import (
     CollectiveError,
     Error,
     MismatchError,
@@ -36,23 +36,23 @@ from ddp_core.exchange.errors import (
     SilentStoreError,
     needs,
 )
-from ddp_core.exchange.lane_groups import (
+from ddp_core.exchange._lane_groups import (
     LaneGroup,
     borrow,
     host_backend,
     is_gloo,
     made_in_time,
 )
-from ddp_core.exchange.lanes import Lanes
-from ddp_core.exchange.shared_store import SharedStore, group_timeout, shared_store
-from ddp_core.exchange.simulate import simulate
-from ddp_core.exchange.streams import Drivers, Streams
-from ddp_core.exchange.task import Exchange, RoundRecord, Task
-from ddp_core.reducer.autograd import call_after_backward
-from ddp_core.reducer.grad_bucket import GradBucket
-from ddp_core.reducer.precision import MixedPrecision
-from ddp_core.reducer.reducer import Reducer
-from ddp_core.reducer.timeline import Timeline
+from ddp_core.exchange._lanes import Lanes
+from ddp_core.exchange._shared_store import SharedStore, group_timeout, shared_store
+from ddp_core.exchange._simulate import simulate
+from ddp_core.exchange._streams import Drivers, Streams
+from ddp_core.exchange._task import Exchange, RoundRecord, Task
+from ddp_core.reducer._autograd import call_after_backward
+from ddp_core.reducer._grad_bucket import GradBucket
+from ddp_core.reducer._precision import MixedPrecision
+from ddp_core.reducer._reducer import Reducer
+from ddp_core.reducer._timeline import Timeline
 
 __all__ = [
     "AllGather",

@@ -6,7 +6,7 @@ another test has imported the baselines.
 
 from __future__ import annotations
 
-from commhooks.core import registry
+from commhooks.core import _registry as registry
 
 __all__ = ["BASELINES", "BUILT_IN"]
 

@@ -1,5 +1,14 @@
 """Defines the saved form of a hook's state, which is the same for all schemes."""
 
-from commhooks.checkpoint.flat import flatten_state, unflatten_state
+# Modules, in the order in which to read them:
+#
+# _form                the form of a saved state, and its checks
+# _plain_scheme        a scheme as plain values
+# _memory              whether tensors fit a scheme and a model
+# _ranks               which rank takes what of another number of ranks
+# _pieces, _placement  pieces of parameters that are cut
+# _flat                tensors and strings alone, for safetensors
+
+from commhooks.checkpoint._flat import flatten_state, unflatten_state
 
 __all__ = ["flatten_state", "unflatten_state"]

@@ -5,6 +5,16 @@ of a bucket by the bucket's parameters and keeps a :class:`commhooks.HookState` 
 states are keyed by parameter name, models do not mix, and any number of buckets works on Gloo.
 """
 
+# Modules, in the order in which to read them:
+#
+# _stateless                     all-reduce, casts, no-op
+# _cast_wrappers                 casts around other hooks
+# _minmax                        quantization by tensor and by channel
+# _powersgd, _powersgd_models    PowerSGD and its state
+# _local_sgd                     post-local SGD
+# _optimizer_overlap             optimizers that step in the hook
+# _launch, _owner, _hook_access  a HookState behind each of them
+
 import torch
 
 from commhooks.classic._cast_wrappers import bf16_compress_wrapper, fp16_compress_wrapper

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks.classic._launch import BucketFuture, Classic, HookFunction, classic_hook, classics
-from commhooks.hook.hook_function import comm_hook
+from commhooks.hook._hook_function import comm_hook
 
 __all__ = ["bf16_compress_wrapper", "fp16_compress_wrapper"]
 

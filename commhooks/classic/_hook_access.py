@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from commhooks.core.memory import Memory
-from commhooks.hook import saving as _checkpoint_hook
-from commhooks.hook.state import HookState
+from commhooks.core._memory import Memory
+from commhooks.hook import _saving as _checkpoint_hook
+from commhooks.hook._state import HookState
 
 __all__ = [
     "continue_from",

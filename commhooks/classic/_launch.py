@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks.classic._owner import Group, owner_of
-from commhooks.collectives import functions
-from commhooks.core.scheme import Scheme
+from commhooks.collectives import _functions as functions
+from commhooks.core._scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.wrappers.cast import Cast
+from commhooks.wrappers._cast import Cast
 
 __all__ = [
     "BucketFuture",

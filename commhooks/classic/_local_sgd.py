@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.checkpoint.form import MAX_STEP, check_numbers, need_fields
+from commhooks.checkpoint._form import MAX_STEP, check_numbers, need_fields
 from commhooks.classic._hook_access import group_of
 from commhooks.classic._launch import BucketFuture, Wires, cast_payloads, classic_hook
 from commhooks.classic._owner import Group, Owner, owner_of
-from commhooks.core.dense import Dense
+from commhooks.core._dense import Dense
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.schemes.noop import Noop
 from ddp_core import made_in_time

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket
-from commhooks.core.scheme import Codec
-from commhooks.core.traits import Biased, Traits
+from commhooks.core._bucket import Bucket
+from commhooks.core._scheme import Codec
+from commhooks.core._traits import Biased, Traits
 from commhooks.kernels import dequantize_affine, quantize_affine
 
 __all__ = ["MinMax", "MinMaxPerChannel"]

@@ -11,9 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from commhooks._torch import comm_hooks
-from commhooks.core.scheme import Scheme
-from commhooks.hook.parameters import ddp_models
-from commhooks.hook.state import HookState
+from commhooks.core._scheme import Scheme
+from commhooks.hook._parameters import ddp_models
+from commhooks.hook._state import HookState
 
 __all__ = ["Group", "Owner", "owner_of"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._torch import comm_hooks
-from commhooks.checkpoint.form import MAX_STEP, check_numbers, need_fields, read, whole_number
+from commhooks.checkpoint._form import MAX_STEP, check_numbers, need_fields, read, whole_number
 from commhooks.classic._hook_access import memory_of
 from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
 from commhooks.classic._owner import Group
@@ -29,12 +29,12 @@ from commhooks.classic._powersgd_models import (
     PowerSGDSettings,
     scheme_of,
 )
-from commhooks.core.settings import check_seed, declared, fitting
+from commhooks.core._settings import check_seed, declared, fitting
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.parameters import ddp_models
-from commhooks.hook.state import HookState
+from commhooks.hook._parameters import ddp_models
+from commhooks.hook._state import HookState
 from commhooks.schemes import batched_powersgd, powersgd
-from commhooks.wrappers.feedback import RESIDUAL
+from commhooks.wrappers._feedback import RESIDUAL
 
 __all__ = ["CompressionStats", "PowerSGDState", "batched_powerSGD_hook", "powerSGD_hook"]
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.checkpoint.form import read
+from commhooks.checkpoint._form import read
 from commhooks.classic._hook_access import (
     continue_from,
     group_of,
@@ -25,15 +25,15 @@ from commhooks.classic._hook_access import (
 )
 from commhooks.classic._launch import Wires, cast_payloads
 from commhooks.classic._owner import Group, Owner, owner_of
-from commhooks.core.scheme import Scheme
-from commhooks.core.settings import fitting
+from commhooks.core._scheme import Scheme
+from commhooks.core._settings import fitting
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook.handshake import handshake
-from commhooks.hook.state import HookState
+from commhooks.hook._handshake import handshake
+from commhooks.hook._state import HookState
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.powersgd import PowerSGD, payload_numel
-from commhooks.wrappers.feedback import RESIDUAL, ErrorFeedback
-from commhooks.wrappers.schedules import DelayedStart
+from commhooks.wrappers._feedback import RESIDUAL, ErrorFeedback
+from commhooks.wrappers._schedules import DelayedStart
 
 __all__ = [
     "BATCHED",

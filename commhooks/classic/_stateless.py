@@ -13,9 +13,9 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from commhooks.classic._launch import BucketFuture, Wires, classic_hook, launch_on_group
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
 from commhooks.classic._owner import Group
-from commhooks.core.dense import Dense
+from commhooks.core._dense import Dense
 from commhooks.schemes.noop import Noop
-from commhooks.wrappers.cast import Cast
+from commhooks.wrappers._cast import Cast
 
 __all__ = [
     "allreduce_hook",

@@ -1,1 +1,13 @@
 """The command line ``commhooks``; needs rich and typer, which the library does not."""
+
+# Modules, in the order in which to read them:
+#
+# _app        the commands and their options
+# _arguments  what their arguments mean
+# _commands   doctor and other short commands
+# _catalogue  schemes
+# _headroom   headroom
+# _link       link
+# _advise     advise
+# _simulate   simulate
+# _tradeoff   tradeoff

@@ -1,13 +1,28 @@
 """Parts of schemes: buckets, slots, traits, memory, the registry."""
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.layout import Layout
-from commhooks.core.memory import Memory
-from commhooks.core.packed import PackedCodec, Randomness
-from commhooks.core.registry import register_scheme, scheme_names
-from commhooks.core.scheme import Codec, Scheme
-from commhooks.core.slot import Number, Slot, StepInfo
-from commhooks.core.traits import Biased, Exact, Traits, Unbiased
+# Modules, in the order in which to read them:
+#
+# _bucket     Bucket and Result
+# _scheme     Scheme and Codec
+# _traits     what a scheme declares
+# _slot       tensors that a scheme keeps
+# _memory     where they are kept, by parameter
+# _layout     the parameters of a flat tensor
+# _packed     codecs whose payloads are bytes
+# _dense      the plain all-reduce
+# _registry   schemes by name
+# _settings   checks of settings and options
+# _names      names of parameters without what wrappers add
+# _user_line  the line that a warning is about
+
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._layout import Layout
+from commhooks.core._memory import Memory
+from commhooks.core._packed import PackedCodec, Randomness
+from commhooks.core._registry import register_scheme, scheme_names
+from commhooks.core._scheme import Codec, Scheme
+from commhooks.core._slot import Number, Slot, StepInfo
+from commhooks.core._traits import Biased, Exact, Traits, Unbiased
 
 __all__ = [
     "Biased",

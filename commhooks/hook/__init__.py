@@ -1,11 +1,34 @@
 """Runs a scheme on a model: registration, steps, state and ledger."""
 
-from commhooks.hook.dcp import load_dcp
-from commhooks.hook.group_change import GroupChange
-from commhooks.hook.hook_function import as_hook, comm_hook
-from commhooks.hook.ledger import Ledger
-from commhooks.hook.registration import register, unregister
-from commhooks.hook.state import HookState, Tried
+# Modules, in the order in which to read them:
+#
+# _registration   register and unregister
+# _state          HookState, what users call
+# _running        its base: the parts of a hook, and what happens in a step
+# _hook_function  the function that DistributedDataParallel calls
+# _binding        the model and the process group
+# _parameters     the names and shapes of the model's parameters
+# _runner         which bucket belongs to which step, and when a step ends
+# _exchanges      buckets of all hosts, handed to the driver of their device
+# _coalesce       buckets that are held and exchanged together
+# _engine         the scheme, its memory, and the commit of a step
+# _ledger         bytes and times
+# _handshake      ranks compare facts before a collective call
+# _agreement      the facts
+# _attachment     what notices that the hook is not called, or not on this model
+# _capture        torch.compile and CUDA graphs
+# _saving         state_dict and load_state_dict
+# _pickling       pickles of a hook
+# _dcp            torch.distributed.checkpoint
+# _group_change   change_group
+# _sharded        parameters of which each rank keeps a shard
+
+from commhooks.hook._dcp import load_dcp
+from commhooks.hook._group_change import GroupChange
+from commhooks.hook._hook_function import as_hook, comm_hook
+from commhooks.hook._ledger import Ledger
+from commhooks.hook._registration import register, unregister
+from commhooks.hook._state import HookState, Tried
 
 __all__ = [
     "GroupChange",

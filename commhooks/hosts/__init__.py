@@ -5,6 +5,15 @@ that the framework has wrapped, and saves and loads the states of all ranks as o
 modules by name. Programs that take a process group have :func:`process_group`.
 """
 
+# Modules, in the order in which to read them:
+#
+# _hosted                                           a hook on a model that a framework has wrapped
+# lightning, fabric, accelerate, transformers, ray  frameworks
+# _composable                                       replicate() of torch.distributed._composable
+# _process_group                                    a process group that runs a scheme
+# megatron                                          Megatron-Core
+# torchft                                           torchft
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,9 +31,9 @@ __all__ = ["SchemeGroup", "host_of", "process_group"]
 # Classes of modules that reduce gradients themselves, and what registers a hook on them. By name:
 # importing them takes a second, and most models have none.
 _REGISTERS = {
-    "FSDPModule": "commhooks.fsdp.fsdp2:register_on_fsdp2",
-    "FullyShardedDataParallel": "commhooks.fsdp.fsdp1:register_on_fsdp1",
-    "DDP": "commhooks.hosts.composable:register_on_composable",
+    "FSDPModule": "commhooks.fsdp._fsdp2:register_on_fsdp2",
+    "FullyShardedDataParallel": "commhooks.fsdp._fsdp1:register_on_fsdp1",
+    "DDP": "commhooks.hosts._composable:register_on_composable",
 }
 _REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a class "DDP"
 

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks._torch import COLLECTIVES, SCATTERING, base_of
-from commhooks.collectives.calls import Handle
-from commhooks.collectives.functions import Collectives
-from commhooks.core.dense import Dense
-from commhooks.core.scheme import Scheme, slots_of
-from commhooks.core.settings import check_seed, fitting
+from commhooks.collectives._calls import Handle
+from commhooks.collectives._functions import Collectives
+from commhooks.core._dense import Dense
+from commhooks.core._scheme import Scheme, slots_of
+from commhooks.core._settings import check_seed, fitting
 from commhooks.errors import RegistrationError
-from commhooks.hook.binding import need_group
-from commhooks.hook.handshake import MEETING, handshake
-from commhooks.wrappers.make import describe, make
+from commhooks.hook._binding import need_group
+from commhooks.hook._handshake import MEETING, handshake
+from commhooks.wrappers._make import describe, make
 from ddp_core import group_timeout, made_in_time
 from ddp_core._torch import add_backend, backend_of, device_types, not_traced
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from commhooks.core.scheme import Scheme
+from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts.hosted import Hosted
+from commhooks.hosts._hosted import Hosted
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from commhooks.core.scheme import Scheme
-from commhooks.hosts.hosted import Hosted
+from commhooks.core._scheme import Scheme
+from commhooks.hosts._hosted import Hosted
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

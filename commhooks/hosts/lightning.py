@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from commhooks.core.scheme import Scheme
+from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts.hosted import Hosted
+from commhooks.hosts._hosted import Hosted
 from ddp_core import DistributedDataParallel, needs
 
 with needs("commhooks.hosts.lightning", "lightning"):

@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks._torch import coalesced_calls
-from commhooks.collectives.functions import reduce_scatter
-from commhooks.core.scheme import Scheme, slots_of
+from commhooks.collectives._functions import reduce_scatter
+from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
-from commhooks.hook.attachment import Attendance
-from commhooks.wrappers.make import describe, make
+from commhooks.hook._attachment import Attendance
+from commhooks.wrappers._make import describe, make
 
 __all__ = ["ReduceScatter"]
 

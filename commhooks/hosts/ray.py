@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from commhooks.core.scheme import Scheme
+from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts.hosted import Hosted
+from commhooks.hosts._hosted import Hosted
 
 __all__ = ["CommHook"]
 

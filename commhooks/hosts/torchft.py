@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import comm_hooks
-from commhooks.core.scheme import Scheme
+from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook import HookState, comm_hook
 from ddp_core import completed

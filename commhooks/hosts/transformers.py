@@ -6,8 +6,8 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from commhooks.core.scheme import Scheme
-from commhooks.hosts.hosted import Hosted
+from commhooks.core._scheme import Scheme
+from commhooks.hosts._hosted import Hosted
 from ddp_core import needs
 
 with needs("commhooks.hosts.transformers", "transformers", "accelerate"):

@@ -1,5 +1,10 @@
 """Methods that exchange parameters, and no gradients."""
 
-from commhooks.local.diloco import DiLoCo, local_sgd
+# Modules, in the order in which to read them:
+#
+# _diloco     DiLoCo
+# _fragments  the parts of a model that it exchanges in turn
+
+from commhooks.local._diloco import DiLoCo, local_sgd
 
 __all__ = ["DiLoCo", "local_sgd"]

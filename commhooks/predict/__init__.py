@@ -1,8 +1,22 @@
 """Predicts what compression would save, on any fabric, with the schemes themselves."""
 
-from commhooks.predict.advise import CANDIDATES, Option, advise, best_of, error_of
-from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.device import (
+# Modules, in the order in which to read them:
+#
+# _headroom           what compression could save at most, measured in a job
+# _in_script, _turns  the same for a script that knows nothing of it
+# _link               what joins the ranks, measured
+# _fabric             what joins the ranks, described
+# _models, _workload  a training step without communication
+# _device             how fast a device encodes and decodes
+# _planned            what a scheme sends and computes
+# _collectives        how long a collective takes
+# _step               how long a step takes
+# _simulate           steps of schemes compared
+# _advise             the scheme and bucket size to take
+
+from commhooks.predict._advise import CANDIDATES, Option, advise, best_of, error_of
+from commhooks.predict._collectives import collective_seconds
+from commhooks.predict._device import (
     DEVICES,
     Contention,
     Device,
@@ -10,14 +24,14 @@ from commhooks.predict.device import (
     device,
     measure_contention,
 )
-from commhooks.predict.fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
-from commhooks.predict.headroom import Headroom
-from commhooks.predict.link import measure_link
-from commhooks.predict.models import MODELS, Model, counted, model
-from commhooks.predict.planned import Message, Planned, PredictionError, Work, planned
-from commhooks.predict.simulate import Comparison, Row, compare
-from commhooks.predict.step import Step, Steps, predict_step, predict_steps
-from commhooks.predict.workload import (
+from commhooks.predict._fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
+from commhooks.predict._headroom import Headroom
+from commhooks.predict._link import measure_link
+from commhooks.predict._models import MODELS, Model, counted, model
+from commhooks.predict._planned import Message, Planned, PredictionError, Work, planned
+from commhooks.predict._simulate import Comparison, Row, compare
+from commhooks.predict._step import Step, Steps, predict_step, predict_steps
+from commhooks.predict._workload import (
     Buckets,
     Layer,
     Recorder,

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from commhooks.core.layout import Layout
-from commhooks.core.scheme import Scheme
-from commhooks.core.settings import fitting, shown
-from commhooks.research.simulation import Simulation
+from commhooks.core._layout import Layout
+from commhooks.core._scheme import Scheme
+from commhooks.core._settings import fitting, shown
+from commhooks.research._simulation import Simulation
 from commhooks.research.trace import Trace
-from commhooks.wrappers.base import Coalesced
-from commhooks.wrappers.feedback import without_feedback
-from commhooks.wrappers.per_parameter import PerParameter, Rule
-from commhooks.wrappers.schedules import DelayedStart
+from commhooks.wrappers._base import Coalesced
+from commhooks.wrappers._feedback import without_feedback
+from commhooks.wrappers._per_parameter import PerParameter, Rule
+from commhooks.wrappers._schedules import DelayedStart
 from ddp_core import needs
 
 if TYPE_CHECKING:

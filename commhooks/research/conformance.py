@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from commhooks.core.scheme import Scheme
-from commhooks.research.laws import Law, LawBroken, MakeScheme
-from commhooks.research.laws_of_a_run import OF_A_RUN
-from commhooks.research.laws_of_a_step import OF_A_STEP
+from commhooks.core._scheme import Scheme
+from commhooks.research._laws import Law, LawBroken, MakeScheme
+from commhooks.research._laws_of_a_run import OF_A_RUN
+from commhooks.research._laws_of_a_step import OF_A_STEP
 
 __all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme", "laws_of"]
 

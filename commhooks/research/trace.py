@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from commhooks.core.layout import Layout
-from commhooks.core.scheme import Scheme
-from commhooks.core.settings import fitting, shown
-from commhooks.research.error_figures import ErrorFigures, SecondMoment, error_figures
-from commhooks.research.simulation import Simulation
-from commhooks.wrappers.traced import FILE_NAME
+from commhooks.core._layout import Layout
+from commhooks.core._scheme import Scheme
+from commhooks.core._settings import fitting, shown
+from commhooks.research._error_figures import ErrorFigures, SecondMoment, error_figures
+from commhooks.research._simulation import Simulation
+from commhooks.wrappers._traced import FILE_NAME
 from ddp_core import needs
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     Returns:
         One row per recorded step. ``bits``: per entry, see :func:`bits_per_entry`. ``error``,
         ``median``, ``worst``, ``adam``, ``noise``: the error of the mean, see
-        :class:`commhooks.research.error_figures.ErrorFigures`. ``cosine``: of the angle between
+        :class:`commhooks.research._error_figures.ErrorFigures`. ``cosine``: of the angle between
         the mean and the exact mean. ``residual``: norm of all residuals over the norm of all
         gradients.
 

@@ -4,7 +4,7 @@ import importlib
 import pkgutil
 from typing import Any
 
-from commhooks.core.dense import Dense
+from commhooks.core._dense import Dense
 
 __all__ = ["Dense"]
 

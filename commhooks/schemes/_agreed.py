@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
-from commhooks.core.scheme import Scheme
-from commhooks.core.traits import INT32_PLACES, Biased, Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core._scheme import Scheme
+from commhooks.core._traits import INT32_PLACES, Biased, Traits
 from commhooks.kernels import all_finite
 from commhooks.schemes._ratio import check_ratio
 from ddp_core import AllReduce, Collective

@@ -10,10 +10,10 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket
-from commhooks.core.layout import Layout
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot, StepInfo
+from commhooks.core._bucket import Bucket
+from commhooks.core._layout import Layout
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot, StepInfo
 from commhooks.kernels import all_finite, subtract_low_rank
 from commhooks.schemes._low_rank_plan import Plan, as_matrix, compressed_rank
 from ddp_core import AllReduce, Collective, overlapped

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from commhooks.core.layout import Layout
+from commhooks.core._layout import Layout
 from commhooks.kernels import Matrices, tail_table
 
 __all__ = ["Plan", "as_matrix", "compressed_rank", "payload_numel", "plan_bucket"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from commhooks.core.scheme import Scheme
+from commhooks.core._scheme import Scheme
 
 __all__ = ["check_ratio", "number_kept"]
 

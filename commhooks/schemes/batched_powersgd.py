@@ -9,12 +9,12 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange, nan_unless
-from commhooks.core.layout import Layout
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot, StepInfo
-from commhooks.core.traits import Biased, Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core._layout import Layout
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot, StepInfo
+from commhooks.core._traits import Biased, Traits
 from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
 from commhooks.schemes._low_rank import (
     and_fits,

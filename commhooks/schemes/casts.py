@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.dense import Dense
-from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
+from commhooks.core._dense import Dense
+from commhooks.core._packed import PackedCodec, Piece, Randomness, Shards
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
 from commhooks.kernels import scaled_cast
-from commhooks.wrappers.cast import Cast
+from commhooks.wrappers._cast import Cast
 
 __all__ = ["TwoPhaseCast", "bf16", "fp16"]
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.layout import Layout
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot
-from commhooks.core.traits import INT32_PLACES, Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._layout import Layout
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot
+from commhooks.core._traits import INT32_PLACES, Traits
 from commhooks.kernels import dct, scatter_sum
 from ddp_core import AllGather
 

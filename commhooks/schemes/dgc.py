@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot
-from commhooks.core.traits import INT32_PLACES, Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot
+from commhooks.core._traits import INT32_PLACES, Traits
 from commhooks.kernels import scatter_sum, top_k, top_k_sampled
-from commhooks.wrappers.per_parameter import PerParameter, Rule
+from commhooks.wrappers._per_parameter import PerParameter, Rule
 from ddp_core import AllGather, AllReduce
 
 __all__ = ["DGC", "DenseMomentum", "dgc"]

@@ -10,9 +10,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import BlockCodec, Pattern, Piece, Randomness, Shards
-from commhooks.core.registry import register_scheme
-from commhooks.core.traits import ErrorKind, Unbiased
+from commhooks.core._packed import BlockCodec, Pattern, Piece, Randomness, Shards
+from commhooks.core._registry import register_scheme
+from commhooks.core._traits import ErrorKind, Unbiased
 from commhooks.kernels import (
     Segments,
     dequantize_levels,

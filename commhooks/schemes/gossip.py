@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot
-from commhooks.core.traits import Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot
+from commhooks.core._traits import Traits
 from ddp_core import AllGather
 
 __all__ = ["Gossip", "partner_of"]

@@ -11,14 +11,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, SchemeExchange
-from commhooks.core.layout import Layout
-from commhooks.core.packed import PackedCodec, Piece, Randomness, Shards
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.traits import Traits, composed
+from commhooks.core._bucket import Bucket, SchemeExchange
+from commhooks.core._layout import Layout
+from commhooks.core._packed import PackedCodec, Piece, Randomness, Shards
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._traits import Traits, composed
 from commhooks.schemes.quantized import Blockwise, Undithered
-from commhooks.wrappers.averaged_feedback import AveragedFeedback
+from commhooks.wrappers._averaged_feedback import AveragedFeedback
 from ddp_core import AllGather, AllToAll
 
 __all__ = ["Hierarchical", "sdp4bit"]

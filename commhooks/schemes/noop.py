@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.traits import Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._traits import Traits
 
 __all__ = ["Noop"]
 

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot
-from commhooks.core.traits import Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot
+from commhooks.core._traits import Traits
 from commhooks.schemes.quantized import Blockwise
-from commhooks.wrappers.base import need_own_keys
-from commhooks.wrappers.feedback import ErrorFeedback
+from commhooks.wrappers._base import need_own_keys
+from commhooks.wrappers._feedback import ErrorFeedback
 from ddp_core import AllReduce
 
 __all__ = ["OneBitMomentum"]

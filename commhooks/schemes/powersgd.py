@@ -10,11 +10,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result, SchemeExchange
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Slot, StepInfo
-from commhooks.core.traits import Biased, Traits
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Slot, StepInfo
+from commhooks.core._traits import Biased, Traits
 from commhooks.kernels import (
     all_finite,
     decode_low_rank,

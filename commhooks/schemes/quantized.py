@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import BlockCodec, Pattern, Piece, Randomness, Shards, one_segment
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.traits import Biased, ErrorKind, Unbiased
+from commhooks.core._packed import BlockCodec, Pattern, Piece, Randomness, Shards, one_segment
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._traits import Biased, ErrorKind, Unbiased
 from commhooks.kernels import (
     FORMATS,
     RandomBits,

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, nan_unless
-from commhooks.core.registry import register_scheme
+from commhooks.core._bucket import Bucket, nan_unless
+from commhooks.core._registry import register_scheme
 from commhooks.kernels import RandomBits, all_finite, gather_random, random_places, scatter_random
 from commhooks.schemes._agreed import Agreed, IndexExchange, spoil_unless
 from commhooks.schemes._ratio import number_kept

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness, Shards
-from commhooks.core.registry import register_scheme
-from commhooks.core.traits import Biased, ErrorKind, Traits
+from commhooks.core._packed import PackedCodec, Pattern, Piece, Randomness, Shards
+from commhooks.core._registry import register_scheme
+from commhooks.core._traits import Biased, ErrorKind, Traits
 from commhooks.kernels import count_votes, pack_votes, vote_bytes
 
 __all__ = ["SignSGD"]

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.packed import PackedCodec, Pattern, Piece, Randomness
-from commhooks.core.registry import register_scheme
-from commhooks.core.traits import INT32_PLACES, Biased, ErrorKind, Traits
+from commhooks.core._packed import PackedCodec, Pattern, Piece, Randomness
+from commhooks.core._registry import register_scheme
+from commhooks.core._traits import INT32_PLACES, Biased, ErrorKind, Traits
 from commhooks.kernels import scatter_sum, top_k, top_k_sampled
 from commhooks.schemes._ratio import check_ratio, number_kept
 

@@ -1,6 +1,14 @@
 """Compares some steps with the dense mean and across ranks, while training goes on."""
 
-from commhooks.verify.judge import Finding, Verified
-from commhooks.verify.verification import Verification, need_verifiable, verification_of
+# Modules, in the order in which to read them:
+#
+# _verification  Verification, and the collectives of a verified step
+# _measure       one bucket on one rank
+# _sketch        norms of differences from a few numbers
+# _judge         what a scheme's law allows, and what breaks it
+# _equal         values that have to be equal on all ranks
+
+from commhooks.verify._judge import Finding, Verified
+from commhooks.verify._verification import Verification, need_verifiable, verification_of
 
 __all__ = ["Finding", "Verification", "Verified", "need_verifiable", "verification_of"]

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
-from commhooks.core.layout import Layout
-from commhooks.hook.engine import Engine
-from commhooks.wrappers.make import make
+from commhooks.core._layout import Layout
+from commhooks.hook._engine import Engine
+from commhooks.wrappers._make import make
 from ddp_core import Streams, Task
 from experiments.gpu_kernels import timing
 from experiments.gpu_kernels.table import Setting, Step

@@ -31,7 +31,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 import commhooks
 from commhooks.core import Layout
-from commhooks.hook.engine import Engine
+from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from experiments.tools.fake_gpu import counts_of, run_bucket

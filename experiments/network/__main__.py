@@ -36,9 +36,9 @@ from commhooks.predict import (
     measure_contention,
     predict_step,
 )
-from commhooks.predict.link import measure_link
-from commhooks.predict.turns import OneValue
-from commhooks.wrappers.feedback import without_flush
+from commhooks.predict._link import measure_link
+from commhooks.predict._turns import OneValue
+from commhooks.wrappers._feedback import without_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
 from experiments.network.page import is_judged, told, written

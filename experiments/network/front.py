@@ -16,8 +16,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from torch import Tensor
 
 import commhooks
-from commhooks.predict.advise import error_of
-from commhooks.report.style import GREY, OKABE_ITO
+from commhooks.predict._advise import error_of
+from commhooks.report._style import GREY, OKABE_ITO
 from experiments.network.setups import CHOICE, setup_of
 from experiments.tools.models import MODELS
 

@@ -12,8 +12,8 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from commhooks.report.page import Page
-from commhooks.report.style import OKABE_ITO
+from commhooks.report._page import Page
+from commhooks.report._style import OKABE_ITO
 from experiments.network.front import ABOUT, exchange_errors, fronts
 from experiments.network.setups import CHOICE, setup_of
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from commhooks import ErrorFeedback
-from commhooks.core.layout import Layout
-from commhooks.hook.engine import Engine
+from commhooks.core._layout import Layout
+from commhooks.hook._engine import Engine
 from commhooks.kernels import (
     Matrices,
     decode_low_rank,

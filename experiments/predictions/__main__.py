@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.report.page import Page
+from commhooks.report._page import Page
 from experiments.predictions.parameters import fit
 from experiments.predictions.plot import UNITS, plotted
 from experiments.predictions.studies import STUDIES, tabulated, unseen

@@ -18,7 +18,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from commhooks.predict import PRESETS, Fabric, Link
-from commhooks.predict.collectives import collective_seconds
+from commhooks.predict._collectives import collective_seconds
 
 __all__ = [
     "fit",

@@ -12,8 +12,8 @@ import pandas as pd
 
 import commhooks
 from commhooks.predict import Device, Fabric, Link, Workload, predict_step
-from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.models import model
+from commhooks.predict._collectives import collective_seconds
+from commhooks.predict._models import model
 from experiments.predictions.parameters import (
     fitted_rows,
     nodes_of,

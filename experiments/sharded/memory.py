@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import commhooks
-from commhooks.core.packed import PackedCodec
-from commhooks.core.scheme import Scheme, slots_of, walk
+from commhooks.core._packed import PackedCodec
+from commhooks.core._scheme import Scheme, slots_of, walk
 from commhooks.wrappers import AveragedFeedback, ErrorFeedback
 from experiments.tools.processes import Send, run_ranks
 from experiments.tools.tasks import CharTransformer

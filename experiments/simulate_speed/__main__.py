@@ -13,8 +13,9 @@ import torch
 
 import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import Scheme, make, scheme_names
-from commhooks.cli.tradeoff import SAME, cases_of
-from commhooks.predict import DEVICES, PRESETS, model, planned, predict_steps
+from commhooks.cli._tradeoff import SAME, cases_of
+from commhooks.predict import DEVICES, PRESETS, model, predict_steps
+from commhooks.predict import _planned as planned
 
 __all__ = ["main"]
 

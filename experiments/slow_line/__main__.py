@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from commhooks.report.page import Page
+from commhooks.report._page import Page
 from experiments.slow_line.cells import (
     GOALS,
     HOSTS,

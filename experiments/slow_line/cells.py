@@ -12,7 +12,7 @@ import pandas as pd
 
 import commhooks
 from commhooks.predict import DEVICES, Device, Fabric, Link, Workload, predict_step
-from commhooks.predict.models import model
+from commhooks.predict._models import model
 from experiments.tools.local_steps import predict_local
 
 __all__ = [

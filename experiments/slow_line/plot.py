@@ -6,7 +6,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from commhooks.report.style import OKABE_ITO
+from commhooks.report._style import OKABE_ITO
 from experiments.slow_line.cells import GOALS, Line
 
 __all__ = ["drawn"]

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from commhooks.core import Layout, Scheme
-from commhooks.hook.engine import Engine
+from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
-from ddp_core.exchange.collectives import nccl_scales
+from ddp_core.exchange._collectives import nccl_scales
 
 __all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks.core.scheme import Scheme
-from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds, planned
+from commhooks.core._scheme import Scheme
+from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds
+from commhooks.predict import _planned as planned
 
 __all__ = ["LocalStep", "predict_local"]
 

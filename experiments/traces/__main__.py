@@ -24,7 +24,7 @@ from torch import nn
 
 from commhooks.errors import MissingPackageError
 from commhooks.research.trace import Trace
-from commhooks.wrappers.traced import write
+from commhooks.wrappers._traced import write
 from experiments.tools.tasks import TASKS, Task
 from experiments.traces.minilm import minilm
 

@@ -20,8 +20,8 @@ import typer
 from matplotlib.figure import Figure
 
 import commhooks.research.baselines  # noqa: F401  # registers schemes
-from commhooks.cli import commands as _commands
-from commhooks.cli.tradeoff import FIGURES, Point, drawn, with_fronts, write_csv
+from commhooks.cli import _commands as _commands
+from commhooks.cli._tradeoff import FIGURES, Point, drawn, with_fronts, write_csv
 from commhooks.research.trace import Trace
 
 __all__ = ["means_of", "page_with_errors", "traces_in"]

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ddp_core.exchange.errors import Error
+from ddp_core.exchange._errors import Error
 
 __all__ = [
     "OPTIONS",

@@ -20,9 +20,9 @@ from commhooks import (
     Scheme,
     Simulation,
 )
-from commhooks.cli.app import load_files
+from commhooks.cli._app import load_files
 from commhooks.core import Layout
-from commhooks.core.scheme import walk
+from commhooks.core._scheme import walk
 from commhooks.research.baselines import AlignedTopK, RandomBlock
 from commhooks.schemes import (
     ACPSGD,
@@ -41,7 +41,7 @@ from commhooks.wrappers import (
     Scaled,
     TwoPhase,
 )
-from commhooks.wrappers.feedback import keeps_residual
+from commhooks.wrappers._feedback import keeps_residual
 from tests.shelf import BASELINES
 
 # Files with more schemes, to run all of this on them.

@@ -20,10 +20,10 @@ from commhooks import (
     Traits,
     Unbiased,
 )
-from commhooks.core.scheme import SchemeExchange
+from commhooks.core._scheme import SchemeExchange
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.research.conformance import LAWS, check_scheme, laws_of
-from commhooks.wrappers import cast as _cast
+from commhooks.wrappers import _cast as _cast
 from ddp_core import AllReduce
 from tests.contract.cases import make, registered
 

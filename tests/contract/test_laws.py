@@ -14,11 +14,11 @@ import commhooks
 from commhooks import Biased, Bucket, Codec, ErrorFeedback, Scheme, Simulation, Traits
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
 from commhooks.core import Layout
-from commhooks.core.scheme import slots_of
-from commhooks.hook.coalesce import Coalescer
-from commhooks.hook.engine import Engine
+from commhooks.core._scheme import slots_of
+from commhooks.hook._coalesce import Coalescer
+from commhooks.hook._engine import Engine
 from commhooks.schemes import Blockwise
-from commhooks.wrappers import cast as _cast
+from commhooks.wrappers import _cast as _cast
 from ddp_core import simulate
 from tests.contract.cases import (
     AGREEING,

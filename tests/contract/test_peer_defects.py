@@ -23,7 +23,7 @@ from commhooks.schemes import (
     TopK,
 )
 from commhooks.wrappers import PeriodicDense
-from commhooks.wrappers import cast as _cast
+from commhooks.wrappers import _cast as _cast
 from tests.contract.cases import AVERAGING, make, named
 
 

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from commhooks.core import slot
+from commhooks.core import _slot as slot
 from commhooks.kernels.runtime.op import Op
-from ddp_core.exchange import clocks, devices
+from ddp_core.exchange import _clocks as clocks
+from ddp_core.exchange import _devices as devices
 
 __all__ = ["LazyDevice", "Order", "Stream", "lazy_device"]
 

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 import commhooks
 import commhooks.research.baselines
 import ddp_core
-from commhooks.hook.engine import Engine
+from commhooks.hook._engine import Engine
 from ddp_core import simulate
 from tests.shelf import BASELINES, BUILT_IN
 

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.testing import assert_close
 
 import commhooks
-from commhooks.core.layout import Layout
-from commhooks.hook.engine import Engine
+from commhooks.core._layout import Layout
+from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from ddp_core import Streams, Task
 from experiments.tools.fake_gpu import counts_of

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import commhooks
-from commhooks.core.layout import Layout
-from commhooks.hook.engine import Engine
+from commhooks.core._layout import Layout
+from commhooks.hook._engine import Engine
 from ddp_core import Streams, Task
 from tests.device.bodies import SCHEMES, SHAPES, given
 from tests.device.host_bodies import ALL

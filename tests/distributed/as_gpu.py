@@ -10,11 +10,16 @@ from unittest import mock
 
 import torch
 
-import commhooks.hook.exchanges
-import commhooks.hook.runner
+import commhooks.hook._exchanges
+import commhooks.hook._runner
 from ddp_core import Drivers, Streams
-from ddp_core.exchange import clocks
-from ddp_core.reducer import backward, buckets, failures, in_flight, launch, reducer
+from ddp_core.exchange import _clocks as clocks
+from ddp_core.reducer import _backward as backward
+from ddp_core.reducer import _buckets as buckets
+from ddp_core.reducer import _failures as failures
+from ddp_core.reducer import _in_flight as in_flight
+from ddp_core.reducer import _launch as launch
+from ddp_core.reducer import _reducer as reducer
 from tests.unit.pretended import Device
 
 GPU = torch.device("cuda", 0)
@@ -70,7 +75,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
         return Streams(group).run(task, CPU)
 
     with ExitStack() as patches:
-        for module in (commhooks.hook.exchanges, commhooks.hook.runner, backward, in_flight):
+        for module in (commhooks.hook._exchanges, commhooks.hook._runner, backward, in_flight):
             patches.enter_context(mock.patch.object(module, "clock_of", clock_of))
         for owner, name, value in (
             (clocks, "_clocks", {}),

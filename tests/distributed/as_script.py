@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.predict.in_script import ORDER
+from commhooks.predict._in_script import ORDER
 from tests.distributed import harness
 
 HOSTS = Path(__file__).parents[1] / "hosts"

@@ -75,7 +75,7 @@ def _rank(
 
     import commhooks
     import ddp_core
-    from commhooks.hook.handshake import roll_call
+    from commhooks.hook._handshake import roll_call
 
     # Where these ranks end, and some of them abort, nobody looks.
     null = os.open(os.devnull, os.O_WRONLY)

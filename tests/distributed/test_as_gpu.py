@@ -16,8 +16,8 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 import commhooks
 import ddp_core
 from ddp_core import PeerError
-from ddp_core.reducer import failures as watch
-from ddp_core.reducer.failures import Place, Watch
+from ddp_core.reducer import _failures as watch
+from ddp_core.reducer._failures import Place, Watch
 from tests.distributed.as_gpu import GPU, as_gpu
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, equal_bits, gradients, mlp, parameters

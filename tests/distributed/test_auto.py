@@ -19,16 +19,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.auto import AutoHook
-from commhooks.auto.trials import Candidate, Race, Stage, Trials, chosen
+from commhooks.auto._trials import Candidate, Race, Stage, Trials, chosen
 from commhooks.core import Bucket, Scheme
-from commhooks.core.bucket import SchemeExchange
-from commhooks.core.dense import Dense
+from commhooks.core._bucket import SchemeExchange
+from commhooks.core._dense import Dense
 from commhooks.errors import MismatchError, OptionError
 from commhooks.hook import HookState
-from commhooks.predict.advise import made_candidates
-from commhooks.wrappers.base import Wrapper
-from commhooks.wrappers.cast import Cast
-from commhooks.wrappers.feedback import without_flush
+from commhooks.predict._advise import made_candidates
+from commhooks.wrappers._base import Wrapper
+from commhooks.wrappers._cast import Cast
+from commhooks.wrappers._feedback import without_flush
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import mlp

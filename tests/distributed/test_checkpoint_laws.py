@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.checkpoint.form import checksum
-from commhooks.local.diloco import VERSION as OUTER_VERSION
-from commhooks.local.diloco import sealed as sealed_outer
+from commhooks.checkpoint._form import checksum
+from commhooks.local._diloco import VERSION as OUTER_VERSION
+from commhooks.local._diloco import sealed as sealed_outer
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import ddp, outcome
 

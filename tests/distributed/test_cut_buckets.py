@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks.core import Layout, Traits
-from commhooks.hook.coalesce import Coalescer
-from commhooks.hook.engine import Engine
-from commhooks.wrappers.base import Wrapper
+from commhooks.hook._coalesce import Coalescer
+from commhooks.hook._engine import Engine
+from commhooks.wrappers._base import Wrapper
 from ddp_core import simulate
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, equal_bits, gradients, mlp, residuals

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 import ddp_core
 from ddp_core import DistributedDataParallel, MixedPrecision
-from ddp_core.reducer.plan import agree_on
+from ddp_core.reducer._plan import agree_on
 from tests.distributed import models
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import Breaks, loss_of

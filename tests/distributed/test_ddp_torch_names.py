@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_core import DistributedDataParallel, GradBucket, MixedPrecision
-from ddp_core.ddp.torch_names import _REFUSED as MODULE_REFUSED
-from ddp_core.ddp.torch_reducer import _REFUSED as REDUCER_REFUSED
-from ddp_core.ddp.torch_reducer import TorchReducer
+from ddp_core.ddp._torch_names import _REFUSED as MODULE_REFUSED
+from ddp_core.ddp._torch_reducer import _REFUSED as REDUCER_REFUSED
+from ddp_core.ddp._torch_reducer import TorchReducer
 from tests.distributed.harness import run_ranks
 from tests.distributed.models import Branches, loss_of
 from tests.distributed.training import batch, mlp, outcome

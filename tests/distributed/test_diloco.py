@@ -17,7 +17,7 @@ import commhooks
 from commhooks import Bucket, DiLoCo, Result, Scheme, Traits
 from commhooks.core import SchemeExchange
 from commhooks.local import local_sgd
-from commhooks.local.fragments import fragments_of
+from commhooks.local._fragments import fragments_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import MismatchError, RegistrationError, VerificationError
 from commhooks.verify import Verification
-from commhooks.verify.equal import _CHUNK, hashes_of, keeps_equal
+from commhooks.verify._equal import _CHUNK, hashes_of, keeps_equal
 from commhooks.wrappers import Schedule
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.collectives import functions
-from commhooks.collectives.calls import Call
+from commhooks.collectives import _functions as functions
+from commhooks.collectives._calls import Call
 from commhooks.core import Bucket, SchemeExchange
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers import ErrorFeedback

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import commhooks
-from commhooks.hook import saving as _checkpoint_gather
+from commhooks.hook import _saving as _checkpoint_gather
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters, residuals
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 import commhooks
 from commhooks.errors import RegistrationError
 from commhooks.fsdp import gather_parameters
-from commhooks.fsdp.gather import GatherPacked, Packing
+from commhooks.fsdp._gather import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
 from tests.distributed.harness import run_ranks

@@ -13,11 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import HookState
-from commhooks.checkpoint.form import SavedBuckets
-from commhooks.hook import agreement as _agreement
-from commhooks.hook import registration as _register
-from commhooks.hook import running as _meeting
-from commhooks.hook import state as _state
+from commhooks.checkpoint._form import SavedBuckets
+from commhooks.hook import _agreement as _agreement
+from commhooks.hook import _registration as _register
+from commhooks.hook import _running as _meeting
+from commhooks.hook import _state as _state
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, gradients, mlp, outcome
 

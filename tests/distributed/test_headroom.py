@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from commhooks.cli import headroom as command
-from commhooks.cli.headroom import headroom
+from commhooks.cli import _headroom as command
+from commhooks.cli._headroom import headroom
 from commhooks.errors import RegistrationError
-from commhooks.predict.headroom import Headroom
+from commhooks.predict._headroom import Headroom
 from tests.distributed.as_script import HOSTS, run_script
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import mlp

@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import Scheme
-from commhooks.core.scheme import slots_of
+from commhooks.core._scheme import slots_of
 from commhooks.hosts.megatron import ReduceScatter
-from commhooks.verify.judge import law_of
+from commhooks.verify._judge import law_of
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, mlp
 

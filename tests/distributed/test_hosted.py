@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import CheckpointError, MissingPackageError, RegistrationError
 from commhooks.hosts import accelerate, fabric, ray
-from commhooks.hosts.hosted import Hosted
+from commhooks.hosts._hosted import Hosted
 from commhooks.hosts.megatron import ReduceScatter
 from tests.distributed.harness import run_ranks
 

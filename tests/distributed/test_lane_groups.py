@@ -13,7 +13,7 @@ from packaging.version import Version
 import commhooks
 import ddp_core
 from ddp_core import AllReduce, Lanes, Task
-from ddp_core.exchange.lane_groups import _pools
+from ddp_core.exchange._lane_groups import _pools
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, equal_bits, mlp, outcome
 

@@ -27,8 +27,8 @@ from ddp_core import (
     group_timeout,
     overlapped,
 )
-from ddp_core.exchange.lane_groups import _pools
-from ddp_core.exchange.shared_store import group_store
+from ddp_core.exchange._lane_groups import _pools
+from ddp_core.exchange._shared_store import group_store
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
-from commhooks.cli.app import app
+from commhooks.cli._app import app
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric
-from commhooks.predict.collectives import collective_seconds
-from commhooks.predict.link import LinkReport, link_report, measure_link
+from commhooks.predict._collectives import collective_seconds
+from commhooks.predict._link import LinkReport, link_report, measure_link
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def _far(rank: int, world_size: int) -> Fabric:
         return float(some[0]) if rank else float(some[0]) / 2
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"
-    with mock.patch("commhooks.predict.link._Measurement._seconds", seconds):
+    with mock.patch("commhooks.predict._link._Measurement._seconds", seconds):
         return measure_link(budget_s=0.5, timeout_s=30)
 
 

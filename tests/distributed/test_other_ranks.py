@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks.checkpoint.ranks import resizes_of
+from commhooks.checkpoint._ranks import resizes_of
 from ddp_core import AllReduce, Lanes, Task
-from ddp_core.exchange.lane_groups import _pools
+from ddp_core.exchange._lane_groups import _pools
 from tests.distributed.harness import Died, run_ranks
 from tests.distributed.training import batch, equal_bits, flat, gradients, mlp, outcome, residuals
 

@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 import commhooks
 from ddp_core import AllGather, AllToAll
-from ddp_core.exchange import collectives, pairs
-from ddp_core.exchange.pairs import Pairs, on_gloo
+from ddp_core.exchange import _collectives as collectives
+from ddp_core.exchange import _pairs as pairs
+from ddp_core.exchange._pairs import Pairs, on_gloo
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, ddp, equal_bits, mlp, outcome, parameters
 
@@ -221,7 +222,7 @@ def test_gloo_sends_a_gpus_tensors_through_the_host() -> None:
 
 _ENDS_AT_ONCE = """
 import time
-from ddp_core.exchange.pairs import future_after
+from ddp_core.exchange._pairs import future_after
 
 class Messages:
     def __call__(self):

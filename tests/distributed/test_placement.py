@@ -25,11 +25,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.checkpoint.form import checksum
-from commhooks.checkpoint.placement import piece_here
-from commhooks.core.names import is_padding, whole_name
+from commhooks.checkpoint._form import checksum
+from commhooks.checkpoint._placement import piece_here
+from commhooks.core._names import is_padding, whole_name
 from commhooks.errors import CheckpointError, MismatchError
-from commhooks.hook.engine import shared_and_rounded
+from commhooks.hook._engine import shared_and_rounded
 from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDense
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks

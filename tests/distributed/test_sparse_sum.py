@@ -13,7 +13,7 @@ from torch import nn
 import commhooks
 import ddp_core
 from ddp_core import AllReduce
-from ddp_core.exchange import collectives as sparse_sum
+from ddp_core.exchange import _collectives as sparse_sum
 from tests.distributed.harness import run_ranks
 from tests.distributed.training import equal_bits, flat
 

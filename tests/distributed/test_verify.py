@@ -25,20 +25,20 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks import PerParameter, Rule, Simulation
 from commhooks.core import Bucket, Scheme, Traits, Unbiased
-from commhooks.core.bucket import SchemeExchange
-from commhooks.core.dense import Dense
-from commhooks.core.layout import Layout
-from commhooks.core.memory import Memory
+from commhooks.core._bucket import SchemeExchange
+from commhooks.core._dense import Dense
+from commhooks.core._layout import Layout
+from commhooks.core._memory import Memory
 from commhooks.errors import OptionError, VerificationError
 from commhooks.research.baselines import TernGrad
 from commhooks.verify import Verification
-from commhooks.verify import verification as _verify
-from commhooks.verify.equal import _CHUNK, hashes
-from commhooks.verify.judge import law_of
-from commhooks.verify.measure import Measurement, norms_of
+from commhooks.verify import _verification as _verify
+from commhooks.verify._equal import _CHUNK, hashes
+from commhooks.verify._judge import law_of
+from commhooks.verify._measure import Measurement, norms_of
 from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
-from commhooks.wrappers.base import Wrapper
-from commhooks.wrappers.feedback import ErrorFeedback
+from commhooks.wrappers._base import Wrapper
+from commhooks.wrappers._feedback import ErrorFeedback
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.contract.cases import make as make_case
 from tests.contract.cases import registered
@@ -408,7 +408,7 @@ def test_a_finding_in_the_last_step_is_told_however_a_hook_ends(action: str) -> 
 
 AT_EXIT = """
 import torch, torch.distributed as dist, commhooks
-from commhooks.core.dense import Dense
+from commhooks.core._dense import Dense
 from ddp_core import DistributedDataParallel
 from tests.distributed.test_verify import Wrong
 from tests.distributed.training import mlp

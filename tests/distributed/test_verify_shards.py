@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 import commhooks
 from commhooks import Verification
 from commhooks.core import Bucket, Scheme
-from commhooks.core.bucket import SchemeExchange
-from commhooks.core.dense import Dense
+from commhooks.core._bucket import SchemeExchange
+from commhooks.core._dense import Dense
 from commhooks.errors import VerificationError
 from commhooks.wrappers import AveragedFeedback, Guard
-from commhooks.wrappers.base import Wrapper
+from commhooks.wrappers._base import Wrapper
 from tests.distributed.harness import run_ranks
 from tests.distributed.test_fsdp1 import QUIET, _unit
 from tests.distributed.test_fsdp2 import backward, gradients, model_of, sharded

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks.errors import CheckpointError, Error, MismatchError, RegistrationError
 from commhooks.zero import ZeroOptimizer
-from commhooks.zero.optimizer import need_elementwise
-from commhooks.zero.saving import home_of
+from commhooks.zero._optimizer import need_elementwise
+from commhooks.zero._saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.device.bodies import default_dtype
 from tests.distributed.harness import run_ranks

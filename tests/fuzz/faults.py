@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 import commhooks
 import ddp_core
-from commhooks.collectives import functions
-from commhooks.collectives.calls import Calls
-from commhooks.core.dense import Dense
-from commhooks.core.memory import Memory
-from commhooks.core.scheme import Bucket
-from commhooks.fsdp import fsdp1
-from commhooks.fsdp.fsdp2 import BetweenNodes, SchemeReduceScatter
-from commhooks.hook import state as _state
-from commhooks.hook.engine import Engine
+from commhooks.collectives import _functions as functions
+from commhooks.collectives._calls import Calls
+from commhooks.core._dense import Dense
+from commhooks.core._memory import Memory
+from commhooks.core._scheme import Bucket
+from commhooks.fsdp import _fsdp1 as fsdp1
+from commhooks.fsdp._fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.hook import _state as _state
+from commhooks.hook._engine import Engine
 from commhooks.hosts._process_group import SchemeGroup
-from commhooks.local import diloco
-from ddp_core.ddp.forward import ShadowHook
-from ddp_core.reducer.buckets import FlatBucket
-from ddp_core.reducer.unused import UsedMap
+from commhooks.local import _diloco as diloco
+from ddp_core.ddp._forward import ShadowHook
+from ddp_core.reducer._buckets import FlatBucket
+from ddp_core.reducer._unused import UsedMap
 
 __all__ = ["BUGS", "planted"]
 
@@ -263,7 +263,7 @@ def _units_are_divided_twice(rank: int) -> Patch:
 
 @_bug
 def _a_bad_shard_is_stepped(rank: int) -> Patch:
-    return commhooks.zero.shards, "_on_all_ranks", lambda means, group: True
+    return commhooks.zero._shards, "_on_all_ranks", lambda means, group: True
 
 
 @_bug

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.checkpoint.ranks import resizes_of
-from commhooks.core.scheme import Scheme, slots_of
+from commhooks.checkpoint._ranks import resizes_of
+from commhooks.core._scheme import Scheme, slots_of
 from tests.fuzz.run import Plan, Record, Run, digest, flat_of, rate_of
 from tests.fuzz.schemes import build
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
-from commhooks.checkpoint.ranks import resizes_of
+from commhooks.checkpoint._ranks import resizes_of
 from tests.fuzz.case import Case
 from tests.fuzz.model import Boom, Net, batch, used
 from tests.fuzz.schemes import build

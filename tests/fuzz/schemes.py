@@ -17,7 +17,7 @@ from commhooks import (
     Schedule,
     Scheme,
 )
-from commhooks.core.scheme import children, walk
+from commhooks.core._scheme import children, walk
 from commhooks.schemes import TwoPhaseCast
 from commhooks.wrappers import (
     EF21,
@@ -27,8 +27,8 @@ from commhooks.wrappers import (
     PeriodicDense,
     TwoPhase,
 )
-from commhooks.wrappers.base import Choice
-from commhooks.wrappers.feedback import keeps_residual
+from commhooks.wrappers._base import Choice
+from commhooks.wrappers._feedback import keeps_residual
 
 __all__ = ["OPTIONS", "SCHEMES", "WRAPPERS", "Law", "build", "law_of"]
 

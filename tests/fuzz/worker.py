@@ -386,7 +386,7 @@ class _Player:
 
 
 def _inside(scheme: Any) -> list[Any]:
-    from commhooks.core.scheme import walk
+    from commhooks.core._scheme import walk
 
     return list(walk(scheme))
 

@@ -24,14 +24,14 @@ from torch.utils._pytree import tree_leaves
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks.auto.hook import _read_plan as plan_of_auto
-from commhooks.checkpoint.form import checksum
-from commhooks.cli.app import app
-from commhooks.collectives.calls import _tensors_of as tensors_of
-from commhooks.core.scheme import walk
+from commhooks.auto._hook import _read_plan as plan_of_auto
+from commhooks.checkpoint._form import checksum
+from commhooks.cli._app import app
+from commhooks.collectives._calls import _tensors_of as tensors_of
+from commhooks.core._scheme import walk
 from commhooks.errors import CheckpointError
-from commhooks.hook.pickling import sealed as sealed_pickle
-from commhooks.local.diloco import sealed as sealed_outer
+from commhooks.hook._pickling import sealed as sealed_pickle
+from commhooks.local._diloco import sealed as sealed_outer
 from tests.hostile.values import Written, changed, changed_json, damaged
 
 __all__ = ["KINDS", "Target"]

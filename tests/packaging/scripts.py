@@ -32,7 +32,7 @@ assert "nothing is sent between ranks" in hook.summary()
 REFUSES = """
 from commhooks.research.budget import allocate
 from commhooks.research.trace import Trace, replay
-from commhooks.wrappers.traced import Traced
+from commhooks.wrappers._traced import Traced
 
 said = []
 for call in (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from commhooks import Bucket, Simulation
 from commhooks.core import Layout
-from commhooks.core.packed import Randomness
+from commhooks.core._packed import Randomness
 from commhooks.kernels.philox import signs
 
 Lossy = Callable[[Tensor, int, int], Tensor]  # entries, shard, step -> what they arrive as

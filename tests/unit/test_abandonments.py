@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from ddp_core import MismatchError, SharedStore
-from ddp_core.reducer import failures as abandoned
-from ddp_core.reducer.failures import Abandonments
+from ddp_core.reducer import _failures as abandoned
+from ddp_core.reducer._failures import Abandonments
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 import commhooks
-from commhooks.cli.app import app
+from commhooks.cli._app import app
 from commhooks.predict import Device, Layer, Workload, advise, best_of, fabric, predict_step
-from commhooks.predict.advise import Option
+from commhooks.predict._advise import Option
 
 SCHEMES = {name: commhooks.make(name) for name in ("none", "int8", "topk", "powersgd")}
 DEVICE = Device("some", bandwidth=1e11, call_s=1e-6, flops=1e13)

@@ -21,14 +21,14 @@ import commhooks
 import ddp_core
 from commhooks import HookState, comm_hook
 from commhooks.classic import quantization_perchannel_hook
-from commhooks.core.names import plain_name, plain_names
+from commhooks.core._names import plain_name, plain_names
 from commhooks.errors import RegistrationError
+from commhooks.hook import _parameters as _model
 from commhooks.hook import as_hook
-from commhooks.hook import parameters as _model
-from commhooks.hook.attachment import ShardedParameters
+from commhooks.hook._attachment import ShardedParameters
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
-from ddp_core.reducer.known import KnownParameters
+from ddp_core.reducer._known import KnownParameters
 
 KINDS = [DistributedDataParallel, ddp_core.DistributedDataParallel]
 

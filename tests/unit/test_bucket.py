@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from ddp_core import GradBucket
-from ddp_core.reducer.buckets import FlatBucket
-from ddp_core.reducer.in_flight import InFlight
-from ddp_core.reducer.parameters import Trained
+from ddp_core.reducer._buckets import FlatBucket
+from ddp_core.reducer._in_flight import InFlight
+from ddp_core.reducer._parameters import Trained
 
 PARAMETERS = [
     nn.Parameter(torch.zeros(2, 3)),

@@ -20,17 +20,17 @@ from commhooks import (
     make,
 )
 from commhooks.checkpoint import flatten_state, unflatten_state
-from commhooks.checkpoint.form import FIELDS, FORMAT, VERSION, checksum, read, read_memory
-from commhooks.checkpoint.memory import check_complete, check_memory
-from commhooks.checkpoint.ranks import (
+from commhooks.checkpoint._form import FIELDS, FORMAT, VERSION, checksum, read, read_memory
+from commhooks.checkpoint._memory import check_complete, check_memory
+from commhooks.checkpoint._ranks import (
     memory_for_rank,
     needed_ranks,
     resizes_of,
     structure,
     with_own_pieces,
 )
-from commhooks.core.scheme import slots_of
-from commhooks.core.slot import StepInfo
+from commhooks.core._scheme import slots_of
+from commhooks.core._slot import StepInfo
 from commhooks.errors import CheckpointError
 from commhooks.research.baselines import IntSGD
 from commhooks.schemes import (

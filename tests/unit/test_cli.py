@@ -17,15 +17,15 @@ from typer.testing import CliRunner
 import commhooks
 import commhooks.research.baselines
 from commhooks import Scheme, __main__, make, scheme_names
-from commhooks.cli import catalogue as _catalogue
-from commhooks.cli import commands as _commands
-from commhooks.cli.app import app
-from commhooks.core import registry as _registry
+from commhooks.cli import _catalogue as _catalogue
+from commhooks.cli import _commands as _commands
+from commhooks.cli._app import app
+from commhooks.core import _registry as _registry
 from commhooks.kernels import use_kernels
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import LAWS
 from commhooks.research.trace import Trace, replay
-from commhooks.wrappers.traced import write
+from commhooks.wrappers._traced import write
 from tests.shelf import BASELINES, BUILT_IN
 
 
@@ -297,7 +297,7 @@ def test_without_its_packages_the_command_line_is_a_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    monkeypatch.delitem(sys.modules, "commhooks.cli.app")
+    monkeypatch.delitem(sys.modules, "commhooks.cli._app")
     with pytest.raises(SystemExit, match=r"the command line needs rich and typer, .* pip install"):
         __main__.main()
 

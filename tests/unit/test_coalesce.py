@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.core.layout import Layout
-from commhooks.hook.coalesce import Coalescer, FindLayout
+from commhooks.core._layout import Layout
+from commhooks.hook._coalesce import Coalescer, FindLayout
 from ddp_core import Exchange
 
 SIZES = {"a": 1, "b": 2, "c": 5}

@@ -22,7 +22,7 @@ from ddp_core import (
     Task,
     simulate,
 )
-from ddp_core.exchange.devices import as_bytes
+from ddp_core.exchange._devices import as_bytes
 
 SIZES = (1, 2, 3, 5)
 

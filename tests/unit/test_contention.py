@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from commhooks.predict import DEVICES, Device, ThisDevice
-from commhooks.predict.device import (
+from commhooks.predict._device import (
     TAKE_TURNS,
     Contention,
     _share,
@@ -66,7 +66,7 @@ class _Lockstep:
 def test_on_a_cpu_two_threads_are_compared(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
     both = _Lockstep(share)
     clock = SimpleNamespace(perf_counter=both.clock)
-    monkeypatch.setattr(sys.modules["commhooks.predict.device"], "time", clock)
+    monkeypatch.setattr(sys.modules["commhooks.predict._device"], "time", clock)
     # The last call of a turn may not be counted yet: one of thirty.
     assert _share_on_cpu(both.step, both.side) == pytest.approx(share, rel=0.07)
 

@@ -23,11 +23,11 @@ from commhooks import (
     make,
 )
 from commhooks.core import Exact, Layout
-from commhooks.core.scheme import SchemeExchange, slots_of
-from commhooks.core.slot import Number
-from commhooks.core.traits import composed, worst
+from commhooks.core._scheme import SchemeExchange, slots_of
+from commhooks.core._slot import Number
+from commhooks.core._traits import composed, worst
 from commhooks.errors import SchemeError
-from commhooks.research.simulation import Simulation
+from commhooks.research._simulation import Simulation
 from ddp_core import AllReduce
 
 CALLS = Slot("test.calls")

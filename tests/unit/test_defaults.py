@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import commhooks
-from commhooks.research.laws import gradients, ranks_of
+from commhooks.research._laws import gradients, ranks_of
 from tests.shelf import BUILT_IN
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddp_core import Drivers, Streams, Task
-from ddp_core.exchange.streams import stream_module
+from ddp_core.exchange._streams import stream_module
 
 
 class _Stream:

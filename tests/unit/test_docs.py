@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 import commhooks
 import ddp_core
 from commhooks import make
-from commhooks.cli.app import app
+from commhooks.cli._app import app
 from commhooks.errors import MissingPackageError
 from commhooks.research.conformance import check_scheme
 from tests.distributed.harness import run_ranks

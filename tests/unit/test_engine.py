@@ -7,7 +7,7 @@ import torch
 
 from commhooks import PerParameter, Rule, Schedule, Scheme
 from commhooks.core import Bucket, Layout, SchemeExchange, Slot
-from commhooks.hook.engine import Engine
+from commhooks.hook._engine import Engine
 from commhooks.schemes import Dense, Noop
 from commhooks.wrappers import PeriodicDense
 from ddp_core import simulate

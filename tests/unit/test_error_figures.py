@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from commhooks.core import Layout
-from commhooks.research.error_figures import ErrorFigures, SecondMoment, error_figures
+from commhooks.research._error_figures import ErrorFigures, SecondMoment, error_figures
 from commhooks.research.trace import bits_per_entry, measure, simulation_of, steps_of
 
 PAIR = Layout(["large", "small"], [(2,), (2,)])

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.checkpoint.placement import Cut
-from commhooks.core.scheme import Scheme
-from commhooks.hook.engine import shared_and_rounded
+from commhooks.checkpoint._placement import Cut
+from commhooks.core._scheme import Scheme
+from commhooks.hook._engine import shared_and_rounded
 from commhooks.wrappers import (
     EF21,
     Cast,
@@ -22,7 +22,7 @@ from commhooks.wrappers import (
     Rule,
     Schedule,
 )
-from commhooks.wrappers.make import make
+from commhooks.wrappers._make import make
 
 PARAMETERS: Any = SimpleNamespace(
     cuts={"weight": Cut("piece 0 of 2 along dimension 0", frozenset([(0, 1)]))},

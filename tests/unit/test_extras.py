@@ -20,7 +20,7 @@ import commhooks.kernels
 import commhooks.research.conformance
 import commhooks.research.trace
 import ddp_core
-from commhooks.cli.app import app
+from commhooks.cli._app import app
 from commhooks.kernels.runtime import cuda
 from tests.packaging.scripts import REFUSES, TRAINS
 

@@ -13,14 +13,14 @@ from torch.testing import assert_close
 from commhooks import ErrorFeedback, Scheme, make
 from commhooks.classic._minmax import MinMaxPerChannel
 from commhooks.core import Bucket, Layout
-from commhooks.core.layout import Span, equal_shards
-from commhooks.core.packed import PackedCodec, Piece, Randomness
+from commhooks.core._layout import Span, equal_shards
+from commhooks.core._packed import PackedCodec, Piece, Randomness
 from commhooks.errors import SchemeError
-from commhooks.hook.engine import Engine, Exactly
+from commhooks.hook._engine import Engine, Exactly
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
-from commhooks.verify.judge import law_of
+from commhooks.verify._judge import law_of
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
-from commhooks.wrappers.feedback import FlushResidual
+from commhooks.wrappers._feedback import FlushResidual
 from ddp_core import simulate
 from tests.shelf import BUILT_IN
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from commhooks.cli import headroom as command
-from commhooks.cli.app import app
-from commhooks.predict.headroom import Headroom
-from commhooks.predict.turns import BLOCK, KINDS, WARM_UP, Facts, Travel, _by_turn, _schedule
+from commhooks.cli import _headroom as command
+from commhooks.cli._app import app
+from commhooks.predict._headroom import Headroom
+from commhooks.predict._turns import BLOCK, KINDS, WARM_UP, Facts, Travel, _by_turn, _schedule
 
 FACTS = Facts(2, "gloo", "cpu", 4_000_000, 1, 6)
 ONE_BUCKET = (Travel(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)

@@ -28,19 +28,19 @@ FRAMEWORKS = {
 # What it may import later, inside a function; "*" stands for all of its modules.
 LATER = {
     ("kernels", "cuda.py"): {"cupy", "numpy"},
-    ("commhooks", "ledger.py"): {"pandas"},
-    ("commhooks", "page.py"): {"matplotlib"},
-    ("commhooks", "run.py"): {"matplotlib"},
-    ("commhooks", "timeline.py"): {"matplotlib"},
-    ("commhooks", "verification.py"): {"pandas"},
-    ("commhooks", "tradeoff.py"): {"matplotlib"},
-    ("commhooks", "simulate.py"): {"matplotlib"},
+    ("commhooks", "_ledger.py"): {"pandas"},
+    ("commhooks", "_page.py"): {"matplotlib"},
+    ("commhooks", "_run.py"): {"matplotlib"},
+    ("commhooks", "_timeline.py"): {"matplotlib"},
+    ("commhooks", "_verification.py"): {"pandas"},
+    ("commhooks", "_tradeoff.py"): {"matplotlib"},
+    ("commhooks", "_simulate.py"): {"matplotlib"},
     ("commhooks", "_powersgd.py"): {"numpy"},
     ("commhooks", "budget.py"): {"pandas"},
     ("commhooks", "trace.py"): {"pandas", "safetensors"},
-    ("commhooks", "traced.py"): {"safetensors"},
+    ("commhooks", "_traced.py"): {"safetensors"},
     ("commhooks", "torchft.py"): {"torchft"},
-    ("ddp_core", "timeline.py"): {"pandas", "matplotlib"},
+    ("ddp_core", "_timeline.py"): {"pandas", "matplotlib"},
 }
 # Floors of each package, the lowest first: a folder, or a file beside them, imports what is below.
 FLOORS = {
@@ -132,7 +132,7 @@ def test_a_module_imports_only_what_lies_below_its_layer(layer: str, path: Path)
 def test_kernels_know_of_ddp_core_the_errors_only() -> None:
     named = {name for path in modules("kernels") for name in _imported(path)}
     assert {name for name in named if name.startswith("ddp_core")} == {
-        "ddp_core.exchange.errors.Error"
+        "ddp_core.exchange._errors.Error"
     }
 
 
@@ -254,3 +254,49 @@ def test_public_names_are_listed_and_exist(package: str) -> None:
     assert len(set(module.__all__)) == len(module.__all__)
     for name in module.__all__:
         assert hasattr(module, name), name
+
+
+# Modules that users import by their names; the others begin with an underscore.
+BY_NAME = {
+    "commhooks": {"errors", "optim"},
+    "commhooks/ddp_comm_hooks": {"*"},  # torch's names
+    "commhooks/hosts": {
+        "accelerate",
+        "fabric",
+        "lightning",
+        "megatron",
+        "ray",
+        "torchft",
+        "transformers",
+    },
+    "commhooks/research": {"budget", "conformance", "trace"},
+    "commhooks/research/baselines": {"*"},
+    "commhooks/schemes": {"*"},  # a file per scheme; what they share begins with an underscore
+    "commhooks/cli/on_start": {"*"},  # Python imports it by this name
+}
+PACKAGES = sorted(
+    path.parent.relative_to(ROOT).as_posix()
+    for layer in ("commhooks", "ddp_core")
+    for path in (ROOT / layer).rglob("__init__.py")
+    if "kernels" not in path.parts  # ops: a module is called as its .cpp and .cu files
+)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_that_users_do_not_import_begin_with_an_underscore(package: str) -> None:
+    names = {path.stem for path in (ROOT / package).glob("*.py")}
+    public = {name for name in names if not name.startswith("_")}
+    assert BY_NAME.get(package) == {"*"} or public == BY_NAME.get(package, set())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_lists_its_modules(package: str) -> None:
+    """But for the two at the top, which list their packages: one file holds torch's private names."""
+    text = (ROOT / package / "__init__.py").read_text()
+    names = {path.stem for path in (ROOT / package).glob("*.py")} - {
+        "__init__",
+        "__main__",
+        "_torch",
+    }
+    missing = {name for name in names if not re.search(rf"\b{name}\b", text)}
+    assert BY_NAME.get(package) == {"*"} or not missing

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp_core.reducer.parameters import Trained, trained_parameters
-from ddp_core.reducer.plan import BucketCaps, arrange, assign_buckets
+from ddp_core.reducer._parameters import Trained, trained_parameters
+from ddp_core.reducer._plan import BucketCaps, arrange, assign_buckets
 
 MiB = 1024 * 1024
 

@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.core.layout import Layout
-from commhooks.fsdp.fsdp2 import BetweenNodes, SchemeReduceScatter
-from commhooks.hook.engine import Engine
-from commhooks.hook.ledger import Ledger
-from commhooks.hook.parameters import Parameters
-from commhooks.hook.sharded import OwnShards, ShardedParameter, ShardedParameters
-from commhooks.zero.shards import Gather, Shards
+from commhooks.core._layout import Layout
+from commhooks.fsdp._fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.hook._engine import Engine
+from commhooks.hook._ledger import Ledger
+from commhooks.hook._parameters import Parameters
+from commhooks.hook._sharded import OwnShards, ShardedParameter, ShardedParameters
+from commhooks.zero._shards import Gather, Shards
 from ddp_core import Drivers
 from tests.device.lazy import LazyDevice, LazyTensor, Order, lazy_device
 from tests.device.loopback import loopback

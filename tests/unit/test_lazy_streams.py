@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.hook.coalesce import Group, _Held
-from commhooks.hook.state import HookState
+from commhooks.hook._coalesce import Group, _Held
+from commhooks.hook._state import HookState
 from commhooks.schemes.sparse import TopK
-from commhooks.wrappers.ef21 import EF21
+from commhooks.wrappers._ef21 import EF21
 from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 

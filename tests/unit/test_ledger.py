@@ -11,7 +11,7 @@ import torch
 
 from commhooks import ErrorFeedback, HookState, Simulation, make
 from commhooks.hook import Ledger
-from commhooks.hook.ledger import COLUMNS
+from commhooks.hook._ledger import COLUMNS
 from commhooks.schemes import PowerSGD
 from ddp_core import AllReduce, RoundRecord, Task, simulate
 

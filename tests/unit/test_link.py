@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from commhooks.cli.app import app
-from commhooks.cli.link import _show
+from commhooks.cli._app import app
+from commhooks.cli._link import _show
 from commhooks.errors import RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric, save_fabric
-from commhooks.predict.link import (
+from commhooks.predict._link import (
     COLLECTIVES,
     Layout,
     LinkReport,

@@ -32,13 +32,13 @@ from commhooks import (
 )
 from commhooks.auto import AutoHook
 from commhooks.classic._minmax import MinMaxPerChannel
-from commhooks.core.registry import _factories
-from commhooks.core.scheme import SchemeExchange
+from commhooks.core._registry import _factories
+from commhooks.core._scheme import SchemeExchange
 from commhooks.errors import OptionError, SchemeError
-from commhooks.hook.registration import group_function
+from commhooks.hook._registration import group_function
 from commhooks.optim import OneBitAdam
-from commhooks.predict.advise import made_candidates
-from commhooks.report.page import Page
+from commhooks.predict._advise import made_candidates
+from commhooks.report._page import Page
 from commhooks.research.baselines import QSGD, AlignedTopK, GlobalQSGD, IntSGD, TernGrad
 from commhooks.research.budget import allocate
 from commhooks.research.trace import replay
@@ -67,8 +67,8 @@ from commhooks.wrappers import (
     Scaled,
     TwoPhase,
 )
-from commhooks.wrappers.per_parameter import warn_of_idle_rules
-from commhooks.wrappers.traced import Traced
+from commhooks.wrappers._per_parameter import warn_of_idle_rules
+from commhooks.wrappers._traced import Traced
 from ddp_core import AllReduce
 
 NAN, INF = float("nan"), float("inf")

@@ -160,7 +160,7 @@ def test_signs_of_a_tie_are_positive_everywhere() -> None:
 
 @pytest.mark.parametrize("name", ["dgc", "demo", "signsgd"])
 def test_there_is_no_error_to_feed_back(name: str) -> None:
-    assert not commhooks.wrappers.feedback.keeps_residual(make(name))
+    assert not commhooks.wrappers._feedback.keeps_residual(make(name))
     with pytest.raises(ValueError, match="something else than an average of gradients"):
         ErrorFeedback(make(name))
     with pytest.raises(ValueError, match="something else than an average of gradients"):

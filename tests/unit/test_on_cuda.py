@@ -11,18 +11,18 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import commhooks
 from commhooks.core import Layout, Memory
 from commhooks.errors import RegistrationError
-from commhooks.hook import running as meeting
-from commhooks.hook.binding import Binding
-from commhooks.hook.capture import need_no_capture
-from commhooks.hook.engine import _verdicts
-from commhooks.hook.ledger import Ledger
+from commhooks.hook import _running as meeting
+from commhooks.hook._binding import Binding
+from commhooks.hook._capture import need_no_capture
+from commhooks.hook._engine import _verdicts
+from commhooks.hook._ledger import Ledger
 from ddp_core import AllReduce, GradBucket, Streams, Task
-from ddp_core.exchange import clocks
-from ddp_core.reducer import unused
-from ddp_core.reducer.buckets import LARGE, FlatBucket
-from ddp_core.reducer.launch import Outcome
-from ddp_core.reducer.parameters import Trained
-from ddp_core.reducer.unused import UsedMap
+from ddp_core.exchange import _clocks as clocks
+from ddp_core.reducer import _unused as unused
+from ddp_core.reducer._buckets import LARGE, FlatBucket
+from ddp_core.reducer._launch import Outcome
+from ddp_core.reducer._parameters import Trained
+from ddp_core.reducer._unused import UsedMap
 from tests.shelf import BUILT_IN
 from tests.unit.pretended import pretend
 

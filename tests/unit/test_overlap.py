@@ -15,7 +15,7 @@ from torch import Tensor
 from commhooks import AllReduce, ErrorFeedback, PerParameter, Rule, Simulation, overlapped
 from commhooks.schemes import ACPSGD, PowerSGD
 from ddp_core import Collective, simulate
-from ddp_core.exchange.lanes import _give_up
+from ddp_core.exchange._lanes import _give_up
 
 Average = Generator[Collective, Tensor, Tensor]
 

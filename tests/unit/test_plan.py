@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_core.reducer import plan as _plan
-from ddp_core.reducer.parameters import Trained, trained_parameters
-from ddp_core.reducer.plan import BucketCaps, BucketPlan, SavedBuckets, Stage
+from ddp_core.reducer import _plan as _plan
+from ddp_core.reducer._parameters import Trained, trained_parameters
+from ddp_core.reducer._plan import BucketCaps, BucketPlan, SavedBuckets, Stage
 
 SMALL, LARGE = BucketCaps((64,)), BucketCaps((128,))  # one or two of the parameters below
 FORWARD = [0, 1, 2, 3]  # the reverse of what is assumed before gradients have come

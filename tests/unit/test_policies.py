@@ -25,12 +25,12 @@ from commhooks import (
     make,
 )
 from commhooks.core import Layout
-from commhooks.core.scheme import SchemeExchange
+from commhooks.core._scheme import SchemeExchange
 from commhooks.research.budget import allocate
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
 from commhooks.wrappers import Guard, role_of
-from commhooks.wrappers import guard as _guard
-from commhooks.wrappers.feedback import RESIDUAL
+from commhooks.wrappers import _guard as _guard
+from commhooks.wrappers._feedback import RESIDUAL
 from ddp_core import AllReduce
 
 N = 2048

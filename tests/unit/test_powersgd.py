@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, Result
-from commhooks.core.layout import Layout
-from commhooks.core.memory import Memory
-from commhooks.core.scheme import Scheme, slot_error
+from commhooks.core._bucket import Bucket, Result
+from commhooks.core._layout import Layout
+from commhooks.core._memory import Memory
+from commhooks.core._scheme import Scheme, slot_error
 from commhooks.kernels import use_kernels
 from commhooks.schemes.acpsgd import ACPSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.batched_powersgd import BatchedPowerSGD
 from commhooks.schemes.powersgd import KEY, PowerSGD, payload_numel
-from commhooks.wrappers.cast import Cast
-from commhooks.wrappers.feedback import ErrorFeedback
+from commhooks.wrappers._cast import Cast
+from commhooks.wrappers._feedback import ErrorFeedback
 from ddp_core import simulate
 from tests.shapes import MODELS, lstm, resnet18_cifar
 

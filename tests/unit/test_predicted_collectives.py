@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from commhooks.predict import PRESETS, Fabric, Link
-from commhooks.predict.collectives import collective_seconds, shared_seconds
+from commhooks.predict._collectives import collective_seconds, shared_seconds
 
 LATENCY, BANDWIDTH = 10e-6, 1e9
 LINE = Fabric("line", Link(LATENCY, BANDWIDTH), library="gloo")

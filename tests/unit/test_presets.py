@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from commhooks.cli.app import app
-from commhooks.cli.simulate import preset_rows
+from commhooks.cli._app import app
+from commhooks.cli._simulate import preset_rows
 from commhooks.predict import PRESETS
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "simulate.md"

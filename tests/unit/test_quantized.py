@@ -14,7 +14,7 @@ from torch import Tensor
 import commhooks
 from commhooks import Bucket, ErrorFeedback, Scheme, Simulation
 from commhooks.core import Layout
-from commhooks.core.scheme import slots_of
+from commhooks.core._scheme import slots_of
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.schemes import (
     Blockwise,

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from commhooks.auto.trials import Candidate, Entry, Race
-from commhooks.core.dense import Dense
+from commhooks.auto._trials import Candidate, Entry, Race
+from commhooks.core._dense import Dense
 
 
 def _race(*names: str) -> Race:

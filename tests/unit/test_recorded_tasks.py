@@ -12,11 +12,11 @@ import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from commhooks.cli import commands as _commands
-from commhooks.cli.tradeoff import Point
+from commhooks.cli import _commands as _commands
+from commhooks.cli._tradeoff import Point
 from commhooks.errors import MissingPackageError
 from commhooks.research.trace import Trace, replay
-from commhooks.wrappers.traced import write
+from commhooks.wrappers._traced import write
 from experiments.tools.tasks import TASKS, Task
 from experiments.traces import __main__ as _traces
 from experiments.traces import minilm as _minilm

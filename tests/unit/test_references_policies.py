@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from commhooks import ErrorFeedback, HookState, Simulation, make
-from commhooks.local.fragments import Fragment
+from commhooks.local._fragments import Fragment
 from commhooks.optim import OneBitAdam
 from commhooks.research.baselines import RandomBlock
 from commhooks.schemes import TopK
 from commhooks.wrappers import DelayedStart, Guard, PeriodicDense
-from commhooks.wrappers import guard as _guard
+from commhooks.wrappers import _guard as _guard
 from tests.unit.references import (
     all_equal,
     close,

@@ -14,10 +14,10 @@ import torch
 
 import commhooks
 from commhooks import ErrorFeedback
-from commhooks.checkpoint.plain_scheme import from_plain, to_plain
+from commhooks.checkpoint._plain_scheme import from_plain, to_plain
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
-from commhooks.core import registry
-from commhooks.core.registry import _factories, register_scheme
+from commhooks.core import _registry as registry
+from commhooks.core._registry import _factories, register_scheme
 from commhooks.errors import CheckpointError, OptionError, UnknownSchemeError
 from commhooks.research import baselines
 from commhooks.schemes import Blockwise, Dense, PowerSGD
@@ -102,7 +102,7 @@ def test_a_name_is_taken_once() -> None:
 
 FRESH = """
 import commhooks
-from commhooks.checkpoint.plain_scheme import from_plain, to_plain
+from commhooks.checkpoint._plain_scheme import from_plain, to_plain
 from commhooks.errors import CheckpointError, UnknownSchemeError
 
 def says(function, *args):
@@ -155,8 +155,8 @@ def test_the_schemes_of_torchs_quantisation_hooks_have_no_name_and_load(kind: Mi
 
 NEW = """
 from dataclasses import dataclass
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
 
 @register_scheme("lies_in_the_folder")
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def test_a_saved_scheme_is_found_whatever_file_its_class_lies_in() -> None:
     plain = to_plain(scheme)
     assert from_plain(plain) == scheme
     plain["settings"]["before"]["class"] = "commhooks.schemes.dense.Dense"  # as once saved
-    plain["settings"]["scheme"]["class"] = "commhooks.wrappers.cast.Cast"
+    plain["settings"]["scheme"]["class"] = "commhooks.wrappers._cast.Cast"
     assert from_plain(plain) == scheme
 
 

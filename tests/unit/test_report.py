@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import commhooks
-from commhooks.auto.trials import Candidate, Race
-from commhooks.core.dense import Dense
-from commhooks.hook.ledger import Ledger
+from commhooks.auto._trials import Candidate, Race
+from commhooks.core._dense import Dense
+from commhooks.hook._ledger import Ledger
 from commhooks.report import Page
-from commhooks.report.style import spread
-from commhooks.report.timeline import chrome_trace, draw, spans
+from commhooks.report._style import spread
+from commhooks.report._timeline import chrome_trace, draw, spans
 from commhooks.verify import Finding, Verification, Verified
 from ddp_core import RoundRecord
 

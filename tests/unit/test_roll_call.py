@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from commhooks.errors import MissingRankError
-from commhooks.hook import handshake as _roll_call
-from commhooks.hook.handshake import forget, roll_call
+from commhooks.hook import _handshake as _roll_call
+from commhooks.hook._handshake import forget, roll_call
 from ddp_core import SharedStore
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)

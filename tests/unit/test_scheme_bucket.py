@@ -19,15 +19,15 @@ from commhooks import (
     Simulation,
 )
 from commhooks.core import Layout, Slot
-from commhooks.core.bucket import SchemeExchange
-from commhooks.core.slot import StepInfo
-from commhooks.core.traits import Traits, Unbiased, composed, worst
+from commhooks.core._bucket import SchemeExchange
+from commhooks.core._slot import StepInfo
+from commhooks.core._traits import Traits, Unbiased, composed, worst
 from commhooks.errors import SchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
 from commhooks.wrappers import EF21, Cast, Guard, TwoPhase
-from commhooks.wrappers import guard as _guard
-from commhooks.wrappers.base import Wrapper
-from commhooks.wrappers.traced import Traced
+from commhooks.wrappers import _guard as _guard
+from commhooks.wrappers._base import Wrapper
+from commhooks.wrappers._traced import Traced
 from ddp_core import AllReduce
 
 LAYOUT = Layout(["p"], [(6,)])

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from commhooks.core import Layout
-from commhooks.core.layout import equal_shards
-from commhooks.hook.engine import Engine
+from commhooks.core._layout import equal_shards
+from commhooks.hook._engine import Engine
 from ddp_core import simulate
 from experiments.sharded.memory import SCHEMES, formula
 

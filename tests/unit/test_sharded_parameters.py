@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from commhooks.core.names import padding_name
-from commhooks.hook.parameters import Parameter
-from commhooks.hook.sharded import FlatParameters, ShardedParameter, ShardedParameters
+from commhooks.core._names import padding_name
+from commhooks.hook._parameters import Parameter
+from commhooks.hook._sharded import FlatParameters, ShardedParameter, ShardedParameters
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 7])

@@ -12,10 +12,10 @@ import pytest
 import torch.distributed as dist
 
 from commhooks.errors import MismatchError, SilentStoreError
-from commhooks.hook import handshake as _roll_call
+from commhooks.hook import _handshake as _roll_call
 from ddp_core import SharedStore
-from ddp_core.reducer import failures
-from ddp_core.reducer.failures import FailureBoard, Place
+from ddp_core.reducer import _failures as failures
+from ddp_core.reducer._failures import FailureBoard, Place
 
 PLACE = Place(attempt=50, step=50, bucket=0)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from commhooks import make
-from commhooks.cli.app import app
+from commhooks.cli._app import app
 from commhooks.core import Slot
 from commhooks.predict import (
     DEVICES,
@@ -40,11 +40,11 @@ from commhooks.predict import (
     save_fabric,
     save_workload,
 )
-from commhooks.predict.collectives import collective_seconds, shared_seconds
-from commhooks.predict.device import Contention
-from commhooks.predict.models import MODELS
-from commhooks.predict.simulate import MARGIN, Row
-from commhooks.predict.step import AT_ONCE, MOST_RANKS, Parts, exchanges_of, pipelined
+from commhooks.predict._collectives import collective_seconds, shared_seconds
+from commhooks.predict._device import Contention
+from commhooks.predict._models import MODELS
+from commhooks.predict._simulate import MARGIN, Row
+from commhooks.predict._step import AT_ONCE, MOST_RANKS, Parts, exchanges_of, pipelined
 
 A100 = DEVICES["a100"]
 
@@ -620,7 +620,7 @@ def test_a_step_of_several_passes_computes_longer(command: str) -> None:
 @pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path: Path) -> None:
     from commhooks.predict import save_fabric
-    from commhooks.predict.fabric import COPIED
+    from commhooks.predict._fabric import COPIED
 
     link = Link(1e-4, 1e9)
     here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)

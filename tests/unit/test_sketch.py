@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks.verify.sketch import _CHUNK, _tables, dots_of, sketches_of, width_of
+from commhooks.verify._sketch import _CHUNK, _tables, dots_of, sketches_of, width_of
 
 DRAWS = 60
 

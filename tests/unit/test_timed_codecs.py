@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from commhooks import Bucket, Result, Scheme
-from commhooks.core.bucket import SchemeExchange
-from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
-from commhooks.predict.device import time_parts
-from commhooks.predict.planned import Work, planned
+from commhooks.core._bucket import SchemeExchange
+from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, predict_step
+from commhooks.predict import _device as device
+from commhooks.predict._device import time_parts
+from commhooks.predict._planned import Work, planned
 from ddp_core import AllReduce, overlapped
 
 SHAPES = (torch.Size([300, 400]),)
@@ -93,7 +94,7 @@ def test_messages_of_many_ranks_are_not_all_in_memory(monkeypatch: pytest.Monkey
         asked.append(ranks)
         return tuple(1.0 for _ in planned(scheme, shapes, ranks).work)
 
-    monkeypatch.setattr(sys.modules["commhooks.predict.device"], "time_parts", timed)
+    monkeypatch.setattr(sys.modules["commhooks.predict._device"], "time_parts", timed)
     here = ThisDevice()
     for ranks in (2, 64, 65, 4096):
         here.parts(Sleeps(), SHAPES, ranks)

@@ -27,7 +27,7 @@ HOMES = ("commhooks/_torch.py", "ddp_core/_torch.py", "kernels/_torch.py")
 VERSION = torch.__version__.partition("+")[0]
 LOOK_UPS = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
 # Modules that give our class the names of torch's, which are looked up at torch's class elsewhere.
-MIRRORS = ("ddp_core/ddp/torch_names.py",)
+MIRRORS = ("ddp_core/ddp/_torch_names.py",)
 # Private names of others: the standard library's everywhere, and those of one framework.
 STANDARD = {"_asdict", "_exit", "_fields", "_getframe", "_replace"}
 FRAMEWORKS = {

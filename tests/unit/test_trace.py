@@ -13,7 +13,7 @@ from commhooks import ErrorFeedback, Simulation, make
 from commhooks.core import Layout
 from commhooks.research.budget import allocate
 from commhooks.research.trace import Trace, replay
-from commhooks.wrappers.traced import Traced
+from commhooks.wrappers._traced import Traced
 
 SHAPES = {"weight": (40, 30), "bias": (40,)}
 BUCKETS = [Layout(["bias"], [(40,)]), Layout(["weight"], [(40, 30)])]

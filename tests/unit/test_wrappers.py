@@ -24,7 +24,7 @@ from commhooks import (
     make,
 )
 from commhooks.core import Layout
-from commhooks.core.scheme import SchemeExchange, slot_error, slots_of
+from commhooks.core._scheme import SchemeExchange, slot_error, slots_of
 from commhooks.schemes import BatchedPowerSGD, Dense, Gossip, Noop, PowerSGD, TopK
 from commhooks.wrappers import (
     EF21,
@@ -34,8 +34,8 @@ from commhooks.wrappers import (
     FlushResidual,
     TwoPhase,
 )
-from commhooks.wrappers import cast as _cast
-from commhooks.wrappers.feedback import RESIDUAL, keeps_residual
+from commhooks.wrappers import _cast as _cast
+from commhooks.wrappers._feedback import RESIDUAL, keeps_residual
 from ddp_core import AllReduce
 
 SHAPES = {"weight": (12, 10), "bias": (12,), "head": (12, 10)}

@@ -25,15 +25,15 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _built(call: str) -> Callable[..., None]:
-    """Returns a function that hands a built model to ``commhooks.predict.in_script``."""
+    """Returns a function that hands a built model to ``commhooks.predict._in_script``."""
 
     def built(model: Any) -> None:
         try:
-            from commhooks.predict import in_script
+            from commhooks.predict import _in_script as in_script
         except ImportError:
             # As in a checkout, or in another environment than the command's.
             sys.path.append(os.environ["COMMHOOKS_HEADROOM_PACKAGE"])
-            from commhooks.predict import in_script
+            from commhooks.predict import _in_script as in_script
         getattr(in_script, call)(model)
 
     return built
@@ -42,7 +42,7 @@ def _built(call: str) -> Callable[..., None]:
 # Classes whose objects are reported once they are built, by module.
 _WATCHED = {
     "torch.nn.parallel.distributed": ("DistributedDataParallel", _built("ddp_built")),
-    "ddp_core.ddp.ddp": ("DistributedDataParallel", _built("ddp_built")),
+    "ddp_core.ddp._ddp": ("DistributedDataParallel", _built("ddp_built")),
     "torch.distributed.fsdp.fully_sharded_data_parallel": (
         "FullyShardedDataParallel",
         _built("fsdp_built"),

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket, SchemeExchange, nan_unless
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Scheme
-from commhooks.core.slot import Number, StepInfo
-from commhooks.core.traits import Biased, Traits, Unbiased
+from commhooks.core._bucket import Bucket, SchemeExchange, nan_unless
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Scheme
+from commhooks.core._slot import Number, StepInfo
+from commhooks.core._traits import Biased, Traits, Unbiased
 from commhooks.kernels import (
     all_finite,
     dequantize_shared,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from commhooks.core.bucket import Bucket
-from commhooks.core.registry import register_scheme
-from commhooks.core.scheme import Codec
-from commhooks.core.traits import Traits, Unbiased
+from commhooks.core._bucket import Bucket
+from commhooks.core._registry import register_scheme
+from commhooks.core._scheme import Codec
+from commhooks.core._traits import Traits, Unbiased
 from commhooks.kernels import dequantize, payload_bytes, quantize, quantize_norms
 from commhooks.kernels._blockwise import layout_of, one_segment
 

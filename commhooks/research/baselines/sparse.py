@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from commhooks.core.bucket import Bucket, nan_unless
-from commhooks.core.registry import register_scheme
-from commhooks.core.traits import INT32_PLACES, Biased, Traits
+from commhooks.core._bucket import Bucket, nan_unless
+from commhooks.core._registry import register_scheme
+from commhooks.core._traits import INT32_PLACES, Biased, Traits
 from commhooks.kernels import all_finite, top_k
 from commhooks.schemes._agreed import Agreed, IndexExchange, spoil_unless
 from commhooks.schemes._ratio import number_kept

@@ -1,0 +1,311 @@
+"""Times candidates in turns, between two steps, until noise no longer decides, and keeps the best.
+
+A machine that is busy with something else slows whichever candidate runs at that moment. So each
+candidate runs some steps in every round, and rounds go on until the others are known to be slower,
+or so close that it does not matter. Every rank does the same in the same step, and all decide by
+the slowest rank.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+
+from commhooks.core._scheme import Scheme
+from commhooks.hook._handshake import MEETING
+from commhooks.hook._running import Running
+from commhooks.hook._state import Tried
+from commhooks.wrappers._make import make
+
+__all__ = ["Candidate", "Entry", "Race", "Stage", "Trials", "chosen"]
+
+LOG = logging.getLogger("commhooks")
+
+# A scheme is kept if its steps take at most this share of dense ones.
+_WON = 0.98
+# Schemes within this share of the fastest one are as fast: the one with the smallest error is kept.
+_SAME = 0.01
+# After so many times the steps of a trial, the choice is compared with dense steps once more.
+_WATCHED = 5
+_CLOSE = 0.01  # differences below this share of a step do not matter
+_SURE = 2.0  # standard errors of a difference, from which it is no chance
+_MOST_ROUNDS = 6
+
+
+class Stage(Enum):
+    FIRST = "first steps, which are dense and do not count"
+    TRIAL = "steps with a candidate"
+    KEPT = "steps with the choice"
+    DONE = "decided"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Holds a scheme that may be chosen, and the relative squared error of an exchange."""
+
+    name: str
+    scheme: Scheme
+    error: float
+
+
+class Trials:
+    """Runs the stages of the trials on one hook.
+
+    Args:
+        hook, install: the hook, and what makes it run another scheme from the next step on.
+        candidates: schemes to choose from; one of them is "none".
+        steps: steps that are timed of each scheme in each round.
+
+    Attributes:
+        over: whether the decision is taken.
+        plan: the decision in words.
+        choice: what was chosen; None before that, and where dense steps are kept.
+    """
+
+    def __init__(
+        self,
+        hook: Running,
+        install: Callable[[Scheme], None],
+        candidates: Sequence[Candidate],
+        *,
+        steps: int,
+    ) -> None:
+        self._hook, self._install = hook, install
+        self._candidates, self._steps = candidates, steps
+        self.plan = "auto: nothing is decided yet"
+        self.choice: Candidate | None = None
+        self._stage, self._begun = Stage.FIRST, 0  # the step in which the stage began
+        self._times: list[float] = []
+        self._last = (-1, 0.0)  # the latest step, and when it began
+        self._dense_s = 0.0
+        self._race = Race(candidates)
+        self._before: list[Entry] | None = None  # of the first race, if there is another one
+
+    @property
+    def over(self) -> bool:
+        return self._stage is Stage.DONE
+
+    @property
+    def tried(self) -> list[Tried]:
+        """Returns all candidates with what was measured so far, the fastest first."""
+        first = self._race.entries if self._before is None else self._before
+        again = {} if self._before is None else {one.what.name: one for one in self._race.entries}
+        rows = [
+            Tried(one.what.name, one.median, _median_of(again.get(one.what.name)), len(one.times))
+            for one in first
+        ]
+        return sorted(rows, key=lambda row: (math.isnan(row.measured_s), row.measured_s))
+
+    def end(self, plan: str) -> None:
+        """Ends the trials with a decision that was taken elsewhere."""
+        self._stage, self.choice, self.plan = Stage.DONE, None, plan
+
+    def begin(self) -> None:
+        """Begins the trials anew: after a state without a decision was loaded."""
+        self._last, self._race, self._before = (-1, 0.0), Race(self._candidates), None
+        self._enter(Stage.FIRST, make("none"))
+
+    def forward_begins(self) -> None:
+        """Takes the next decision if a step has ended and a stage with it."""
+        if not self.over and self._hook.step != self._last[0]:
+            self._step_begins()
+
+    def _step_begins(self) -> None:
+        now = time.perf_counter()
+        before, began = self._last
+        since = self._hook.step - self._begun
+        # Two steps warm up: buckets are rebuilt, and memory is made.
+        if before == self._hook.step - 1 and since > 2:
+            self._times.append(now - began)
+        if since == self._steps * (_WATCHED if self._stage is Stage.KEPT else 1) + 2:
+            self._end_stage()
+            now = time.perf_counter()  # the next step begins after what was decided
+        self._last = (self._hook.step, now)
+
+    def _end_stage(self) -> None:
+        times = self._times_of_slowest()
+        if self._stage is Stage.KEPT:
+            self._keep_or_race_again(statistics.median(times))
+            return
+        if self._stage is Stage.TRIAL:
+            self._race.add(times)
+        self._try_next()
+
+    def _enter(self, stage: Stage, scheme: Scheme) -> None:
+        self._stage, self._begun, self._times = stage, self._hook.step, []
+        self._install(scheme)
+
+    def _try_next(self) -> None:
+        entry = self._race.next()
+        if entry is None:
+            self._decide()
+        else:
+            self._enter(Stage.TRIAL, entry.what.scheme)
+
+    def _decide(self) -> None:
+        """Takes the fastest scheme of those that were tried, or none."""
+        tried = [(entry.median, entry.what) for entry in self._race.entries]
+        self._dense_s = next(took for took, one in tried if one.name == "none")
+        best = chosen(tried, self._dense_s)
+        if best is None:
+            self._enter(Stage.DONE, make("none"))
+            verdict = "auto runs none: do not compress, nothing that was tried is faster"
+        else:
+            seconds, self.choice = best
+            self._enter(Stage.KEPT if self._before is None else Stage.DONE, self.choice.scheme)
+            less = 100 * (1 - seconds / self._dense_s)
+            verdict = f"auto runs {self.choice.name}: {less:.0f} % less time"
+        lines = [f"{one.name}: {1e3 * took:.1f} ms per step" for took, one in tried]
+        self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
+        LOG.info("%s", self.plan)
+
+    def _keep_or_race_again(self, seconds: float) -> None:
+        """Ends the trials, or races the choice against dense steps if it seems to have lost."""
+        self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
+        if seconds <= self._dense_s:
+            self._stage = Stage.DONE
+            LOG.info("%s The choice holds.", self.plan)
+            return
+        # The machine may have become slower for all schemes: only turns can tell.
+        LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
+        choice = self.choice
+        dense = [entry.what for entry in self._race.entries if entry.what.name == "none"]
+        assert choice is not None
+        self._before, self._race, self.choice = self._race.entries, Race([choice, *dense]), None
+        self._try_next()
+
+    # ---- what ranks tell each other
+
+    def _times_of_slowest(self) -> list[float]:
+        """Returns the seconds of the stage's steps on the slowest rank, step by step."""
+        return [float(max(ranks)) for ranks in zip(*self._of_all(self._times), strict=False)]
+
+    def _of_all(self, value: Any) -> list[Any]:
+        """Gathers a value from all ranks, which have all come here, or raises."""
+        hook = self._hook
+        hook._meet("auto", {"stage": self._stage.value, "step": hook.step}, MEETING)
+        found = [value]
+        # Ranks with other parts of the gradients (HSDP) decide the same.
+        for group in (hook.binding.group(), *hook.binding.beside):
+            everyone: list[Any] = [None] * group.size()
+            with hook.binding.on_device():
+                dist.all_gather_object(everyone, found, group=group)
+            found = [one for theirs in everyone for one in theirs]
+        return found
+
+
+def chosen(
+    tried: Sequence[tuple[float, Candidate]], dense_s: float
+) -> tuple[float, Candidate] | None:
+    """Returns the seconds and the candidate to keep, or None if dense steps are as fast.
+
+    Of several that are nearly as fast as the fastest, the one that changes gradients least.
+
+    Args:
+        tried: seconds of a step, by candidate.
+        dense_s: seconds of a dense step.
+    """
+    fastest = min((took for took, _ in tried), default=dense_s)
+    if fastest > _WON * dense_s:
+        return None
+    near = [one for one in tried if one[0] <= min((1 + _SAME) * fastest, _WON * dense_s)]
+    return min(near, key=lambda one: (one[1].error, one[0]))
+
+
+# ---- turns
+
+
+@dataclass
+class Entry:
+    """Holds one candidate of a race.
+
+    Attributes:
+        what: the candidate.
+        times: seconds of its steps so far.
+        runs: whether it takes part in further rounds.
+    """
+
+    what: Candidate
+    times: list[float] = field(default_factory=list)
+    runs: bool = True
+
+    @property
+    def median(self) -> float:
+        """Returns the median of the times; NaN: it has not run."""
+        return statistics.median(self.times) if self.times else math.nan
+
+    @property
+    def deviation(self) -> float:
+        """Returns the standard error of the median, seconds; infinite for fewer than 4 steps."""
+        if len(self.times) < 4:
+            return math.inf
+        spread = statistics.median(abs(one - self.median) for one in self.times)
+        # 1.48: a normal distribution's standard deviation over its median absolute deviation;
+        # 1.25: the standard error of its median over that of its mean.
+        return 1.48 * 1.25 * spread / math.sqrt(len(self.times))
+
+
+class Race:
+    """Runs candidates in rounds and drops those that are slower than the fastest.
+
+    Args:
+        candidates: in the order of the first round; the next round has the reverse order.
+
+    Example:
+        >>> race = Race([Candidate(name, make(name), 0.0) for name in ("none", "int8")])
+        >>> while (entry := race.next()) is not None:
+        ...     race.add({"none": [2.0] * 8, "int8": [1.0] * 8}[entry.what.name])
+        >>> [(entry.what.name, entry.median) for entry in race.entries]
+        [('none', 2.0), ('int8', 1.0)]
+    """
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self.entries = [Entry(one) for one in candidates]
+        self._order = list(self.entries)
+        self._rounds = 0
+
+    def next(self) -> Entry | None:
+        """Returns the candidate to run next; None: the race is over."""
+        return self._order[0] if self._order else None
+
+    def add(self, times: Sequence[float]) -> None:
+        """Notes the seconds of the steps of the candidate that has run.
+
+        Args:
+            times: one at least.
+        """
+        self._order.pop(0).times += times
+        if not self._order:
+            self._rounds += 1
+            self._end_round()
+
+    def _end_round(self) -> None:
+        running = [entry for entry in self.entries if entry.runs]
+        best = min(running, key=lambda entry: entry.median)
+        undecided = False
+        for entry in running:
+            if entry is best:
+                continue
+            slower = entry.median - best.median
+            # Below infinity: with few steps nothing is known.
+            noise = min(_SURE * math.hypot(entry.deviation, best.deviation), best.median)
+            if slower > max(noise, _CLOSE * best.median):
+                entry.runs = False
+            elif noise > _CLOSE * best.median:
+                undecided = True
+        if undecided and self._rounds < _MOST_ROUNDS:
+            self._order = [entry for entry in self.entries if entry.runs]
+            if self._rounds % 2:
+                self._order.reverse()
+
+
+def _median_of(entry: Entry | None) -> float:
+    return math.nan if entry is None else entry.median

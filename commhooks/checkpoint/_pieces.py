@@ -1,0 +1,112 @@
+"""Makes whole parameters of the pieces that ranks keep where a host shards parameters.
+
+Between nodes (HSDP) the ranks of one group have the same shard of every parameter, and each shard
+has a group of its own. Pieces of all of them are put together before a state is distributed over
+other ranks, so that another mesh, or another host, finds whole parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from commhooks.checkpoint._form import MemoryDict, Part, Saved
+from commhooks.core._names import padding_name, piece_of
+from commhooks.errors import CheckpointError
+from ddp_core.exchange._errors import listed, ranks_in_words
+
+__all__ = ["of_one_group", "whole_values"]
+
+
+def whole_values(
+    values: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
+) -> dict[str, Tensor]:
+    """Returns values by parameter, given values by piece of a parameter.
+
+    What fills up the last pieces has a name of its own, see :func:`padding_name`.
+
+    Args:
+        values: tensors by name; those that are not of pieces stay as they are.
+        shapes: of whole parameters, by name.
+
+    Raises:
+        CheckpointError: pieces are missing, or do not fit the parameter.
+    """
+    whole: dict[str, Tensor] = {}
+    pieces: dict[str, dict[int, Tensor]] = {}
+    for name, value in values.items():
+        parameter, number = piece_of(name)
+        if number is None or parameter not in shapes:
+            whole[name] = value
+        else:
+            pieces.setdefault(parameter, {})[number] = value
+    for name, parts in pieces.items():
+        shape = shapes[name]
+        dim = _cut_dimension(shape, parts)
+        if dim is None:
+            raise CheckpointError(
+                f"load_state_dict: the pieces {listed(sorted(parts), 8)} of parameter {name!r} do "
+                f"not make up its shape {tuple(shape)}. On another mesh or host give "
+                f"state_dict(gather=True), the list of the states of all ranks, or from "
+                f"torch.distributed.checkpoint use commhooks.load_dcp; or is the checkpoint "
+                f"another model's?"
+            )
+        joined = torch.cat([parts[number] for number in range(len(parts))], dim=dim)
+        length = shape[dim]
+        whole[name] = joined.narrow(dim, 0, length).contiguous()
+        if joined.shape[dim] > length:
+            rest = joined.narrow(dim, length, joined.shape[dim] - length)
+            whole[padding_name(name)] = rest.contiguous()
+    return whole
+
+
+def _cut_dimension(shape: torch.Size, parts: Mapping[int, Tensor]) -> int | None:
+    """Returns the dimension along which pieces make up a shape; None if they do not."""
+    first, count = parts.get(0), len(parts)
+    if first is None or first.dim() != len(shape) or max(parts) != count - 1:
+        return None
+    if any((one.shape, one.dtype) != (first.shape, first.dtype) for one in parts.values()):
+        return None
+    cut = [dim for dim, length in enumerate(shape) if first.shape[dim] != length]
+    # Nothing was cut where all is in the first piece: the others only fill up.
+    cut = cut or [dim for dim, length in enumerate(shape) if count == 1 or length <= 1][:1]
+    if len(cut) != 1 or first.shape[cut[0]] * count < shape[cut[0]]:
+        return None
+    return cut[0]
+
+
+def of_one_group(saved: Saved, shapes: Mapping[str, torch.Size], keys: Collection[str]) -> Saved:
+    """Returns a state of several groups of ranks, one for each shard, as that of one group.
+
+    Args:
+        saved: the parts of all groups; those of one rank within its group belong together.
+        shapes: of whole parameters, by name.
+        keys: of memory whose values have the shapes of pieces of parameters. Other values keep
+            the names of pieces.
+
+    Raises:
+        CheckpointError: pieces are missing, or two groups have the same.
+    """
+    by_rank: dict[int, list[Part]] = {}
+    for part in sorted(saved.parts, key=lambda part: part.global_rank):
+        by_rank.setdefault(part.rank, []).append(part)
+    leader = min(part.leader for part in saved.parts)
+    parts = []
+    for rank, some in by_rank.items():
+        memory: MemoryDict = {}
+        for part in some:
+            for key, values in part.memory.items():
+                known = memory.setdefault(key, {})
+                if twice := known.keys() & values.keys():
+                    raise CheckpointError(
+                        f"load_state_dict: {key!r} of {listed(sorted(twice))} is there twice, from "
+                        f"{ranks_in_words([one.global_rank for one in some])}: give the states of "
+                        f"one part of the model (one rank of tensor parallelism)"
+                    )
+                known |= values
+        for key in memory.keys() & set(keys):
+            memory[key] = whole_values(memory[key], shapes)
+        parts.append(Part(rank, some[0].global_rank, leader, memory, arrival=some[0].arrival))
+    return Saved(saved.common, parts)

@@ -1,0 +1,188 @@
+"""Runs ``commhooks advise``: predicts candidates with every bucket size and says what to take."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from commhooks.cli._arguments import (
+    listed,
+    need_folders,
+    note_of,
+    schemes_of,
+    settings_of,
+    workload_of,
+)
+from commhooks.cli._simulate import short
+from commhooks.predict._advise import CANDIDATES, MARGIN, Option, advise, best_of
+from commhooks.predict._device import device as device_of
+from commhooks.predict._fabric import fabric as fabric_of
+from commhooks.predict._workload import Workload
+from commhooks.wrappers._feedback import has_feedback
+
+__all__ = ["CANDIDATES", "advise_on"]
+
+_TIMES = ("step_s", "exposed_s", "wire_s", "codec_s")
+_COUNTS = ("payload_nbytes", "wire_nbytes", "rounds")
+
+
+def advise_on(
+    *,
+    model: str | None,
+    timeline: Path | None,
+    fabric: str,
+    ranks: int,
+    schemes: str,
+    error: float,
+    device: str,
+    batch: int | None,
+    accumulate: int,
+    out: Path | None,
+) -> None:
+    """Prints the fastest options, and the one to take.
+
+    Args:
+        model, timeline: see :class:`commhooks.cli._simulate.Options`, as for the others.
+        ranks: number of ranks.
+        error: largest relative squared error of an exchange.
+        out: file for all predictions.
+
+    Raises:
+        typer.BadParameter: an argument is wrong.
+    """
+    need_folders(out)
+    try:
+        computing, links = device_of(device), fabric_of(fabric)
+        workload = workload_of(model, timeline, batch, computing, accumulate=accumulate)
+        candidates = schemes_of(listed("--schemes", schemes))
+        every = advise(
+            workload,
+            ranks=ranks,
+            fabric=links,
+            device=computing,
+            candidates=candidates,
+            error=math.inf,
+        )
+    except ValueError as wrong:
+        raise typer.BadParameter(str(wrong)) from wrong
+    console = Console(markup=False)  # names come from files
+    console.print(
+        f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {ranks:,} x "
+        f"{computing.name} over {links.name}: {short(1e3 * workload.compute_s)} ms of computing "
+        f"per step\n",
+        highlight=False,
+    )
+    beyond = [one for one in every if one.error > error and one.name not in ("none", "bf16")]
+    options = [one for one in every if one not in beyond]
+    console.print(_table(options, beyond, error))
+    best = best_of(options)
+    for text in (_by_size(best.name, options), *_advice(best, options, workload, error)):
+        console.print(text, highlight=False, soft_wrap=True)
+    faster = [one for one in beyond if one.step.step_s < (1 - MARGIN) * best.step.step_s]
+    if faster:
+        console.print(_beyond(faster[0], error), highlight=False, soft_wrap=True)
+    if note := note_of(links, ranks):
+        console.print(f"\n{note}", highlight=False, soft_wrap=True)
+    if out is not None:
+        _write([*options, *beyond], out)
+        typer.echo(f"wrote {out}")
+
+
+def _fastest(options: Sequence[Option]) -> list[Option]:
+    """Returns each scheme with its best bucket size, the fastest first."""
+    found: dict[str, Option] = {}
+    for option in options:
+        found.setdefault(option.name, option)
+    return list(found.values())
+
+
+def _bf16(options: Sequence[Option]) -> float:
+    return next(one.step.step_s for one in options if one.name == "bf16")
+
+
+def _table(options: Sequence[Option], beyond: Sequence[Option], error: float) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("scheme", overflow="fold")
+    for column in ("buckets|[MiB]", "step|[ms]", "exposed|[ms]", "speed-up|", "error|"):
+        table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
+    for group in (options, beyond):
+        for one in _fastest(group):
+            table.add_row(
+                one.name,
+                f"{one.cap_mb:g}",
+                short(1e3 * one.step.step_s),
+                short(1e3 * one.step.exposed_s),
+                f"{_bf16(options) / one.step.step_s:.2f}",
+                f"{one.error:.{2 if one.error > 0.1 else 1}g}",
+            )
+        table.add_section()
+    table.caption = (
+        "speed-up: over bf16. error: relative squared error of one exchange of normal entries"
+        + (f"; below the line: over {error:g}." if beyond else ".")
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def _by_size(name: str, options: Sequence[Option]) -> str:
+    sizes = sorted((one for one in options if one.name == name), key=lambda one: one.cap_mb)
+    listed = ", ".join(f"{one.cap_mb:g} MiB {short(1e3 * one.step.step_s)} ms" for one in sizes)
+    return f"\n{name} by bucket size: {listed}" if len(sizes) > 1 else ""
+
+
+def _advice(
+    best: Option, options: Sequence[Option], workload: Workload, error: float
+) -> Iterator[str]:
+    """Yields a sentence, and the lines of Python that follow from it."""
+    times = best.step.step_s / workload.compute_s
+    longer = (
+        f"{100 * (times - 1):.0f} % longer than" if times < 2 else f"{times:.1f} times as long as"
+    )
+    over = f"{longer} computing alone"
+    step = f"{short(1e3 * best.step.step_s)} ms per step"
+    wrap = f"    model = DistributedDataParallel(module, bucket_cap_mb={best.cap_mb:g})"
+    if best.name == "none":
+        yield (
+            f"\nDo not compress: no scheme within the budget saves {100 * MARGIN:.0f} % of the "
+            f"{step}, {over}."
+        )
+        yield wrap
+        return
+    gain = f", {_bf16(options) / best.step.step_s:.2f} times as fast as bf16"
+    yield f"\nTake {best}: {step}{'' if best.name == 'bf16' else gain}, {over}."
+    yield wrap
+    yield f"    hook = commhooks.register(model, {_arguments(best.name)})".replace("'", '"')
+
+
+def _arguments(text: str) -> str:
+    """Returns a scheme with options, "powersgd:rank=4", as the arguments of a call."""
+    name, settings = settings_of(text)
+    return ", ".join([repr(name), *(f"{key}={value!r}" for key, value in settings.items())])
+
+
+def _beyond(option: Option, error: float) -> str:
+    later = "feedback sends it in later steps"
+    if not has_feedback(option.scheme):
+        later = "it is unbiased, so that it averages out over ranks and steps"
+    return (
+        f"\n{option.name} would take {short(1e3 * option.step.step_s)} ms. Its error of "
+        f"{option.error:.2g} is above {error:g}: {later}, and whether the model still learns has "
+        f"to be tried."
+    )
+
+
+def _write(options: Sequence[Option], path: Path) -> None:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(("scheme", "bucket_cap_mb", "error", *_TIMES, *_COUNTS))
+        for one in options:
+            times = [f"{getattr(one.step, name):.6g}" for name in _TIMES]
+            counts = [f"{getattr(one.step, name):.0f}" for name in _COUNTS]
+            writer.writerow((one.name, one.cap_mb, f"{one.error:.4g}", *times, *counts))

@@ -1,0 +1,273 @@
+"""Reads the arguments of commands: schemes in a user's files, models, timelines, lists."""
+
+from __future__ import annotations
+
+import ast
+import math
+import runpy
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from torch import nn
+
+from commhooks import Scheme, make, scheme_names
+from commhooks.core._settings import shown
+from commhooks.predict._device import DEVICES, Device
+from commhooks.predict._fabric import Fabric, fabric
+from commhooks.predict._models import MODELS, Model, counted, model
+from commhooks.predict._planned import PredictionError
+from commhooks.predict._workload import Workload, load_workload
+
+__all__ = [
+    "fabrics_of",
+    "listed",
+    "load_files",
+    "made",
+    "need_folders",
+    "note_of",
+    "numbers_of",
+    "schemes_of",
+    "sentence",
+    "settings_of",
+    "split",
+    "workload_of",
+]
+
+
+def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Runs the files among ``which``.
+
+    Returns:
+        The names among ``which``, and the names of the schemes that the files register.
+    """
+    added = load_files([Path(word) for word in which if word.endswith(".py")])
+    return [word for word in which if not word.endswith(".py")], added
+
+
+def load_files(files: Sequence[Path]) -> list[str]:
+    """Runs files that register schemes and returns the names that they add."""
+    before = set(scheme_names())
+    for path in files:
+        if not path.is_file():
+            raise typer.BadParameter(f"no file {path}")
+        try:
+            # Not imported: a file anywhere, whose name may be that of an installed module. Its
+            # ``if __name__ == "__main__"`` does not run.
+            runpy.run_path(str(path), run_name=path.stem)
+        except (Exception, SystemExit) as error:  # a file may call sys.exit
+            raise typer.BadParameter(f"{path} does not run: {sentence(error, path)}") from error
+    return [name for name in scheme_names() if name not in before]
+
+
+def made(name: str, **options: Any) -> Scheme:
+    """Makes a registered scheme.
+
+    Raises:
+        typer.BadParameter: the scheme raised an exception; the message has its name.
+    """
+    try:
+        return make(name, **options)
+    except Exception as error:  # a user's scheme may raise anything
+        raise typer.BadParameter(f"{name} cannot be made: {sentence(error)}") from error
+
+
+def sentence(error: BaseException, path: Path | None = None) -> str:
+    """Returns an error of a user's code as a sentence, with the line of ``path`` that raised it."""
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if path is not None and frame.filename == str(path)
+    ]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {error}"
+
+
+# ---- what predictions share
+
+
+def need_folders(*files: Path | None) -> None:
+    """Raises if a file that is to be written is a folder, or its folder does not exist."""
+    for path in files:
+        if path is None:
+            continue
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a folder; name a file")
+        if not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"{path}: there is no folder {path.absolute().parent}")
+
+
+def listed(option: str, text: str) -> list[str]:
+    """Returns the words of a list with commas, each once.
+
+    Args:
+        option: its name, for the message.
+        text: the list.
+
+    Raises:
+        typer.BadParameter: there is no word.
+    """
+    words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
+    if not words:
+        raise typer.BadParameter(f"{option} {shown(text)}: give one or more, with commas")
+    return words
+
+
+def numbers_of(text: str) -> list[int]:
+    """Returns numbers of ranks."""
+    try:
+        return [int(word) for word in listed("--ranks", text)]
+    except ValueError:
+        raise typer.BadParameter(
+            f"--ranks {shown(text)}: whole numbers with commas, as in 2,8,64"
+        ) from None
+
+
+def fabrics_of(text: str) -> list[Fabric]:
+    """Returns presets and fabrics of files; those that share a name are called as they are given.
+
+    All files of ``commhooks link`` have the same name inside.
+    """
+    words = listed("--fabric", text)
+    found = [fabric(word) for word in words]
+    names = [one.name for one in found]
+    return [
+        replace(one, name=word) if names.count(one.name) > 1 else one
+        for word, one in zip(words, found, strict=True)
+    ]
+
+
+def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:
+    """Makes schemes; files with more are loaded, and theirs are compared as well."""
+    files = [word for word in words if word.endswith(".py")]
+    added = load_files([Path(file) for file in files])
+    named = [word for word in words if word not in files]
+    if not named and not added:
+        raise typer.BadParameter(
+            f"{', '.join(files)}: no scheme is registered there; see commhooks.register_scheme"
+        )
+    return {word: _scheme(word) for word in [*named, *added]}
+
+
+def _scheme(word: str) -> Scheme:
+    name, options = settings_of(word)
+    return made(name, **options)
+
+
+def settings_of(word: str) -> tuple[str, dict[str, Any]]:
+    """Returns name and options of a scheme, as in powersgd:rank=4."""
+    name, *settings = word.split(":")
+    options: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not equals:
+            raise typer.BadParameter(
+                f"--schemes {word}: options follow a name as in powersgd:rank=4:start_step=10"
+            )
+        if key in options:
+            raise typer.BadParameter(f"--schemes {word}: {key} is given twice")
+        options[key] = _value(value)
+    return name, options
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text.capitalize() if text in ("true", "false") else text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def workload_of(
+    name: str | None,
+    timeline: Path | None,
+    batch: int | None,
+    device: Device,
+    *,
+    accumulate: int = 1,
+) -> Workload:
+    """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline.
+
+    Args:
+        name, timeline: one of both.
+        batch: samples of a rank's pass.
+        device: computes a model's passes.
+        accumulate: forward and backward passes of a step.
+    """
+    workload = _one_pass(name, timeline, batch, device).accumulated(accumulate)
+    if not workload.numel or not workload.compute_s:
+        raise typer.BadParameter(
+            f"{workload.name}: {workload.numel:,} parameters and {workload.compute_s:g} s of "
+            f"computing per step: there is nothing to exchange, or nothing to compare it with"
+        )
+    return workload
+
+
+def _one_pass(
+    name: str | None, timeline: Path | None, batch: int | None, device: Device
+) -> Workload:
+    if (name is None) == (timeline is None):
+        raise typer.BadParameter("give either --model or --timeline")
+    if timeline is not None:
+        if batch is not None:
+            raise typer.BadParameter("--batch: a recorded timeline has the batch of its run")
+        if not timeline.is_file():
+            raise typer.BadParameter(
+                f"--timeline {timeline}: no such file; commhooks.predict.save_workload writes one"
+            )
+        return load_workload(timeline)
+    source = model(name) if name in MODELS else _own(name or "")
+    if isinstance(source, Workload):
+        return source
+    if math.isnan(device.flops):
+        raise typer.BadParameter(
+            f"--device here times schemes, not {name}: record a step (commhooks.predict.record) "
+            f"and give it as --timeline, or name a device that is known: {', '.join(DEVICES)}"
+        )
+    return source.workload(device, batch=batch)
+
+
+def _own(target: str) -> Model | Workload:
+    """Returns what ``FILE.py:FUNCTION`` makes, as a model or a workload."""
+    path, colon, name = target.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise typer.BadParameter(
+            f"--model {target}: neither FILE.py:FUNCTION nor one of {', '.join(MODELS)}"
+        )
+    if not Path(path).is_file():
+        raise typer.BadParameter(f"--model {target}: no file {path}")
+    try:
+        factory = runpy.run_path(path, run_name=Path(path).stem)[name]
+        result = factory()
+    except KeyError as error:
+        if error.args != (name,):
+            raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
+        raise typer.BadParameter(f"--model {target}: {path} has no {name}") from error
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
+        raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
+    if isinstance(result, Model | Workload):
+        return result
+    module, *inputs = result if isinstance(result, tuple) else (result,)
+    if not isinstance(module, nn.Module) or not inputs:
+        raise typer.BadParameter(
+            f"--model {target}: {name}() returns (module, example input, ...), or a Workload of "
+            f"commhooks.predict, got {type(result).__name__}"
+        )
+    try:
+        return counted(module, *inputs)
+    except PredictionError:
+        raise
+    except Exception as error:  # a user's forward pass may raise anything
+        raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
+
+
+def note_of(links: Fabric, ranks: int) -> str:
+    """Returns a sentence where a prediction uses a link that nobody has measured, or nothing."""
+    if not links.copied or ranks <= links.ranks_per_node:
+        return ""
+    return (
+        f"{links.name}: from one machine. More than {links.ranks_per_node} ranks are predicted "
+        f"as if the link between machines were the one inside: run commhooks link on several."
+    )

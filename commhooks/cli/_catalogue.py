@@ -1,0 +1,256 @@
+"""Prints ``commhooks schemes``: a table of all schemes, or a page on each of some."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from commhooks import Scheme, Simulation, scheme_names
+from commhooks.cli._arguments import made, split
+from commhooks.core._registry import factory_of, options_of
+from commhooks.core._scheme import slots_of
+from commhooks.research.trace import bits_per_entry
+from commhooks.wrappers._make import WRAPPER_OPTIONS
+
+__all__ = ["one_thread", "schemes"]
+
+_LATE = 10**6  # a step after the warm-up of every scheme with default settings
+_WIDE_ONLY = ("class", "rounds", "own scale")
+_WIDE = 96  # columns that the table with all its fields needs
+_RANKS, _SIDE = 4, 512  # bits are counted on a square matrix of this side
+
+
+def schemes(which: Sequence[str]) -> None:
+    """Prints a table of all schemes, or a page on each scheme that is named; runs given files."""
+    named, _ = split(which)
+    console = Console()
+    with one_thread():
+        for name in named:
+            console.print(_page(name))
+        if not named:
+            console.print(_listed(wide=console.width >= _WIDE))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Limits torch to one thread inside the ``with`` block.
+
+    The buckets here are small: handing parts to threads takes longer than the work, above all on a
+    machine where other processes run.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+# ---- all schemes
+
+
+def _listed(wide: bool) -> Table:
+    table = Table(title="schemes")
+    shown = ["name", "class", "rounds", "biased", "memory", "own scale", "bits"]
+    shown = shown if wide else [column for column in shown if column not in _WIDE_ONLY]
+    for column in shown:
+        table.add_column(column, no_wrap=True)
+    for name in scheme_names():
+        row = {"name": name, **_facts_of(name)}
+        table.add_row(*(escape(row.get(column, "")) for column in shown))
+    table.caption = (
+        "own scale: a small parameter is as exact as a large one\n"
+        "bits: per entry, after all warm-ups. More: commhooks schemes NAME"
+    )
+    return table
+
+
+def _facts_of(name: str) -> dict[str, str]:
+    try:
+        scheme, bare = made(name), made(name, error_feedback=False)
+    except typer.BadParameter:  # a user's scheme that needs options, or does not work
+        return {"class": f"see commhooks schemes {name}"}
+    return {
+        "class": type(bare).__name__,
+        "rounds": str(scheme.traits.rounds),
+        # Without feedback: around a biased scheme, feedback makes the whole exact over steps.
+        "biased": "yes" if bare.traits.biased else "",
+        "memory": "yes" if slots_of(scheme) else "",
+        "own scale": "yes" if scheme.traits.per_parameter else "",
+        "bits": _bits(scheme),
+    }
+
+
+def _bits(scheme: Scheme) -> str:
+    try:
+        return f"{_sent(scheme).bits:.3g}"
+    except Exception as error:  # raised by a user's scheme: the other rows are still printed
+        return f"fails: {type(error).__name__}"
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """Holds what a rank sends in a step after all warm-ups: collectives, bits per entry."""
+
+    collectives: list[str]
+    bits: float
+
+
+def _sent(scheme: Scheme) -> _Sent:
+    """Counts what one rank sends per step."""
+    ranks = Simulation(scheme, {"weight": (_SIDE, _SIDE)}, world_size=_RANKS)
+    for engine in ranks.engines:
+        engine.step = _LATE
+    # Two steps, since ACP-SGD sends its two factors in turn; after two others, in which schemes
+    # that send their first step dense (a scale of past steps) do so.
+    for step in range(4):
+        if step == 2:
+            ranks.requests.clear()
+            ranks.wire_bytes.clear()
+        ranks.step([torch.randn(_SIDE * _SIDE) for _ in range(_RANKS)])
+    collectives = [name for name, _ in ranks.requests]
+    return _Sent(collectives[: len(collectives) // 2], bits_per_entry(ranks, 2 * _SIDE**2))
+
+
+# ---- a page on one scheme
+
+# The options that ``make`` adds to those of any scheme: default (None: depends on the scheme), and
+# meaning.
+_WRAPPERS = {
+    "start_step": (0, "dense before that step"),
+    "error_feedback": (None, "keeps what was not sent, and adds it to the next gradient"),
+    "wire_dtype": (None, '"fp16" or "bf16": sends floating-point payloads in that type'),
+    "coalesce": (False, "exchanges all buckets of a step at once"),
+}
+
+
+def _page(name: str) -> RenderableType:
+    """Describes a scheme: a sentence, what it sends, a row for each option, an example."""
+    factory = factory_of(name)
+    try:
+        options = options_of(factory) or {}
+    except TypeError as error:  # a user's class that is no dataclass
+        raise typer.BadParameter(f"{name}: {error}") from error
+    needed = [option for option, default in options.items() if default is inspect.Parameter.empty]
+    text = inspect.getdoc(factory) or ""
+    summary = _plain(text.partition("\n\n")[0])
+    return Group(
+        Text(f"{name}: {summary}" if summary else name, style="bold"),
+        Text(f"sends: {_sending(name, needed)}"),
+        _options(factory, options, text, feedback=not needed and _feeds_back(name)),
+        Text("example:"),
+        Padding(Text("\n".join(_example(name, text, options, needed))), (0, 0, 1, 2)),
+    )
+
+
+def _sending(name: str, needed: Sequence[str]) -> str:
+    if needed:
+        return f"depends on {', '.join(needed)}"
+    try:
+        sent = _sent(made(name))
+    except typer.BadParameter:
+        raise
+    except Exception as error:  # raised by a user's scheme: its options are still printed
+        return f"fails: {type(error).__name__}: {error}"
+    if not sent.collectives:
+        return "nothing"
+    kinds = dict.fromkeys(sent.collectives)
+    counts = [f"{sent.collectives.count(kind)} x {kind}" for kind in kinds]
+    return (
+        f"{', '.join(counts)} per bucket; {sent.bits:.3g} bits per entry, where float32 has 32 "
+        f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, default options, after all warm-ups)"
+    )
+
+
+def _feeds_back(name: str) -> bool:
+    """Whether ``make`` puts feedback around the scheme by default."""
+    return made(name) != made(name, error_feedback=False)
+
+
+def _options(factory: Any, options: Mapping[str, Any], text: str, *, feedback: bool) -> Table:
+    table = Table(expand=True)
+    table.add_column("option", no_wrap=True)
+    table.add_column("type", overflow="fold", max_width=16)
+    table.add_column("default", overflow="fold")
+    table.add_column("meaning", overflow="fold", ratio=1)
+    meanings, kinds = _arguments(text), _kinds(factory)
+    for option, default in options.items():
+        shown = "needed" if default is inspect.Parameter.empty else repr(default)
+        row = (option, kinds.get(option, ""), shown, meanings.get(option, ""))
+        table.add_row(*map(escape, row))  # rich takes [brackets] for markup
+    for option, (default, meaning) in _WRAPPERS.items():
+        value = feedback if option == "error_feedback" else default
+        table.add_row(option, _kind(WRAPPER_OPTIONS[option]), repr(value), meaning)
+    return table
+
+
+def _kinds(factory: Any) -> dict[str, str]:
+    """Reads the type of each option; an annotation that cannot be looked up stays as written."""
+    try:
+        hints = typing.get_type_hints(factory)
+    except Exception:  # a user's file may import names under TYPE_CHECKING only
+        hints = inspect.get_annotations(factory)
+    return {name: _kind(hint) for name, hint in hints.items()}
+
+
+def _kind(hint: Any) -> str:
+    """Returns a type as a user would write it."""
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(repr, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(map(_kind, typing.get_args(hint)))
+    if hint is type(None):
+        return "None"
+    return hint.__name__ if isinstance(hint, type) else str(hint)
+
+
+def _example(
+    name: str, text: str, options: Mapping[str, Any], needed: Sequence[str]
+) -> Sequence[str]:
+    """Returns the docstring's example if it makes the scheme by name; else one with an option."""
+    _, _, rest = text.partition("\nExample:\n")
+    lines = [line.strip()[4:] for line in rest.partition("\n\n")[0].splitlines()]
+    # An example with the class, or with another name of the same class, says nothing on this name.
+    if any(f'"{name}"' in line for line in lines):
+        return [re.sub(r"\b(?<!\.)register\(", "commhooks.register(", line) for line in lines]
+    given = [f"{key}={value!r}" for key, value in options.items() if value is not None][:1]
+    given = [f"{option}=..." for option in needed] or given
+    arguments = ", ".join(["ddp_model", f'"{name}"', *given])
+    return [f"hook = commhooks.register({arguments})"]
+
+
+def _arguments(text: str) -> dict[str, str]:
+    """Reads the meaning of each argument from a docstring; ``a, b: ...`` is the meaning of both."""
+    _, _, rest = text.partition("\nArgs:\n")
+    meanings: dict[str, str] = {}
+    last: list[str] = []
+    for line in rest.splitlines():
+        if not line.strip() or not line.startswith(" "):
+            break
+        match = re.fullmatch(r" {4}(\w[\w, ]*): (.*)", line)
+        if match:
+            last = match[1].split(", ")
+            meanings |= dict.fromkeys(last, _plain(match[2]))
+        else:  # a further line of the same meaning
+            meanings |= {name: f"{meanings[name]} {_plain(line.strip())}" for name in last}
+    return meanings
+
+
+def _plain(text: str) -> str:
+    """Removes the markup of docstrings, and line breaks."""
+    text = re.sub(r":\w+:`(.*?)`", r"\1", text)
+    return " ".join(text.replace("`", "").split())

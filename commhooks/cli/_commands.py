@@ -1,0 +1,365 @@
+"""Runs the commands of ``commhooks`` except ``schemes``, which is in ``catalogue``."""
+
+from __future__ import annotations
+
+import keyword
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import track
+from rich.table import Table
+
+from commhooks import kernels, make, scheme_names
+from commhooks._version import __version__
+from commhooks.cli._arguments import made, sentence, split
+from commhooks.cli._catalogue import one_thread
+from commhooks.cli._tradeoff import (
+    FIGURES,
+    MOST_STEPS,
+    Case,
+    Course,
+    Point,
+    cases_of,
+    cell,
+    drawn,
+    page_of,
+    random_gradients,
+    title_of,
+    with_fronts,
+    write_csv,
+)
+from commhooks.cli._tradeoff import SAME as NOT_COMPARED
+from commhooks.core._registry import factory_of
+from commhooks.errors import MissingPackageError
+from commhooks.kernels import all_finite, use_kernels
+from commhooks.kernels.runtime import cpu, cuda
+from commhooks.research.conformance import check_scheme, laws_of
+from commhooks.research.trace import Gradients, Trace, steps_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["TEMPLATE", "check", "doctor", "new", "one_launch", "recorded", "tradeoff", "version"]
+
+
+# No annotations: a file to start from is read before it is checked. It obeys every law as written,
+# so that a law that breaks later shows what a change has broken.
+TEMPLATE = '''"""A gradient compression scheme: NAME.
+
+    commhooks check NAME.py      runs the laws that every scheme obeys
+    commhooks schemes NAME.py    lists its bits next to those of all others
+    commhooks tradeoff NAME.py   compares its error and bits with those of all others
+
+In training, import this file, then call commhooks.register(ddp_model, "NAME").
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from commhooks import Biased, Codec, Traits, register_scheme
+
+
+@register_scheme("NAME")
+@dataclass(frozen=True)
+class CLASS(Codec):
+    """Sends the sign of every entry, and the mean magnitude of the bucket.
+
+    Args:
+        scale: a setting, for ``register(..., scale=...)``.
+    """
+
+    scale: float = 1.0
+
+    # Biased: a scheme that is made by name then gets error feedback.
+    traits = Traits(error=Biased())
+
+    def __post_init__(self):
+        if not 0 < self.scale <= 1:
+            raise ValueError(f"CLASS(scale=...): 0 < scale <= 1, got {self.scale!r}")
+
+    def encode(self, gradient, bucket):
+        """Returns named tensors; their shapes and dtypes may not depend on values."""
+        wide = torch.promote_types(gradient.dtype, torch.float32)  # a sum in 16 bits may overflow
+        size = self.scale * gradient.abs().sum(dtype=wide) / max(1, gradient.numel())
+        return {"signs": gradient.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
+
+    def decode(self, payload, like, bucket):
+        """Returns the gradient that one rank's payload stands for; ranks are averaged later."""
+        return payload["signs"] * payload["size"]
+'''
+
+
+# ---- commhooks doctor
+
+
+def one_launch(device: str = "cuda") -> str:
+    """Runs a kernel on a device and compares its result; says what came of it, and never raises."""
+    try:
+        begin = time.perf_counter()
+        with use_kernels("native"):
+            x = torch.zeros(1000, device=device)
+            good = all_finite(x)
+            x[7] = torch.nan
+            bad = all_finite(x)
+        results = bool(good), bool(bad)  # waits for the device
+        took = time.perf_counter() - begin
+    except Exception as error:  # whatever it is: the command tells what is wrong here
+        text = str(error).strip().splitlines() or [""]
+        return f"failed: {type(error).__name__}: {text[0]}"
+    if results != (True, False):
+        return f"wrong: all_finite of 1000 zeros, and with a NaN, is {results}"
+    return f"right ({1e3 * took:.0f} ms with loading, or compiling, the kernel)"
+
+
+# ---- commands
+
+
+# ---- version and doctor
+
+
+def version() -> str:
+    """Returns the releases of commhooks and torch, and which implementation of the ops runs."""
+    try:
+        cpu, cuda = _what_runs("cpu"), _what_runs("cuda")
+    except ValueError as error:  # an environment variable has a wrong value
+        raise typer.BadParameter(str(error)) from error
+    return (
+        f"commhooks {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
+        f"on the CPU: {cpu}\n"
+        f"on CUDA: {cuda}"
+    )
+
+
+def _what_runs(device_type: str) -> str:
+    """Describes the implementation of ``quantize``, for which every back end has a kernel."""
+    answer = kernels.implementations(device_type)["quantize"]
+    if answer != "kernel":
+        return f"PyTorch code ({answer.removeprefix('definition: ')})"
+    return (
+        f"kernels, instruction set {cpu.instruction_set()}" if device_type == "cpu" else "kernels"
+    )
+
+
+def doctor() -> None:
+    """Prints versions, back ends, and which kernels run."""
+    console = Console()
+    try:
+        console.print(_facts())
+        console.print(_operations())
+    except ValueError as error:  # an environment variable has a wrong value
+        raise typer.BadParameter(str(error)) from error
+
+
+def _facts() -> Table:
+    table = Table(title="installation", show_header=False)
+    table.add_row("commhooks", __version__)
+    table.add_row("Python", f"{platform.python_version()} on {platform.machine()}")
+    table.add_row("torch", torch.__version__)
+    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
+    table.add_row("back ends", ", ".join(name for name, there in backends.items() if there))
+    reason = cpu.missing()
+    table.add_row("CPU kernels", reason or f"built; instruction set {cpu.instruction_set()}")
+    reason = cuda.missing()
+    table.add_row("CUDA kernels", reason or "CuPy and NVRTC found")
+    if reason is None and torch.cuda.is_available():
+        table.add_row("a launch", one_launch())
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        table.add_row(f"device {index}", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")
+    for variable in ("COMMHOOKS_KERNELS", "COMMHOOKS_CPU", "COMMHOOKS_CACHE"):
+        if variable in os.environ:
+            table.add_row(variable, os.environ[variable])
+    return table
+
+
+def _operations() -> Table:
+    """Lists which implementation of each op runs; the table of the installation has the reasons."""
+    caption = "definition: PyTorch code that computes the same, more slowly"
+    table = Table("op", "cpu", "cuda", title="what runs", caption=caption)
+    cpu, cuda = kernels.implementations("cpu"), kernels.implementations("cuda")
+    for name in cpu:
+        table.add_row(name, cpu[name].partition(":")[0], cuda[name].partition(":")[0])
+    return table
+
+
+# ---- new and check
+
+
+def new(name: str, path: Path) -> None:
+    """Writes a file with a scheme to start from.
+
+    Raises:
+        typer.BadParameter: the name or the file is not usable; nothing was written.
+    """
+    # The name becomes the name of a class and, by default, of a file, besides that of the scheme.
+    if not re.fullmatch(r"[a-z_]*[a-z][a-z0-9_]*", name) or keyword.iskeyword(name):
+        raise typer.BadParameter(
+            f"a name begins with a small letter or _, has small letters, digits and _, and is no "
+            f"word of Python, got {name!r}"
+        )
+    if name in scheme_names():
+        raise typer.BadParameter(f"the name {name!r} is taken by a registered scheme")
+    if path.suffix != ".py":
+        raise typer.BadParameter(f"the file ends in .py, got {path}")
+    if path.exists():
+        raise typer.BadParameter(f"{path} exists; it is left as it is")
+    # A script is run with its folder first in the search path, so imports would find this file.
+    if path.stem in sys.stdlib_module_names or path.stem in ("commhooks", "torch", "numpy"):
+        raise typer.BadParameter(f"{path} would hide the module {path.stem}; choose another name")
+    words = "".join(part.capitalize() for part in name.split("_"))
+    path.write_text(TEMPLATE.replace("NAME", name).replace("CLASS", words), encoding="utf-8")
+    typer.echo(f"wrote {path}; now: commhooks check {path}")
+
+
+def check(target: str) -> int:
+    """Runs the laws on schemes, prints the outcomes, and returns the exit status.
+
+    Args:
+        target: a registered name, or a file that registers schemes.
+
+    Returns:
+        1 if a law is broken, else 0.
+    """
+    named, added = split([target])
+    names = named or added
+    if not names:
+        raise typer.BadParameter(f"{target} registers no scheme: see commhooks.register_scheme")
+    broken = 0
+    for name in names:
+        factory_of(name)  # raises for an unknown name, with a suggestion
+        if not made(name).traits.averages:
+            raise typer.BadParameter(f"{name} does not average over ranks: the laws are not for it")
+        table = Table("law", "", "what broke it", title=name)
+        for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):
+            mark = "[green]holds[/]" if verdict.holds else "[red]broken[/]"
+            table.add_row(verdict.law, mark, escape(verdict.error))
+            broken += not verdict.holds
+        Console().print(table)
+    return 1 if broken else 0
+
+
+# ---- tradeoff
+
+
+def tradeoff(
+    which: Sequence[str],
+    traces: Sequence[Trace],
+    out: Path | None,
+    picture: Callable[[Sequence[Point]], Figure] = drawn,
+) -> list[Point]:
+    """Prints the bits and the errors of schemes, and writes them to a folder.
+
+    Args:
+        which: names, and files with more schemes; without names, all schemes are compared.
+        traces: recorded gradients, besides random ones.
+        out: folder to write to. None: nothing is written.
+        picture: draws what was measured.
+
+    Returns:
+        What was measured.
+    """
+    named, added = split(which)
+    some = list(dict.fromkeys([*named, *added]))  # a scheme of a file may be named, too
+    compared = some if named else _comparable(scheme_names(), added)
+    # All names are checked before the first measurement, which takes seconds per scheme.
+    for name in compared:
+        factory_of(name)
+        if made(name).traits.returns == "update":
+            raise typer.BadParameter(
+                f"{name} gives the optimizer something else than an average of gradients: there is "
+                f"no error to measure"
+            )
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
+    cases, points = cases_of(compared), list[Point]()
+    for gradients in (*random_gradients(), *traces):
+        marked = with_fronts(_measured(cases, gradients))
+        Console().print(_errors(marked, title_of(gradients.name, gradients.world_size)))
+        points += marked
+        if out is not None:
+            write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
+    if out is not None:
+        _write(points, out, picture)
+    return points
+
+
+def _measured(cases: Sequence[Case], gradients: Gradients) -> list[Point]:
+    """Runs all schemes over each step: of a large model, memory has room for one step."""
+    courses = [Course(case) for case in cases]
+    title = title_of(gradients.name, gradients.world_size)
+    total = min(len(gradients.steps), MOST_STEPS) * len(cases)
+    pairs = ((step, one) for step in steps_of(gradients, MOST_STEPS) for one in courses)
+    with one_thread():
+        for step, course in track(pairs, title, total):
+            try:
+                course.run(step)
+            except Exception as error:  # raised by a user's scheme
+                raise typer.BadParameter(f"{course.case.label}: {sentence(error)}") from error
+    return [course.point(gradients) for course in courses]
+
+
+def recorded(folders: Sequence[Path], ranks: Sequence[int]) -> list[Trace]:
+    """Returns the traces in some folders.
+
+    Args:
+        folders: of recorded gradients.
+        ranks: numbers of ranks, of which each trace has the first ones; none: all that recorded.
+
+    Raises:
+        typer.BadParameter: a trace lacks a rank or a step.
+    """
+    try:
+        if not ranks:
+            return [Trace(folder) for folder in folders]
+        return [Trace(folder, ranks=count) for folder in folders for count in ranks]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
+    """Returns the schemes that have an error to measure."""
+    names = [name for name in every if name in added or name not in NOT_COMPARED]
+    compared = [name for name in names if made(name).traits.returns != "update"]
+    # If no scheme of the user's file has an error, the caller raises with the name of the first.
+    return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
+
+
+def _errors(points: Sequence[Point], title: str) -> Table:
+    caption = "*: none has fewer bits and less of it"
+    if any(point.noise for point in points):
+        caption += "; noise: tensors of zeros that are not zero in the average, per step"
+    table = Table(title=title, caption=caption)
+    table.add_column("scheme", no_wrap=True)
+    for column in ("bits", *FIGURES.values(), "noise"):
+        table.add_column(column, justify="right")
+    for point in sorted(points, key=lambda point: (point.bits, point.error)):
+        figures = (cell(point, name) for name in FIGURES)
+        noise = f"{point.noise:.3g}" if point.noise else ""
+        table.add_row(escape(point.scheme), f"{point.bits:.3g}", *figures, noise)
+    return table
+
+
+def _write(
+    points: Sequence[Point], folder: Path, picture: Callable[[Sequence[Point]], Figure]
+) -> None:
+    try:
+        figure = picture(points)
+        figure.savefig(folder / "tradeoff.png", dpi=110)
+        page_of(points, figure).write(folder / "tradeoff.html")
+    except MissingPackageError as error:
+        typer.echo(f"wrote {folder / 'tradeoff.csv'}. {error}")
+    else:
+        typer.echo(f"wrote {folder / 'tradeoff.csv'}, .png and .html")

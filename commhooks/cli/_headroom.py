@@ -1,0 +1,182 @@
+"""Runs a script with ``commhooks headroom``, and says what went wrong if no answer came."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+
+import commhooks
+from commhooks.cli import on_start
+from commhooks.cli._arguments import need_folders
+from commhooks.core._settings import shown
+from commhooks.predict._in_script import ORDER
+
+__all__ = ["headroom"]
+
+_GRACE = 90.0  # seconds after the time limit in which a script may end by itself
+_TERM = 10.0  # and after it was told to
+
+
+def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | None) -> int:
+    """Runs a command until the steps are measured; returns the exit code.
+
+    Args:
+        command: a program with its arguments, or a Python file with its.
+        steps: steps of each kind of communication that count.
+        time_limit: seconds from now on.
+        out: file for the numbers, as JSON.
+    """
+    if not hasattr(os, "killpg"):  # before anything is started
+        raise typer.BadParameter(
+            "commhooks headroom needs a POSIX system (Linux, macOS): it ends a script's processes "
+            "as one group, which this system does not have"
+        )
+    need_folders(out)
+    if out is not None:
+        out.touch()  # now: a wrong path costs no measurement
+    whole = [sys.executable, *command] if command[0].endswith(".py") else list(command)
+    # Under torchrun, each rank has started this command: one of them speaks.
+    speaks = os.environ.get("RANK", "0") == "0"
+    with tempfile.TemporaryDirectory(prefix="headroom-") as folder:
+        status = Path(folder) / "status.json"
+        order = {
+            "steps": steps,
+            "deadline": time.time() + time_limit,
+            "out": None if out is None else str(out.resolve()),
+            "status": str(status),
+        }
+        if speaks:
+            typer.echo(
+                "commhooks headroom: the script trains with and without communication in\n"
+                "turn, and is stopped then. Without communication its ranks drift apart: do not\n"
+                "use what it saves meanwhile, and mind that it may overwrite earlier checkpoints.",
+                err=True,
+            )
+        code, killed = _run(whole, _environment(order), time_limit)
+        told = json.loads(status.read_text()) if status.exists() else {}
+        told["seen"] = Path(f"{status}.seen").exists()
+    if out is not None and not out.stat().st_size:
+        out.unlink()  # no answer, or one on the machine of rank 0
+    if "done" in told:
+        if code and speaks:
+            typer.echo(f"(the answer above is complete; the script ended with {code})", err=True)
+        return 0
+    if not speaks:
+        return code
+    typer.echo(f"commhooks headroom: {_reason(told, code, killed, time_limit)}", err=True)
+    return code or 1
+
+
+def _environment(order: dict[str, Any]) -> dict[str, str]:
+    """Returns the environment in which Python runs ``on_start/sitecustomize.py`` first."""
+    folder = str(Path(on_start.__file__).parent)
+    path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+    return os.environ | {
+        ORDER: json.dumps(order),
+        f"{ORDER}_SEEN": f"{order['status']}.seen",
+        f"{ORDER}_PACKAGE": str(Path(commhooks.__file__).parents[1]),
+        "PYTHONPATH": path,
+    }
+
+
+def _run(command: list[str], environment: dict[str, str], limit: float) -> tuple[int, bool]:
+    """Runs a command; returns its exit code, and whether the time limit ended it."""
+    try:
+        # A session of its own: the script's processes end with it, also those that it spawned.
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot run {command[0]}: {error.strerror}") from error
+    except ValueError as error:  # a zero byte
+        raise typer.BadParameter(f"cannot run {shown(command[0])}: {error}") from error
+
+    def forward(number: int, _: Any) -> None:
+        _signal(process, number)
+
+    before = {one: signal.signal(one, forward) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return process.wait(timeout=limit + _GRACE), False
+    except subprocess.TimeoutExpired:
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_TERM)
+        return 1, True
+    finally:
+        _signal(process, signal.SIGKILL)  # what it has left behind
+        process.wait()
+        for one, handler in before.items():
+            signal.signal(one, handler)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
+    """Says why there is no answer."""
+    within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
+    ended = "was stopped" if killed else f"ended with exit code {code}"
+    if told.get("fsdp"):
+        return (
+            "the script uses FSDP, which has no communication hooks for buckets of gradients: only "
+            "DistributedDataParallel can be measured. On FSDP2, "
+            'commhooks.register(model, "auto") times schemes while it trains.'
+        )
+    if "own_hook" in told:
+        return (
+            f"the script registers a communication hook of its own, {told['own_hook']}, and "
+            f"DistributedDataParallel takes one: leave it out to measure what dense, bf16 and no "
+            f"communication take."
+        )
+    if "failed" in told:
+        return str(told["failed"])
+    if "too_slow" in told:
+        return (
+            f"the time limit of {limit:.0f} s came after {told['too_slow']} steps, before each "
+            f"kind of communication had its turn: raise --time-limit."
+        )
+    if "rewrapped" in told:
+        return (
+            f"the script wraps its model in another DistributedDataParallel after "
+            f"{told['rewrapped']} steps, before the {told['needed']} steps that the measurement "
+            f"needs: let it train longer with one, or ask for fewer --steps."
+        )
+    if "needed" in told:
+        steps = f" after {told['ended']} steps" if "ended" in told else ""
+        advice = ": train longer, or ask for fewer --steps" if code == 0 else ""
+        return (
+            f"the script {ended}{steps}, before the {told['needed']} steps that the measurement "
+            f"needs{within or advice}."
+        )
+    if told.get("alone"):
+        return (
+            "the script trains on one rank, which has nobody to exchange gradients with: start it "
+            "on two or more."
+        )
+    if told.get("ddp"):
+        return (
+            f"the script built a DistributedDataParallel and {ended} before a forward pass through "
+            f"it in training{within}. A pass counts that calls the DistributedDataParallel and not "
+            f"the module inside, in training mode (model.train()), with gradients switched on."
+        )
+    if not told.get("seen", True):
+        return (
+            f"the script {ended}{within}, and no Python that it started has looked at PYTHONPATH, "
+            f"by which it is measured: it runs on other machines, or ignores the environment "
+            f"(python -I, -E), or is no Python program."
+        )
+    return (
+        f"the script {ended} and never built a DistributedDataParallel{within}: there is no "
+        f"exchange of gradients to measure."
+    )

@@ -1,0 +1,135 @@
+"""Runs ``commhooks link``: measures the fabric between ranks and prints a table."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from commhooks.cli._arguments import need_folders
+from commhooks.predict._fabric import Link, save_fabric
+from commhooks.predict._link import LinkReport, link_report, modelled
+
+__all__ = ["link"]
+
+_LOCAL = 2  # processes that the command starts if nobody has started any
+_POOR = 1.25  # misfit from which on the table warns: predictions claim a tenth
+_START_S = 120.0  # for these to import torch and find each other
+
+
+def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | None) -> int:
+    """Measures, as a rank of torchrun or with processes of its own; returns the exit code.
+
+    Args:
+        out: file for the fabric.
+        budget_s: seconds of the measurement.
+        device: of the tensors; "cuda" where each rank has a GPU, by default.
+    """
+    need_folders(out)
+    if "RANK" not in os.environ:
+        return _with_local_ranks(out, budget_s, device)
+    local, mates = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if device is None:
+        enough = torch.cuda.is_available() and torch.cuda.device_count() >= mates
+        device = "cuda" if enough else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    # The ranks meet over Gloo; the measurement has groups of its own.
+    dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
+    try:
+        found = link_report(budget_s=budget_s, device=device, timeout_s=_START_S + 3 * budget_s)
+        if dist.get_rank() == 0:
+            _show(found)
+            if out is not None:
+                save_fabric(found.fabric, out, measured=found.measured)
+                typer.echo(f"wrote {out}")
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+def _with_local_ranks(out: Path | None, budget_s: float, device: str | None) -> int:
+    typer.echo(
+        f"{_LOCAL} processes of this machine; for others, on each of them:\n"
+        f"torchrun --nnodes ... --nproc-per-node ... -m commhooks link --out link.json\n"
+    )
+    options = [f"--budget={budget_s}"]
+    options += [] if out is None else [f"--out={out}"]
+    options += [] if device is None else [f"--device={device}"]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={_LOCAL}", "-m", "commhooks", "link", *options,
+    ]  # fmt: skip
+    environment = {"OMP_NUM_THREADS": "1"} | os.environ
+    try:
+        limit = _START_S + 5 * budget_s
+        return subprocess.run(command, env=environment, timeout=limit).returncode
+    except subprocess.TimeoutExpired:
+        typer.echo(f"commhooks link: no result within {limit:.0f} s", err=True)
+        return 1
+
+
+def _show(found: LinkReport) -> None:
+    layout, fabric = found.layout, found.fabric
+    nodes = -(-layout.ranks // layout.per_node)
+    table = Table(
+        title=f"{layout.ranks} ranks on {nodes} node{'s' * (nodes > 1)}, "
+        f"{found.device} tensors over {fabric.library}"
+    )
+    table.add_column("ranks")
+    table.add_column("collective")
+    for column in ("size", "measured [ms]", "spread", "model [ms]", "model / measured"):
+        table.add_column(column, justify="right")
+    for one in sorted(found.times, key=lambda one: (one.part, one.collective, one.nbytes)):
+        model = modelled(layout, one, fabric)
+        table.add_row(
+            one.part,
+            one.collective,
+            _size(one.nbytes),
+            f"{1e3 * one.seconds:.3f}",
+            f"{(one.high_s - one.low_s) / one.seconds:.0%}",
+            f"{1e3 * model:.3f}",
+            f"{model / one.seconds:.2f}",
+        )
+    console = Console()
+    console.print(table)
+    if fabric.inside is not None:
+        console.print(f"inside a node: {_words(fabric.inside)}", highlight=False)
+    if nodes > 1:
+        console.print(f"between nodes: {_words(fabric.between)}", highlight=False)
+    if fabric.library == "gloo":
+        console.print(
+            f"two messages at once share {fabric.overlap:.0%} of the latency", highlight=False
+        )
+    console.print(
+        f"medians of {found.rounds} rounds of all; spread: of the middle half of them. "
+        f"{found.seconds:.1f} s in all",
+        highlight=False,
+    )
+    if found.misfit > _POOR:
+        console.print(
+            f"The fit is poor: half of these measurements are off by a factor of "
+            f"{found.misfit:.1f} or more, and so are predictions for this link. Measure again "
+            f"while nothing else runs, and longer (--budget)",
+            highlight=False,
+        )
+
+
+def _words(link: Link) -> str:
+    return (
+        f"latency {1e6 * link.latency:.3g} us, bandwidth {link.bandwidth / 1e9:.3g} GB/s "
+        f"({8 * link.bandwidth / 1e9:.3g} Gbit/s)"
+    )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes // 2**20} MiB" if nbytes >= 2**20 else f"{nbytes // 2**10} KiB"

@@ -1,0 +1,230 @@
+"""Runs ``commhooks simulate``: predicts steps of schemes and says where each stops paying."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from commhooks.cli._arguments import (
+    fabrics_of,
+    listed,
+    need_folders,
+    note_of,
+    numbers_of,
+    schemes_of,
+    workload_of,
+)
+from commhooks.predict._device import device as device_of
+from commhooks.predict._fabric import PRESETS, Link
+from commhooks.predict._models import MODELS
+from commhooks.predict._simulate import (
+    BASELINE,
+    MARGIN,
+    Comparison,
+    Row,
+    check_format,
+    compare,
+    draw,
+    write_csv,
+)
+
+__all__ = ["MODELS", "Options", "preset_rows", "print_presets", "short", "simulate"]
+
+
+def preset_rows() -> Iterator[tuple[str, str, str, str]]:
+    """Yields name, link between nodes, link inside of one, and source of each preset."""
+    for one in PRESETS.values():
+        inside = ""
+        if one.inside is not None:
+            inside = f"{one.ranks_per_node} ranks, {_words(one.inside)}"
+            if one.multicast is not None:
+                inside += f", switch {one.multicast / 1e9:.3g} GB/s"
+        yield one.name, _words(one.between), inside, one.source
+
+
+def _words(link: Link) -> str:
+    chunks = f", {1e6 * link.chunk_s:.3g} us per chunk" if link.chunk_s else ""
+    long = link.latency >= 1e-3
+    latency = f"{1e3 * link.latency:.3g} ms" if long else f"{1e6 * link.latency:.3g} us"
+    return f"{latency}, {link.bandwidth / 1e9:.4g} GB/s{chunks}"
+
+
+def print_presets(wanted: bool) -> None:
+    """Prints all presets and ends the command, if that is wanted: the callback of an option."""
+    if not wanted:
+        return
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("fabric", no_wrap=True)
+    for column in ("between nodes", "inside a node", "source"):
+        table.add_column(column, overflow="fold")
+    for row in preset_rows():
+        table.add_row(*map(escape, row))
+    Console().print(table)
+    raise typer.Exit
+
+
+# ---- commhooks simulate
+
+
+@dataclass(frozen=True)
+class Options:
+    """Holds the arguments of the command, as they were given.
+
+    Attributes:
+        model: a built-in name, or ``FILE.py:FUNCTION``.
+        timeline: file of :func:`commhooks.predict.save_workload`, instead of a model.
+        schemes, ranks, fabric: lists with commas.
+        device: a name.
+        batch: samples of a rank's pass.
+        accumulate: forward and backward passes of a step.
+        bucket_mb: MiB at which a bucket is full; None: as without ``bucket_cap_mb``.
+        csv, plot: files to write.
+    """
+
+    model: str | None
+    timeline: Path | None
+    schemes: str
+    ranks: str
+    fabric: str
+    device: str
+    batch: int | None
+    accumulate: int
+    bucket_mb: float | None
+    csv: Path | None
+    plot: Path | None
+
+
+def simulate(options: Options) -> None:
+    """Prints a table per fabric, and writes files that were asked for.
+
+    Raises:
+        typer.BadParameter: an argument is wrong.
+    """
+    need_folders(options.csv, options.plot)
+    try:
+        if options.plot is not None:
+            check_format(options.plot)  # now: a wrong ending costs no prediction
+        device, fabrics = device_of(options.device), fabrics_of(options.fabric)
+        workload = workload_of(
+            options.model, options.timeline, options.batch, device, accumulate=options.accumulate
+        )
+        found = compare(
+            workload,
+            schemes_of(listed("--schemes", options.schemes)),
+            ranks=numbers_of(options.ranks),
+            fabrics=fabrics,
+            device=device,
+            cap_mb=options.bucket_mb,
+        )
+    except ValueError as error:  # PredictionError is reported for all commands
+        raise typer.BadParameter(str(error)) from error
+    console = Console(markup=False)  # names come from files
+    console.print(
+        f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name}: "
+        f"{short(1e3 * workload.compute_s)} ms of computing per step",
+        highlight=False,
+    )
+    for index, fabric in enumerate(fabrics):
+        console.print(f"\n{fabric.name}", style="bold", highlight=False)
+        console.print(_table(row for row in found.rows() if row.fabric == fabric.name))
+        console.print("\n".join(_where(found, index)), highlight=False)
+        if note := note_of(fabric, max(numbers_of(options.ranks))):
+            console.print(note, highlight=False)
+    console.print(
+        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. pays: at\n"
+        f"which bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",
+        highlight=False,
+    )
+    if options.csv is not None:
+        write_csv(found, options.csv)
+        typer.echo(f"wrote {options.csv}")
+    if options.plot is not None:
+        draw(found, options.plot)
+        typer.echo(f"wrote {options.plot}")
+
+
+# ---- results
+
+
+def _table(rows: Iterable[Row]) -> Table:
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column("ranks", justify="right")
+    table.add_column("scheme", overflow="fold")
+    for column in (
+        "step|[ms]",
+        "exposed|[ms]",
+        "speed-up|",
+        "sent|[MB]",
+        "by node|[MB]",
+        "pays|[Gbit/s]",
+    ):
+        table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
+    before = None
+    for row in rows:
+        if before not in (None, row.ranks):
+            table.add_section()
+        table.add_row(
+            "" if row.ranks == before else f"{row.ranks:,}",
+            row.scheme,
+            short(1e3 * row.step_s),
+            short(1e3 * row.exposed_s),
+            f"{row.speedup:.2f}",
+            short(row.rank_nbytes / 1e6),
+            short(row.link_nbytes / 1e6),
+            _where_paying(row),
+        )
+        before = row.ranks
+    return table
+
+
+def _where_paying(row: Row) -> str:
+    """Returns the bandwidths at which a scheme pays, in Gbit/s."""
+    if row.scheme == BASELINE:
+        return ""
+    if math.isnan(row.pays_from):
+        return "nowhere"
+    low, high = (short(8 * one / 1e9) for one in (row.pays_from, row.pays_to))
+    if math.isinf(row.pays_to):
+        return f"over {low}" if row.pays_from else "anywhere"
+    return f"{low} to {high}" if row.pays_from else f"below {high}"
+
+
+def short(value: float) -> str:
+    """Returns three digits or more, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
+
+
+def _where(found: Comparison, fabric: int) -> list[str]:
+    """Says with how many ranks each scheme pays."""
+    name, lines = found.fabrics[fabric].name, []
+    for scheme in found.schemes:
+        if scheme == BASELINE:
+            continue
+        sizes = found.paying_sizes(scheme, fabric)
+        if not sizes:
+            lines.append(
+                f"{scheme}: on {name} bf16 is as fast, or faster, with any number of ranks"
+            )
+        else:
+            lines.append(f"{scheme}: pays on {name} with {_ranges(sizes, found.sizes)} ranks")
+    return lines
+
+
+def _ranges(sizes: Sequence[int], of: Sequence[int]) -> str:
+    """Returns numbers as ranges of neighbours in ``of``: "2 to 8 and 64"."""
+    parts: list[list[int]] = []
+    for size in sizes:
+        if parts and of.index(size) == of.index(parts[-1][-1]) + 1:
+            parts[-1].append(size)
+        else:
+            parts.append([size])
+    words = [f"{one[0]:,} to {one[-1]:,}" if len(one) > 1 else f"{one[0]:,}" for one in parts]
+    return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

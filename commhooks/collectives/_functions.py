@@ -1,0 +1,256 @@
+"""Defines ``Collectives``: torch's collectives by a scheme, on tensors with names."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.collectives._calls import Call, Calls, Handle, sums
+from commhooks.core._scheme import Scheme, slots_of
+from commhooks.errors import RegistrationError
+from commhooks.hook._binding import need_group
+from commhooks.wrappers._make import describe
+from ddp_core._torch import not_traced
+
+__all__ = [
+    "Collectives",
+    "all_gather",
+    "all_reduce",
+    "close_idle",
+    "collectives_of",
+    "reduce_scatter",
+]
+
+
+SUM = dist.ReduceOp.SUM
+
+
+class Collectives(Calls):
+    """Exchanges tensors by a scheme as ``torch.distributed`` does, and keeps the scheme's memory.
+
+    Memory and random bits belong to the name of a tensor, and each call is one step of the tensor
+    of that name. All ranks make the same calls in the same order; the first call compares scheme,
+    options and versions across ranks.
+
+    Args:
+        scheme: a scheme or a registered name.
+        group: ranks; the default group by default.
+        seed, history, options: see :func:`commhooks.register`.
+
+    Example:
+        >>> collectives = commhooks.Collectives("topk", ratio=0.01)
+        >>> collectives.all_reduce(gradient, "embedding", op=dist.ReduceOp.AVG)
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme = "none",
+        group: dist.ProcessGroup | None = None,
+        *,
+        seed: int = 0,
+        history: int = 100_000,
+        **options: Any,
+    ) -> None:
+        super().__init__(scheme, process_group=group, seed=seed, history=history, **options)
+        self.attendance.dismiss()  # no backward pass calls it, of which a hook would warn
+
+    def all_reduce(
+        self, tensor: Tensor, name: str | None = None, *, op: Any = SUM, async_op: bool = False
+    ) -> Handle | None:
+        """Reduces ``tensor`` over all ranks, in place.
+
+        Args:
+            tensor: dense, of any dtype, shape and strides. Integers and complex numbers travel
+                exactly.
+            name: of the tensor, the same on every rank; needed if the scheme keeps memory.
+            op: ``ReduceOp.SUM``, or ``ReduceOp.AVG`` for the mean.
+            async_op: returns a handle at once; the tensor has the result after ``handle.wait()``.
+
+        Raises:
+            ValueError: another ``op``, no name where one is needed, or a name of another tensor.
+            MismatchError: the ranks differ in scheme, options or versions (first call).
+        """
+        return self.run(Call("all_reduce", tensor, tensor, sums("all_reduce", op)), name, async_op)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        name: str | None = None,
+        *,
+        op: Any = SUM,
+        async_op: bool = False,
+    ) -> Handle | None:
+        """Reduces ``input`` over all ranks, and writes this rank's part of it to ``output``.
+
+        A scheme rounds once, not twice as in an all-reduce.
+
+        Args:
+            output: as many entries as the part of one rank.
+            input: the parts of all ranks, one after the other, all of the same size.
+            name, op, async_op: see :meth:`all_reduce`.
+
+        Raises:
+            RegistrationError: the scheme averages whole tensors only.
+        """
+        call = Call("reduce_scatter", input, output, sums("reduce_scatter", op))
+        return self.run(call, name, async_op)
+
+    def all_gather(
+        self, output: Tensor, input: Tensor, name: str | None = None, *, async_op: bool = False
+    ) -> Handle | None:
+        """Gathers the inputs of all ranks into ``output``, the same bits on every rank.
+
+        Each input is rounded once, also in the output of the rank that sent it.
+
+        Args:
+            output: the inputs of all ranks, one after the other.
+            input: as many entries on every rank.
+            name, async_op: see :meth:`all_reduce`.
+
+        Raises:
+            RegistrationError: the scheme has no payload of one rank's tensor.
+        """
+        return self.run(Call("all_gather", input, output), name, async_op)
+
+
+# ---- functions
+
+
+_made: dict[dist.ProcessGroup, dict[tuple[str, str], Collectives]] = {}
+_registered: set[dist.ProcessGroup] = set()  # those of them that torch.distributed had made
+
+
+@not_traced
+def all_reduce(
+    tensor: Tensor,
+    scheme: str | Scheme = "none",
+    *,
+    op: Any = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Handle | None:
+    """Reduces ``tensor`` over all ranks by a scheme, in place, as torch's function of that name.
+
+    Args:
+        tensor: dense, of any dtype, shape and strides. Integers and complex numbers travel exactly.
+        scheme: a name or a scheme that keeps nothing between calls, such as "int8"; others need
+            :class:`commhooks.Collectives`.
+        op: ``ReduceOp.SUM``, or ``ReduceOp.AVG`` for the mean.
+        group: ranks; the default group by default.
+        async_op: returns a handle with ``wait()`` at once.
+        options: of the scheme, see :func:`commhooks.make`.
+
+    Raises:
+        RegistrationError: the scheme keeps memory between calls.
+        ValueError: another ``op``.
+        MismatchError: the ranks differ in scheme, options or versions (first call).
+
+    Example:
+        >>> commhooks.all_reduce(tensor, "int8", op=dist.ReduceOp.AVG)
+    """
+    call = Call("all_reduce", tensor, tensor, sums("all_reduce", op))
+    return collectives_of(scheme, group, call, **options).run(call, None, async_op)
+
+
+@not_traced
+def reduce_scatter(
+    output: Tensor,
+    input: Tensor,
+    scheme: str | Scheme = "none",
+    *,
+    op: Any = SUM,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Handle | None:
+    """Reduces ``input`` over all ranks by a scheme; ``output`` gets this rank's part of it.
+
+    Args:
+        output: as many entries as the part of one rank.
+        input: the parts of all ranks, one after the other, all of the same size.
+        scheme, op, group, async_op, options: see :func:`commhooks.all_reduce`.
+
+    Example:
+        >>> commhooks.reduce_scatter(output, input, "int8")
+    """
+    call = Call("reduce_scatter", input, output, sums("reduce_scatter", op))
+    return collectives_of(scheme, group, call, **options).run(call, None, async_op)
+
+
+@not_traced
+def all_gather(
+    output: Tensor,
+    input: Tensor,
+    scheme: str | Scheme = "none",
+    *,
+    group: dist.ProcessGroup | None = None,
+    async_op: bool = False,
+    **options: Any,
+) -> Handle | None:
+    """Gathers the inputs of all ranks into ``output``, rounded by a scheme.
+
+    Args:
+        output: the inputs of all ranks, one after the other; the same bits on every rank.
+        input: as many entries on every rank.
+        scheme, group, async_op, options: see :func:`commhooks.all_reduce`.
+
+    Example:
+        >>> commhooks.all_gather(output, input, "fp8")
+    """
+    call = Call("all_gather", input, output)
+    return collectives_of(scheme, group, call, **options).run(call, None, async_op)
+
+
+def collectives_of(
+    scheme: str | Scheme, group: dist.ProcessGroup | None, call: Call, **options: Any
+) -> Collectives:
+    """Returns the object that makes a call, which is made itself at the first one.
+
+    Raises:
+        RegistrationError: there is no process group, or the scheme keeps memory between calls.
+    """
+    need_group(group)
+    close_idle()
+    group = group or dist.group.WORLD
+    if group is None:
+        raise RegistrationError(
+            f"commhooks.{call.kind}: no process group; call torch.distributed.init_process_group "
+            f"first"
+        )
+    key = (scheme if isinstance(scheme, str) else describe(scheme), repr(sorted(options.items())))
+    found = _made.get(group, {}).get(key)
+    if found is None:
+        found = Collectives(scheme, group, **options)
+        if slots_of(found.scheme):
+            call.need(found.scheme)
+            raise RegistrationError(
+                f"commhooks.{call.kind}: {found.scheme} keeps memory between calls, which belongs "
+                f"to a tensor by name: collectives = commhooks.Collectives(scheme, group), then "
+                f"collectives.{call.kind}(..., name=...)"
+            )
+        found._called = "commhooks"
+        _made.setdefault(group, {})[key] = found
+        if _is_known(group):
+            _registered.add(group)
+    return found
+
+
+def close_idle() -> None:
+    """Closes what was made for groups that torch.distributed has destroyed since."""
+    for group in [one for one in _registered if not _is_known(one)]:
+        _registered.remove(group)
+        for found in _made.pop(group).values():
+            found.close()
+
+
+def _is_known(group: dist.ProcessGroup) -> bool:
+    """Whether torch.distributed has made a group and not destroyed it."""
+    # Not by its store, which a group keeps after it was destroyed.
+    with suppress(KeyError, ValueError, RuntimeError):
+        return bool(dist.get_process_group_ranks(group))
+    return False

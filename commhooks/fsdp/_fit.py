@@ -1,0 +1,52 @@
+"""Fits a new hook to a host that reduces gradients itself and shards parameters, such as FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commhooks.hook._parameters import Parameters
+from commhooks.hook._sharded import need_shards
+from commhooks.hook._state import HookState
+from commhooks.verify import Verification
+
+__all__ = ["fit_to_host"]
+
+
+def fit_to_host(
+    hook: HookState,
+    model: nn.Module,
+    known: Parameters,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    shards_for: str,
+    verification: Verification | None,
+    values: Callable[[], Mapping[str, Tensor]] = dict,
+) -> None:
+    """Fits a new hook to its host, before the hook meets the other ranks (``HookState.agree``).
+
+    Args:
+        hook: the hook, made without a model.
+        model: the model that the host has sharded.
+        known: the model's parameters as they lie in the host's buckets.
+        group: ranks to average over.
+        device: the device of the gradients.
+        shards_for: name of the host if each rank needs only its shard of the mean; "" if each rank
+            needs the whole mean.
+        verification: how steps are verified; None: not at all.
+        values: returns the parameters, or shards of them, that ranks have in common, by name.
+
+    Raises:
+        RegistrationError: the scheme cannot return a shard.
+    """
+    hook.attendance.dismiss()  # the host's guard says where it would not run
+    if shards_for:
+        need_shards(hook.scheme, shards_for)
+        hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
+    hook.binding.adopt_sharded(model, known, group, device, values)
+    hook._verify_with(verification)
+    hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"

@@ -1,0 +1,245 @@
+"""Runs schemes in FSDP1 (``torch.distributed.fsdp.FullyShardedDataParallel``).
+
+A unit of FSDP1 hands over one flat gradient, parameter after parameter, and needs the mean of this
+rank's contiguous shard of it, which may begin anywhere within a parameter.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from commhooks._torch import (
+    dtensor_specs_in,
+    flat_masks,
+    flat_names,
+    flat_originals,
+    flat_parameter,
+    flat_shapes,
+    fsdp1_hook,
+    fsdp1_synchronises,
+    is_in_fsdp1_backward,
+    set_fsdp1_hook,
+)
+from commhooks.checkpoint._placement import Cut, cut_of
+from commhooks.core._layout import Layout, equal_shards
+from commhooks.core._names import is_padding, padding_name, plain_name
+from commhooks.core._scheme import Scheme
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.fsdp._fit import fit_to_host
+from commhooks.hook._attachment import HostGuard
+from commhooks.hook._exchanges import HookBucket
+from commhooks.hook._handshake import MEETING
+from commhooks.hook._parameters import Parameter, memory_order
+from commhooks.hook._sharded import FlatParameters
+from commhooks.hook._state import HookState
+from commhooks.verify import Verification
+from ddp_core.reducer._autograd import (
+    NO_BACKWARD,
+    backward_number,
+    call_after_backward,
+    when_accumulated,
+)
+from ddp_core.reducer._misuse import local_error
+
+__all__ = ["cuts_in", "originals", "pieces", "register_on_fsdp1"]
+
+
+def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
+    """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
+    flat, prefix = flat_parameter(unit), _prefix(name)
+    names = _names(name, flat)
+    values = flat_originals(flat) or [flat] * len(names)
+    # A parameter lies there as in its own memory: channels-last weights have their channels last.
+    orders = [
+        memory_order(torch.empty_strided(shape, stride, device="meta"))
+        for shape, stride in flat_shapes(flat)
+    ]
+    shapes = [shape for shape, _ in flat_shapes(flat)]
+    named = zip(names, shapes, values, orders, strict=True)
+    found = [
+        (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat, (0,))
+        if padded
+        else next(named)
+        for place, (numel, padded) in enumerate(flat_masks(flat))
+    ]
+    total = sum(shape.numel() for _, shape, *_ in found)
+    found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
+    return [
+        (Parameter(own, _sizes(shape, order), flat.dtype, order), value.requires_grad)
+        for own, shape, value, order in found
+    ]
+
+
+def cuts_in(name: str, unit: Any) -> dict[str, Cut]:
+    """Returns how tensor parallelism cuts the parameters in a unit's flat gradient."""
+    flat = flat_parameter(unit)
+    # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
+    found = zip(_names(name, flat), dtensor_specs_in(flat), strict=True)
+    return {one: cut_of(spec) for one, spec in found if hasattr(spec, "placements")}
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _names(name: str, flat: Any) -> list[str]:
+    return [plain_name(f"{_prefix(name)}{one}") for one in flat_names(flat)]
+
+
+def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
+    return torch.Size(shape[dimension] for dimension in order)
+
+
+def originals(unit: Any, layout: Layout) -> dict[str, Tensor]:
+    """Returns the parameters in a flat gradient, by name; none if only the whole is known."""
+    names = [name for name in layout.names if not is_padding(name)]
+    return dict(zip(names, flat_originals(flat_parameter(unit)), strict=False))
+
+
+def register_on_fsdp1(
+    model: nn.Module,
+    scheme: str | Scheme,
+    *,
+    seed: int = 0,
+    history: int = 100_000,
+    verification: Verification | None = None,
+    **options: Any,
+) -> HookState:
+    """Registers a scheme on all units of an FSDP1 model; see :func:`commhooks.register`."""
+    units = _units(model)
+    group = _group(list(units.values()))
+    hook = HookState(scheme, process_group=group, seed=seed, history=history, **options)
+    ranks = {name: 1 if _is_whole(unit) else group.size() for name, unit in units.items()}
+    known = FlatParameters([pieces(name, unit, ranks[name]) for name, unit in units.items()])
+    for name, unit in units.items():
+        known.cuts |= cuts_in(name, unit)
+    device = next(iter(units.values())).compute_device
+    shards_for = "FSDP1" if max(ranks.values()) > 1 else ""
+    fit_to_host(hook, model, known, group, device, shards_for=shards_for, verification=verification)
+    hook.agree("commhooks.register", {"host": "FSDP1"}, MEETING)
+    for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
+        # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
+        # tell which unit it is called for.
+        parameters = originals(unit, layout)
+        beside = _Beside(unit, parameters) if _is_whole(unit) else None
+        set_fsdp1_hook(unit, reduce_unit, (hook, number, layout, parameters, beside))
+
+    def has_hook(unit: Any) -> bool:
+        present, state = fsdp1_hook(unit)
+        return present is reduce_unit and state[0] is hook
+
+    need_ready = partial(_need_ready, FullyShardedDataParallel.fsdp_modules(model))
+    model.register_forward_pre_hook(
+        HostGuard(model, hook, units, _units, has_hook, need_ready, _held)
+    )
+    return hook
+
+
+class _Beside:
+    """Raises for a loss that was not computed through a unit whose parameters are whole.
+
+    Sharded ones are no matrices outside of it. In a forward pass of the unit autograd sees views of
+    its flat parameter instead, so its parameters get gradients of their own beside it only: of a
+    penalty on weights, in a pass that the hook runs in as well, or of a loss, in one without.
+    """
+
+    def __init__(self, unit: Any, parameters: Mapping[str, Tensor]) -> None:
+        self._unit = weakref.ref(unit)
+        self.hook_ran_in = self._looks_after = NO_BACKWARD
+        for name, parameter in parameters.items():
+            when_accumulated(parameter, partial(self._came, name))
+
+    def _came(self, name: str, _: Tensor) -> None:
+        if self._looks_after != backward_number():
+            self._looks_after = backward_number()
+            call_after_backward(partial(self._pass_ended, name, self._looks_after))
+
+    def _pass_ended(self, name: str, number: int) -> None:
+        unit = self._unit()
+        if number != self.hook_ran_in and unit is not None and fsdp1_synchronises(unit):
+            landed = self.hook_ran_in != NO_BACKWARD
+            raise HookNotAttachedError(local_error(name, landed, "FullyShardedDataParallel"))
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Returns the parameters that a model has between steps, also those that are out of it now."""
+    flat = [flat_parameter(unit) for unit in _units(model).values()]
+    return [*flat, *(one for each in flat for one in flat_originals(each))]
+
+
+def _need_ready(units: list[Any]) -> None:
+    """Raises if the last backward pass has raised, and FSDP1 takes the next one for a part of it.
+
+    The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.
+    """
+    if any(is_in_fsdp1_backward(unit) for unit in units):
+        raise HookNotAttachedError(
+            "commhooks: the last backward pass has raised, and FSDP1 is still in it: the gradients "
+            "of the next one would be wrong. End the processes and resume from a checkpoint; FSDP2 "
+            "(fully_shard) has reset_iter_state()"
+        )
+
+
+def reduce_unit(
+    state: tuple[HookState, int, Layout, dict[str, Tensor], _Beside | None],
+    gradient: Tensor,
+    *shard: Tensor,
+) -> None:
+    """Averages the gradient of one unit: FSDP1's hook in both of its signatures.
+
+    Args:
+        state: the hook, the unit's number, its layout, its parameters, and what is told of passes.
+        gradient: the whole flat gradient, padded where it is sharded; takes the mean if it is not.
+        shard: takes the mean of this rank's shard; missing where nothing is sharded.
+    """
+    hook, number, layout, parameters, beside = state
+    if beside is not None:
+        beside.hook_ran_in = backward_number()
+    bucket = HookBucket(number, gradient, layout, waits=True)
+    if shard:
+        parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
+        bucket.shards, bucket.output, bucket.dense_sends = parts, shard[0], 1.0
+    # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
+    bucket.left_alone = [name for name, one in parameters.items() if not one.requires_grad]
+    hook.start(bucket).wait()
+
+
+def _units(model: nn.Module) -> dict[str, Any]:
+    """Returns the units with parameters, by name."""
+    found: dict[str, Any] = dict(model.named_modules())
+    return {
+        name: one
+        for name, one in found.items()
+        if isinstance(one, FullyShardedDataParallel) and flat_parameter(one) is not None
+    }
+
+
+def _is_whole(unit: Any) -> bool:
+    return bool(unit.sharding_strategy.name == "NO_SHARD")
+
+
+def _group(units: list[Any]) -> Any:
+    """Returns the ranks that all units reduce over; raises if they take no hook."""
+    for one in units:
+        if "HYBRID" in one.sharding_strategy.name:
+            raise RegistrationError(
+                f"register: FSDP1 takes no hook with {one.sharding_strategy}; use FSDP2 "
+                f"(fully_shard) and register(model, scheme, between=...)"
+            )
+        if fsdp1_hook(one)[0] is not None:
+            raise RegistrationError("register: this model already has a hook, and FSDP1 takes one")
+    if not units:
+        raise RegistrationError("register: no unit of this FSDP1 model has parameters")
+    if any(one.process_group is not units[0].process_group for one in units):
+        raise RegistrationError(
+            "register: the units of this FSDP1 model reduce over different process groups; "
+            "register each of them by itself"
+        )
+    return units[0].process_group

@@ -1,0 +1,577 @@
+"""Runs schemes in FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+FSDP2 hands over the gradients of a module, one piece of every parameter for each rank, and needs
+the mean of this rank's pieces only. A scheme then runs the first of its two phases: the gradient is
+rounded once and not twice, and half of the bytes travel. Between nodes (HSDP) the pieces of a rank
+are averaged with those of the same rank on other nodes, by any scheme.
+
+One bucket, step by step: ``register_on_fsdp2`` puts a :class:`SchemeReduceScatter` on each module's
+group of parameters. In backward FSDP2 calls it with the flat gradient (``input_tensor``). It looks
+up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``HookBucket`` of them, and
+``average`` starts the hook's exchange, waits for it, and leaves the mean of this rank's shard in
+``output_tensor``. The exchange is ``Engine.exchange``, which runs the scheme; beside tensor
+parallelism ``Exactly`` cuts the bucket in two before, and averages exactly what is not cut between
+those ranks. What FSDP2 divides by itself, before or after, is undone last.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pkgutil import resolve_name
+from typing import Any, ClassVar, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from commhooks._torch import (
+    ALL_REDUCE,
+    REDUCE_SCATTER,
+    DDPMeshInfo,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+    FSDPMeshInfo,
+    ReduceScatter,
+    divide_factors,
+    dtensor_spec_before,
+    fsdp2_groups,
+    fsdp2_is_in_backward,
+    fsdp2_module_name,
+    fsdp2_ranks,
+    fsdp2_state,
+    owner_of,
+    size_before,
+)
+from commhooks.checkpoint._placement import cut_of
+from commhooks.core._layout import Layout, equal_shards
+from commhooks.core._names import piece_name, plain_names
+from commhooks.core._scheme import Scheme
+from commhooks.core._settings import check_seed
+from commhooks.core._slot import number_of
+from commhooks.core._user_line import user_line
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.fsdp._fit import fit_to_host
+from commhooks.hook._attachment import HostGuard
+from commhooks.hook._exchanges import HookBucket
+from commhooks.hook._handshake import MEETING
+from commhooks.hook._sharded import (
+    OwnShards,
+    ShardedParameter,
+    ShardedParameters,
+)
+from commhooks.hook._state import HookState
+from commhooks.verify import Verification
+from commhooks.wrappers._make import describe
+from ddp_core import borrow_memory
+from ddp_core.exchange._errors import listed
+
+__all__ = [
+    "BetweenNodes",
+    "FSDP2Model",
+    "FSDP2Module",
+    "Replacement",
+    "SchemeReduceScatter",
+    "groups_of",
+    "need_between",
+    "need_free",
+    "parameter_of",
+    "register_on_fsdp2",
+    "replica_ranks",
+    "shard_ranks",
+    "warn_of_others",
+]
+
+
+# ---- a module of FSDP2, and the model
+
+
+class FSDP2Module:
+    """Describes one FSDP2 module: its number, and the parameters whose gradients it reduces.
+
+    Args:
+        number: the same on all ranks.
+        group: FSDP2's group of parameters.
+        names: names of the parameters within the model, by identity of FSDP2's objects.
+    """
+
+    def __init__(self, number: int, group: Any, names: dict[int, str]) -> None:
+        self.number, self.group, self._names = number, group, names
+
+    def layout(self, known: ShardedParameters, numel: int, pieces: int) -> Layout:
+        """Returns the layout of a bucket of ``numel`` entries.
+
+        Args:
+            known: all parameters.
+            numel: number of entries, by which missing gradients are noticed.
+            pieces: number of pieces of each parameter in the bucket.
+        """
+        trained = [one for one in self.group.fsdp_params if one.sharded_param.requires_grad]
+        total = sum(one.padded_sharded_param_size.numel() for one in trained) * pieces
+        if total != numel:
+            raise RegistrationError(
+                f"commhooks: FSDP2 reduces {numel} entries of module "
+                f"{fsdp2_module_name(self.group) or 'root'}, whose trained parameters have "
+                f"{total}: some got no gradient in this step. Call "
+                f"model.set_reduce_scatter_unused_params(True), so that zeros stand for them; "
+                f"where this torch has no such method, add 0 * parameter.sum() to the loss"
+            )
+        return known.layout_of([self._names[id(one)] for one in trained])
+
+    def values(self) -> dict[str, Tensor]:
+        """Returns this rank's shards of the parameters, by the names of the parameters."""
+        return {self._names[id(one)]: one.sharded_param for one in self.group.fsdp_params}
+
+    def divided_before(self, gradient: Tensor) -> float:
+        """Returns by what FSDP2 has divided a gradient before its reduce-scatter.
+
+        It does so in dtypes of another range than float32 (float16), and else by 1.
+        """
+        before, *_ = self._dividers(gradient)
+        return float(before or 1)
+
+    def reduced_units(self, reduced: Tensor) -> float:
+        """Returns what FSDP2 hands to its all-reduce hook, over the mean of this node's ranks."""
+        ranks = fsdp2_ranks(self.group).size()
+        given = self.group.gradient_divide_factor
+        before, _, op, _ = self._dividers(reduced)
+        if ranks == 1:  # no reduce-scatter: it divides by what was asked for at once
+            return 1.0 / ((before or 1.0) * (given or 1.0))
+        if op == dist.ReduceOp.AVG:
+            return 1.0
+        return float(ranks / ((before or 1.0) if op == dist.ReduceOp.SUM else given))
+
+    def _dividers(self, gradient: Tensor) -> Any:
+        group, mesh = self.group, self.group.mesh_info
+        return divide_factors(
+            fsdp2_ranks(group),
+            mesh.replicate_process_group if isinstance(mesh, DDPMeshInfo) else None,
+            gradient.dtype,
+            gradient.device.type,
+            group.gradient_divide_factor,
+            getattr(group, "force_sum_reduction_for_comms", False),
+        )
+
+
+class FSDP2Model(NamedTuple):
+    """Describes a model that was sharded by FSDP2.
+
+    Attributes:
+        modules: those that reduce gradients, in the order of ``named_modules``.
+        parameters: of all these modules.
+        ranks: the ranks that FSDP2 shards and reduces over.
+    """
+
+    modules: list[FSDP2Module]
+    parameters: list[ShardedParameter]
+    ranks: dist.ProcessGroup
+
+    @classmethod
+    def of(cls, model: nn.Module, call: str = "register") -> FSDP2Model:
+        """Reads them from a model; raises RegistrationError unless all have the same ranks.
+
+        Args:
+            call: the public call, for the messages.
+        """
+        groups = list(groups_of(model, call).values())
+        if not groups:
+            raise RegistrationError(
+                f"{call}: {type(model).__name__} has no FSDP2 module with parameters; shard it "
+                f"before, fully_shard(model)"
+            )
+        if any(not isinstance(group.mesh_info, FSDPMeshInfo) for group in groups):
+            raise RegistrationError(
+                f"{call}: a model of replicate() on FSDP2 gathers nothing, and averages its "
+                f"gradients by an all-reduce that takes no scheme; commhooks.fsdp.replicate("
+                f"model, scheme) does the same with a scheme"
+            )
+        ranks = fsdp2_ranks(groups[0])
+        if any(fsdp2_ranks(group) is not ranks for group in groups):
+            raise RegistrationError(
+                f"{call}: the FSDP2 modules of this model are sharded over different ranks; take "
+                f"each of them by itself"
+            )
+        by_id = {id(value): name for name, value in model.named_parameters()}
+        plain = plain_names(by_id.values())
+        pairs = [(one, group) for group in groups for one in group.fsdp_params]
+        sharded = {id(one): id(parameter_of(one)) for one, _ in pairs}
+        names = {one: plain[by_id[value]] for one, value in sharded.items()}
+        parameters = [_sharded(one, names[id(one)], group) for one, group in pairs]
+        modules = [FSDP2Module(number, group, names) for number, group in enumerate(groups)]
+        return cls(modules, parameters, ranks)
+
+
+def groups_of(model: nn.Module, call: str = "register") -> dict[str, Any]:
+    """Returns FSDP2's groups of parameters, by the name of the (first) module that has each."""
+    found: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        groups = fsdp2_groups(module) if isinstance(module, FSDPModule) else []
+        if len(groups) > 1:
+            raise RegistrationError(
+                f"{call}: the parameters of the FSDP2 module {name or 'root'} are on several "
+                f"meshes (shard_placement_fn), and it takes no reduction from outside"
+            )
+        # Modules that were sharded together, fully_shard([a, b]), have one.
+        if groups and groups[0] not in found.values():
+            found[name] = groups[0]
+    return found
+
+
+def parameter_of(sharded: Any) -> nn.Parameter:
+    """Returns the parameter that the module has now.
+
+    It may have been replaced since ``fully_shard``; FSDP2 looks again in the first forward pass.
+    """
+    place = owner_of(sharded)
+    parameter: nn.Parameter = getattr(place.module, place.param_name)
+    return parameter
+
+
+def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
+    policy = group.mp_policy
+    dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+    trained = parameter.sharded_param.requires_grad
+    cut = cut_of(dtensor_spec_before(parameter))
+    return ShardedParameter(
+        name, size_before(parameter), dtype, parameter.fsdp_placement.dim, trained, cut
+    )
+
+
+# ---- what FSDP2 calls
+
+
+class Replacement:
+    """Runs a hook in place of one communication of an FSDP2 module.
+
+    Args:
+        hook: the hook that runs.
+        module: the module whose gradients it averages.
+        known: the parameters of all modules.
+
+    Attributes:
+        place: the attribute of FSDP2's groups of parameters that holds the communication.
+    """
+
+    place: ClassVar[str]
+
+    def __init__(self, hook: HookState, module: FSDP2Module, known: ShardedParameters) -> None:
+        self.hook, self._module, self._known = hook, module, known
+
+    @classmethod
+    def hook_of(cls, group: Any) -> HookState | None:
+        """Returns the hook that a group of parameters has in this place."""
+        present = getattr(group, cls.place)
+        return present.hook if isinstance(present, cls) else None
+
+
+class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
+    """Reduces and scatters the gradients of one FSDP2 module by a hook's scheme."""
+
+    place = REDUCE_SCATTER
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        # ``async_op`` is False: FSDP2 reads ``output_tensor`` in stream order.
+        numel, ranks = input_tensor.numel(), group.size()
+        bucket = HookBucket(
+            self._module.number,
+            input_tensor,
+            self._module.layout(self._known, numel, ranks),
+            shards=equal_shards(numel, ranks),
+            output=output_tensor,
+            waits=True,
+            dense_sends=1.0,
+        )
+        before = 1.0
+        if op == dist.ReduceOp.SUM and _keeps_units(self.hook):
+            before = self._module.divided_before(input_tensor)
+        if before != 1:
+            input_tensor.mul_(before)
+        self.hook.start(bucket).wait()
+        if op == dist.ReduceOp.AVG:
+            return
+        # A sum, which FSDP2 divides afterwards; or a sum of products with its divide factor.
+        factor = before if op == dist.ReduceOp.SUM else self._module.group.gradient_divide_factor
+        output_tensor.mul_(ranks / factor)
+
+
+class BetweenNodes(Replacement):
+    """Averages the reduced gradients of one FSDP2 module over replicas by a hook's scheme."""
+
+    place = ALL_REDUCE
+
+    def __call__(self, reduced: Tensor) -> None:
+        # FSDP2 keeps what its own all-reduce works on, and gives this back to the stream of the
+        # reduce-scatter, which does not wait for the present one.
+        borrow_memory(reduced)
+        layout = self._module.layout(self._known, reduced.numel(), 1)
+        units = self._module.reduced_units(reduced) if _keeps_units(self.hook) else 1.0
+        if units != 1:
+            reduced.div_(units)
+        self.hook.start(HookBucket(self._module.number, reduced, layout, waits=True)).wait()
+        if self._module.group.gradient_divide_factor is not None:
+            # By which FSDP2 has divided: it stands for the number of all ranks, of replicas too.
+            units *= self.hook.world_size
+        if units != 1:
+            reduced.mul_(units)
+
+
+def _keeps_units(hook: HookState) -> bool:
+    """Whether the scheme keeps memory, which is in units of the gradient on every host."""
+    return hook.engine.keeps_memory
+
+
+# ---- what is refused
+
+
+_OWN = (
+    "FSDP2 averages over the replicas itself, since the model was sharded with a mesh of two "
+    "dimensions; shard it over the ranks of a node only: "
+    'fully_shard(module, mesh=mesh["shard"]), then '
+    'register(model, scheme, between=mesh["replicate"])'
+)
+
+
+def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
+    """Warns if a model trains parameters that no FSDP2 module has."""
+    modules = [one.group.fsdp_params for one in found.modules]
+    sharded = {id(parameter_of(one)) for some in modules for one in some}
+    trained = {name: id(one) for name, one in model.named_parameters() if one.requires_grad}
+    others = [name for name, one in trained.items() if one not in sharded]
+    if others:
+        warnings.warn(
+            f"register: {listed(others)}: in no FSDP2 module, so nothing averages their gradients, "
+            f"and ranks drift apart. Call fully_shard(model) before register; average parameters "
+            f"that you left out on purpose (ignored_params)",
+            RuntimeWarning,
+            stacklevel=user_line(),
+        )
+
+
+def need_free(found: FSDP2Model, kind: type[Replacement]) -> None:
+    """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
+    for module in found.modules:
+        present, hook = getattr(module.group, kind.place), kind.hook_of(module.group)
+        if hook is not None:
+            raise RegistrationError(
+                f"register: this model already has the hook {hook}; change its scheme with "
+                f"hook.switch(...)"
+            )
+        if present is not None and type(present) is not DefaultReduceScatter:
+            raise RegistrationError(
+                f"register: FSDP2 reduces by {present} already (set_custom_reduce_scatter, "
+                f"set_all_reduce_hook, set_allocate_memory_from_process_group_for_comm or "
+                f"set_symm_mem_for_comm), in whose place the scheme would be; leave that call out"
+            )
+
+
+def need_between(between: object) -> None:
+    """Raises unless there are replicas to average over, or none were given."""
+    if between is not None and not isinstance(between, DeviceMesh | dist.ProcessGroup):
+        raise RegistrationError(
+            f"register(between=...): a process group or a mesh of one dimension, such as "
+            f'mesh["replicate"], got {between!r}'
+        )
+
+
+def shard_ranks(found: FSDP2Model) -> dist.ProcessGroup:
+    """Returns the ranks over which FSDP2 reduces; raises if there is one only."""
+    if found.ranks.size() > 1:
+        return found.ranks
+    if _averages_itself(found):
+        raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
+    raise RegistrationError(
+        "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
+        'between replicas: register(model, scheme, between=mesh["replicate"])'
+    )
+
+
+def replica_ranks(found: FSDP2Model, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+    """Returns the ranks to average over; raises unless they are replicas that nobody averages."""
+    group = between.get_group() if isinstance(between, DeviceMesh) else between
+    if _averages_itself(found):
+        raise RegistrationError(f"register(between=...): {_OWN}")
+    same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
+    if len(same) > 1:
+        raise RegistrationError(
+            f"register(between=...): ranks {sorted(same)} hold different shards of one replica, so "
+            f"a mean over them would mix gradients of different parameters; pass the mesh or group "
+            f'of ranks that hold the same shard, such as mesh["replicate"]'
+        )
+    return group
+
+
+def _averages_itself(found: FSDP2Model) -> bool:
+    return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)
+
+
+# ---- registration
+
+
+def register_on_fsdp2(
+    model: nn.Module,
+    scheme: str | Scheme,
+    *,
+    between: DeviceMesh | dist.ProcessGroup | None = None,
+    seed: int = 0,
+    history: int = 100_000,
+    verification: Verification | None = None,
+    **options: Any,
+) -> HookState:
+    """Registers a scheme on all FSDP2 modules of a model; see :func:`commhooks.register`.
+
+    Args:
+        between: replicas to average over after FSDP2 has reduced over its own ranks; None: the
+            scheme replaces FSDP2's reduce-scatter.
+        verification: how steps are verified; None: not at all.
+
+    Raises:
+        RegistrationError: the model or the scheme cannot run so; see ``fsdp2_checks``.
+        MismatchError: the ranks differ.
+    """
+    need_between(between)
+    found = FSDP2Model.of(model)
+    warn_of_others(model, found)
+    kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]
+    kind, other_kind = kinds if between is None else reversed(kinds)
+    need_free(found, kind)
+    group = shard_ranks(found) if between is None else replica_ranks(found, between)
+
+    if between is not None and found.ranks.size() > 1:
+        # A hook of the shards may have the same seed, and its draws are in what is averaged here: a
+        # dither has to be independent of its input.
+        seed = number_of(f"{check_seed(seed)}/between") >> 1
+    made = _maker(scheme, shards=between is None)
+    hook = made(process_group=group, seed=seed, history=history, **options)
+    shards = found.ranks
+    known = ShardedParameters(found.parameters, shards.size())
+    if between is not None and shards.size() > 1:
+        known = OwnShards(found.parameters, shards.size(), shards.rank())
+        hook.binding.shards = shards
+    device = found.modules[0].group.device
+    shards_for = "FSDP2" if between is None else ""
+    values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
+    if between is not None:
+        rank = shards.rank() if shards.size() > 1 else None
+        values = partial(_own_shards, list(map(weakref.ref, found.modules)), rank)
+    fit_to_host(
+        hook,
+        model,
+        known,
+        group,
+        device,
+        shards_for=shards_for,
+        verification=verification,
+        values=values,
+    )
+
+    other = other_kind.hook_of(found.modules[0].group)
+    hook.binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
+    facts = {
+        "host": f"FSDP2 {kind.place}",
+        "other place": None if other is None else describe(other.scheme),
+    }
+    hook.agree("commhooks.register", facts, MEETING)
+    if other is not None:
+        inside, outside = (hook, other) if between is None else (other, hook)
+        inside.binding.beside[:] = _other_nodes(found, outside)
+        inside.runner.continue_in(outside.runner)
+
+    for module in found.modules:
+        setattr(module.group, kind.place, kind(hook, module, known))
+    model.register_forward_pre_hook(_guard(model, hook, kind))
+    return hook
+
+
+def _own_shards(modules: list[weakref.ref[FSDP2Module]], rank: int | None) -> dict[str, Tensor]:
+    """Returns this rank's shards of all parameters, by name.
+
+    Args:
+        rank: among those that have the other shards; None: there are no others.
+    """
+    # Held weakly: the modules hold the hook.
+    found: dict[str, Tensor] = {}
+    for one in modules:
+        module = one()
+        found |= {} if module is None else module.values()
+    return found if rank is None else {piece_name(name, rank): one for name, one in found.items()}
+
+
+def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGuard:
+    """Returns what checks before each forward pass that all modules still have the hook."""
+
+    def has_hook(group: Any) -> bool:
+        return kind.hook_of(group) is hook
+
+    # Looked up once: a model may have thousands of modules.
+    states = [fsdp2_state(one) for one in model.modules() if isinstance(one, FSDPModule)]
+    need_ready = partial(_need_ready, states)
+    return HostGuard(model, hook, groups_of(model), groups_of, has_hook, need_ready, _held)
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Returns the shards of a model, also where whole parameters are in their places."""
+    groups = groups_of(model).values()
+    return [one.sharded_param for group in groups for one in group.fsdp_params]
+
+
+def _need_ready(states: list[Any]) -> None:
+    """Raises if the last backward pass has raised, and FSDP2 takes the next one for a part of it.
+
+    It would compute with parameters that it gathered before, and leave gradients unreduced.
+    """
+    if any(fsdp2_is_in_backward(state) for state in states):
+        raise HookNotAttachedError(
+            "commhooks: the last backward pass has raised, and FSDP2 is still in it: the gradients "
+            "of the next one would be wrong. Call reset_iter_state() of the root FSDP2 module and "
+            "zero_grad() on all ranks after such a pass; where this torch has no reset_iter_state, "
+            "resume from a checkpoint"
+        )
+
+
+def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
+    """Returns what makes the hook.
+
+    Args:
+        shards: it runs as FSDP2's reduce-scatter.
+    """
+    if scheme == "auto":
+        # By its name: it is a hook, so that its module is above this one.
+        kind: Any = resolve_name("commhooks.auto:AutoHook")
+        return partial(kind, shards_for="FSDP2" if shards else "")
+    return partial(HookState, scheme)
+
+
+# A loss scaler skips a step on all ranks, so a hook agrees also with ranks that have other parts of
+# what it averages: one between nodes with the other shards, one within a node with the other nodes.
+
+
+def _other_shards(found: FSDP2Model) -> list[dist.ProcessGroup]:
+    """Returns the ranks that a hook between nodes agrees with besides its own."""
+    return _of_several(found.ranks)
+
+
+def _other_nodes(found: FSDP2Model, between: HookState | None) -> list[dist.ProcessGroup]:
+    """Returns the ranks that a hook within nodes agrees with besides its own.
+
+    Args:
+        between: the hook between nodes; None: FSDP2 averages between them, if there are several.
+    """
+    if between is not None:
+        return _of_several(between.binding.group())
+    infos = [one.group.mesh_info for one in found.modules]
+    native = [one.replicate_process_group for one in infos if isinstance(one, DDPMeshInfo)]
+    return _of_several(*native[:1])
+
+
+def _of_several(*groups: dist.ProcessGroup) -> list[dist.ProcessGroup]:
+    return [group for group in groups if group.size() > 1]

@@ -1,0 +1,277 @@
+"""Sends the parameters that FSDP2 gathers before forward and backward by a scheme.
+
+The owner of a shard keeps and updates it in full precision; what all ranks compute with is rounded,
+the same on every rank (Wang et al., ZeRO++, 2023: quantised weights).
+
+Beside tensor parallelism a module may have pieces of cut parameters and parameters that are not cut
+(norms, biases of row-wise layers). The latter are equal on the ranks of tensor parallelism, and
+have to stay so: in a block with a piece they would be rounded differently on each. They travel as
+they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from commhooks._torch import AllGather as FSDP2AllGather
+from commhooks._torch import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    dtensor_spec_before,
+    fsdp2_gather,
+    set_fsdp2_gather,
+)
+from commhooks.checkpoint._placement import cut_of
+from commhooks.collectives._calls import Call, write_into
+from commhooks.collectives._functions import Collectives
+from commhooks.core._dense import Dense
+from commhooks.core._layout import Layout
+from commhooks.core._scheme import Scheme, walk
+from commhooks.errors import RegistrationError
+from commhooks.fsdp._fsdp2 import FSDP2Model
+from commhooks.hook._engine import Engine
+from commhooks.kernels import FORMATS
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.schemes.quantized import Blockwise
+from commhooks.wrappers._cast import Cast
+from commhooks.wrappers._make import make
+from ddp_core import AllGather, Collective, Exchange
+from ddp_core.exchange._devices import as_bytes
+
+__all__ = ["gather_parameters"]
+
+
+_FEWEST_BITS = 4
+
+
+def gather_parameters(
+    model: nn.Module, scheme: str | Scheme = "int8", *, seed: int = 0
+) -> GatheredParameters:
+    """Makes FSDP2 gather parameters by a scheme; all ranks call it, after the last ``fully_shard``.
+
+    Args:
+        model: a model of FSDP2.
+        scheme: a name, which rounds to nearest here (not "int4", whose rotation is random), or a
+            scheme of 4 bits or more that keeps no memory and rounds equal values equally: forward
+            and backward have to compute with the same weights.
+        seed: base of random draws, the same on every rank.
+
+    Returns:
+        The collectives that gather, with ledger and reports. After ``close()`` FSDP2 gathers by
+        itself.
+
+    Raises:
+        RegistrationError: the scheme keeps memory, draws random bits, drops entries or sends fewer
+            than 4 bits of each, or the model is not one of FSDP2, or gathers in another way
+            already.
+
+    Example:
+        >>> gathered = commhooks.fsdp.gather_parameters(model)
+    """
+    built = _same_each_time(scheme)
+    found = FSDP2Model.of(model, "gather_parameters")
+    groups = [module.group for module in found.modules]
+    taken = [fsdp2_gather(group) for group in groups]
+    if any(type(one) is not DefaultAllGather for one in taken):
+        raise RegistrationError(
+            f"gather_parameters: FSDP2 gathers by {type(taken[0]).__name__} already "
+            f"(gather_parameters, set_custom_all_gather, set_symm_mem_for_comm or "
+            f"set_allocate_memory_from_process_group_for_comm), in whose place the scheme would be"
+        )
+    return GatheredParameters(built, groups, seed=seed)
+
+
+class GatheredParameters(Collectives):
+    """Gathers the parameters of FSDP2 modules; see :func:`gather_parameters`.
+
+    Args:
+        scheme, seed: see :class:`commhooks.Collectives`.
+        groups: FSDP2's groups of parameters, which gather by the scheme from now on.
+    """
+
+    def __init__(self, scheme: Scheme, groups: Sequence[Any], *, seed: int) -> None:
+        # Not those of the reduce-scatter, which may have a group of its own.
+        ranks = groups[0].mesh_info.shard_process_group
+        super().__init__(scheme, ranks, seed=seed)
+        self.stays = "FSDP2 decides over which ranks it gathers; shard a model over the others"
+        self._groups = groups
+        for group in groups:
+            set_fsdp2_gather(group, SchemeAllGather(self, group))
+
+    def switch(self, scheme: str | Scheme, **options: Any) -> None:
+        """Gathers by another scheme from the next call on; "none" sends parameters as they are."""
+        super().switch(_same_each_time(make(scheme, **options) if options else scheme))
+
+    def close(self) -> None:
+        """Ends all calls; FSDP2 gathers by itself from then on. Safe to call twice."""
+        for group in self._groups:
+            set_fsdp2_gather(group, DefaultAllGather())
+        self._groups = ()
+        super().close()
+
+
+def _same_each_time(scheme: str | Scheme) -> Scheme:
+    """Returns a scheme that rounds equal values equally, without feedback."""
+    built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
+    inside = list(walk(built))
+    random = any(getattr(one, name, False) for one in inside for name in ("stochastic", "rotate"))
+    if random or not all(
+        isinstance(one, Dense | Cast | TwoPhaseCast | Blockwise) for one in inside
+    ):
+        raise RegistrationError(
+            f"gather_parameters: {built} keeps memory, draws random bits or drops entries, so that "
+            f"forward and backward would have different weights; take a name such as none, bf16, "
+            f"int8 or fp8, or blocks that are rounded to nearest without rotation, such as "
+            f'make("int8", rounding="nearest", error_feedback=False)'
+        )
+    for one in inside:
+        if isinstance(one, Blockwise) and FORMATS[one.format].bits < _FEWEST_BITS:
+            raise RegistrationError(
+                f"gather_parameters: {built} sends fewer than {_FEWEST_BITS} bits of an entry, too "
+                f"few for a model to compute with; take none, bf16, fp16, int8 or fp8"
+            )
+    return built
+
+
+def _to_nearest(name: str) -> Scheme:
+    """Returns the scheme of a name, without feedback or random rounding."""
+    built = make(name, error_feedback=False)
+    return built.to_nearest() if isinstance(built, Blockwise) else built
+
+
+class SchemeAllGather(DefaultAllocMixin, FSDP2AllGather):
+    """Gathers the parameters of one FSDP2 module.
+
+    Args:
+        collectives: run the gathers.
+        group: FSDP2's group of the module's parameters.
+    """
+
+    def __init__(self, collectives: Collectives, group: Any) -> None:
+        self._collectives, self._packing = collectives, Packing.of(group)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> Any:
+        if group.size() != self._collectives.world_size:
+            # What the forward pass has left on a part of the ranks (reshard_after_forward=8), which
+            # was rounded when it was gathered.
+            return DefaultAllGather()(output_tensor, input_tensor, group, async_op)
+        call = GatherPacked("all_gather", input_tensor, output_tensor, packing=self._packing)
+        return self._collectives.run(call, None, async_op)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Tells which entries of a rank's shard a codec packs; the others travel exactly.
+
+    Attributes:
+        runs: of successive entries: how many they are, and whether they are packed.
+    """
+
+    runs: tuple[tuple[int, bool], ...] = ()
+
+    @classmethod
+    def of(cls, group: Any) -> Packing:
+        """Returns the packing of FSDP2's group of parameters, a run for each.
+
+        A parameter is packed if it is cut between all the ranks between which any of its group is.
+        So all is packed without tensor parallelism, and where it cuts all or none of a group: in
+        the latter case its ranks pack equal messages.
+        """
+        cuts = [cut_of(dtensor_spec_before(one)).between for one in group.fsdp_params]
+        every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
+        numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
+        return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))
+
+    @property
+    def mixed(self) -> bool:
+        """Whether some entries are not packed."""
+        return not all(packed for _, packed in self.runs)
+
+    def fit(self, numel: int) -> bool:
+        """Whether these are runs of so many entries, of which some are packed."""
+        packed = sum(n for n, packed in self.runs if packed)
+        return packed > 0 and sum(n for n, _ in self.runs) == numel
+
+    def take(self, shard: Tensor, *, packed: bool) -> Tensor:
+        """Returns the entries that are packed, or the others."""
+        pieces = shard.split([n for n, _ in self.runs])
+        return torch.cat(
+            [one for one, (_, this) in zip(pieces, self.runs, strict=True) if this == packed]
+        )
+
+    def joined(self, packed: Tensor, exact: Tensor) -> Tensor:
+        """Undoes :meth:`take` on the shards of all ranks, a row for each."""
+        pieces = {
+            this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=1))
+            for this, rows in ((True, packed), (False, exact))
+        }
+        return torch.cat([next(pieces[this]) for _, this in self.runs], dim=1)
+
+
+@dataclass(frozen=True)
+class GatherPacked(Call):
+    """Describes an all-gather of which some entries travel as they are, in the same message.
+
+    Attributes:
+        packing: of ``given``.
+    """
+
+    packing: Packing = Packing()
+
+    def is_plain(self, scheme: Scheme) -> bool:
+        # A tensor of the user's own form (``fsdp_pre_all_gather``) does not say which entries are
+        # whose.
+        unknown = self.packing.mixed and not self.packing.fit(self.given.numel())
+        return unknown or super().is_plain(scheme)
+
+    def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
+        packing, ranks = self.packing, engine.world_size
+        if packing.fit(self.given.numel()):
+            layout = _layout(packing, layout.names[0], ranks)
+        if self.is_plain(engine.scheme) or not packing.mixed:
+            return (yield from super().exchange(engine, layout, number, agree=agree))
+        packed, exact = (packing.take(self.given, packed=this) for this in (True, False))
+        into = packed.new_empty(ranks * packed.numel())
+        exchange = Call("all_gather", packed, into).exchange(engine, layout, number, agree=agree)
+        others = yield from _beside(exchange, exact)
+        write_into(self.into, packing.joined(into.view(ranks, -1), others).view(self.into.shape))
+        return self.into
+
+
+@lru_cache(maxsize=4096)  # one for each module
+def _layout(packing: Packing, name: str, ranks: int) -> Layout:
+    """Returns where the packed entries of all ranks are, so that blocks begin at parameters."""
+    shapes = [(n,) for n, packed in packing.runs if packed] * ranks
+    return Layout([f"{name}/{index}" for index in range(len(shapes))], shapes)
+
+
+def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, Tensor]:
+    """Runs an exchange of one all-gather, and sends ``exact`` at the end of its message.
+
+    Returns what all ranks have sent as ``exact``, a row for each.
+    """
+    with closing(exchange):  # also where the collective fails
+        own = next(exchange).tensor
+        arrived: Tensor = yield AllGather(torch.cat([as_bytes(own), as_bytes(exact)]))
+        rows, others = arrived.split([own.nbytes, exact.nbytes], dim=1)
+        # Copies: a row may begin at an address that no wider dtype can be viewed at.
+        beside: Tensor = others.contiguous().view(exact.dtype)
+        try:
+            exchange.send(rows.contiguous().view(own.dtype).view(-1, *own.shape))
+        except StopIteration:
+            return beside
+        raise AssertionError("schemes gather by one collective")

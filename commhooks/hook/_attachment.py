@@ -1,0 +1,475 @@
+"""What has to hold while a model trains: its hook runs, on the gradients that it was made for."""
+
+from __future__ import annotations
+
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks._torch import comm_hooks, wrapped_parameters
+from commhooks.core._names import plain_name
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.hook._parameters import not_reduced, reduced
+from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core._torch import in_join, local_spec_of, not_traced
+from ddp_core.exchange._errors import listed
+from ddp_core.reducer._autograd import (
+    NO_BACKWARD,
+    backward_number,
+    call_after_backward,
+    is_nested,
+    when_accumulated,
+)
+from ddp_core.reducer._known import KnownParameters, Structure, has_another_wrapper
+from ddp_core.reducer._misuse import local_error, twice_error
+from ddp_core.reducer._optimizer import before_every_step
+
+__all__ = [
+    "AttachmentGuard",
+    "Attendance",
+    "ForwardGuard",
+    "HostGuard",
+    "ShardedParameters",
+    "Unfrozen",
+    "known_parameters",
+]
+
+_ADVICE = (
+    "Was it registered (commhooks.register(model, ...), or model.register_comm_hook(state, "
+    "commhooks.comm_hook)), and is the loss computed through the DistributedDataParallel? "
+    "Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only"
+)
+_IS_TRAINED, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
+# Each costs a call in every backward pass. A part of a model that trains alone has some of them.
+_WATCHED = 16
+
+
+class Attendance:
+    """Counts the calls of a hook; notices gradients that come without one.
+
+    Torch's class does not tell what its reducer does with a gradient, so some are watched: after
+    them a bucket has to come in the same pass. ``ddp_core`` looks itself. A state that was never
+    called warns when it is gone.
+
+    Attributes:
+        calls: number of buckets that came to the hook.
+        excused: whether the state was used for something else than to run (saved, say).
+        is_guarded: whether it hears of forward passes.
+    """
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.excused = False
+        self._knows_model = self._trained = self.is_guarded = False
+        self._handles: list[Any] = []
+        self._names: dict[int, str] = {}  # of those that are watched, by index in the model
+        self._seen: set[int] = set()
+        self._model: weakref.ref[Any] | None = None
+        self._latest: tuple[int, Tensor | None] = (0, None)  # watched parameter, the one of now
+        self._called_before = -1  # calls when the latest watched gradient came; -1: none came
+        self._watched_in = NO_BACKWARD  # the pass of the latest watched gradient
+        # In that pass: whether gradients count as training, and whether a bucket has to come.
+        self._counts = self._attends = False
+        # A forward pass was synchronised, and its last bucket has not come.
+        self._expects = False
+        self._is_local = False  # the latest forward pass was within no_sync
+        # A gradient of a reentrant pass came after it; a further bucket may still come.
+        self._doubtful: str | None = None
+        self._called_at_forward, self._was_silent = 0, False
+
+    def report_at_the_end_of(self, state: object, what: str, advice: str = _ADVICE) -> None:
+        """Warns when ``state`` is dropped, or the interpreter ends, if it was never called.
+
+        Args:
+            state: what should be called.
+            what: its name in the warning.
+            advice: what may be the matter.
+        """
+        # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
+        weakref.finalize(state, self._end, what, advice)
+
+    def watch(
+        self,
+        state: object,
+        model: DistributedDataParallel,
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        """Watches gradients of ``model``: all the time on torch's class, else until a call.
+
+        Args:
+            parameters: those in its buckets, by name; None: under their names there.
+        """
+        self._knows_model, self._model = True, weakref.ref(model)
+        found = list((reduced(model) if parameters is None else parameters).items())
+        places = sorted({*range(0, len(found), len(found) // _WATCHED + 1), len(found) - 1} - {-1})
+        came = partial(self._gradient_came, weakref.ref(state), self._model)
+        for place in places:
+            self._names[place], parameter = found[place]
+            # Not called for torch.autograd.grad, which accumulates nothing.
+            hook = partial(came, place)
+            self._handles.append(when_accumulated(parameter, hook))
+
+    def dismiss(self) -> None:
+        """Turns the warning off: the state need not run in a backward pass."""
+        self._knows_model, self.excused = False, True
+        self._stop()
+
+    def _stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    # ---- what tells it
+
+    def came(self, *, is_last: bool) -> None:
+        """Takes note of a call, with a bucket that is the last of its step, or not."""
+        self.calls += 1
+        self._doubtful = None
+        if is_last:
+            self._expects = False
+
+    def forward_begins(self, *, synchronises: bool) -> None:
+        """Takes note of a forward pass of the wrapper that records a graph.
+
+        Raises:
+            HookNotAttachedError: two passes have brought gradients, and no call; or one has brought
+                a gradient twice.
+        """
+        if self._doubtful is not None:
+            text, self._doubtful = self._doubtful, None
+            raise HookNotAttachedError(text)
+        self.is_guarded, self._is_local = True, not synchronises
+        if not synchronises:
+            return
+        silent = self._called_before == self._called_at_forward == self.calls
+        # After one such pass, torch's class may be about to say that parameters were unused.
+        if silent and self._was_silent:
+            raise HookNotAttachedError(
+                "two backward passes have brought gradients, and the registered hook was not "
+                "called: the reducer of this DistributedDataParallel does not have it. Wrap the "
+                "module again, and register the hook again"
+            )
+        self._was_silent, self._called_at_forward = silent, self.calls
+        self._expects, self._called_before = True, -1
+
+    def _gradient_came(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
+        """Takes note of a gradient of a watched parameter."""
+        number = backward_number()
+        if self._watched_in != number:
+            self._pass_begins(state(), model())
+            self._watched_in = number
+        # Two backward passes without a call are training. In the first one the hook's call may
+        # still come, since a bucket is launched after its gradients.
+        if self._counts and not self.calls:
+            self._trained |= place in self._seen
+            self._seen.add(place)
+        if self._attends:
+            self._latest, self._called_before = (place, parameter), self.calls
+
+    def _pass_begins(self, state: object, ddp: Any) -> None:
+        """Asks what does not change within a backward pass, with its first watched gradient."""
+        self._counts = self._attends = False
+        if ddp is None or not ddp.require_backward_grad_sync:
+            return
+        # What is registered may stand for the state, and call it (torchft).
+        named = [hook[1] for hook in comm_hooks(ddp)]
+        self._counts = all(getattr(one, "stands_for", one) is state for one in named)
+        if isinstance(ddp, CoreDDP):
+            if self.calls or self._trained:
+                self._stop()
+        elif named and self._counts:
+            self._attends = True
+            call_after_backward(self._pass_ended)
+
+    def _pass_ended(self) -> None:
+        """Raises if no bucket came after the latest watched gradient of a backward pass."""
+        (place, parameter), self._latest = self._latest, (0, None)
+        self._watched_in = NO_BACKWARD
+        if parameter is None:  # a reentrant pass has looked
+            return
+        if self.calls != self._called_before or self._expects or self._is_local:
+            return
+        model = None if self._model is None else self._model()
+        if not self.is_guarded or model is None or has_another_wrapper(model, parameter):
+            return
+        if is_nested():  # a trainer may have begun another step without a forward pass
+            self._doubtful = twice_error(self._names[place], place)
+            return
+        raise HookNotAttachedError(local_error(self._names[place], landed=self.calls > 0))
+
+    def _end(self, what: str, advice: str) -> None:
+        # With a model, training decides. Without, a state that was neither called nor used for
+        # anything else is suspicious only where there are other ranks to average with.
+        if self.calls or (not self._trained if self._knows_model else self.excused):
+            return
+        if not self._knows_model and not _is_one_of_several():
+            return
+        trained = ", though its model was trained" if self._trained else ""
+        warnings.warn(
+            f"{what} was never called{trained}: no gradient was averaged by it. {advice}",
+            RuntimeWarning,
+            stacklevel=1,
+        )
+
+
+def _is_one_of_several() -> bool:
+    """Whether this process takes, or took, part in distributed training."""
+    # At exit the process group may be destroyed already; torchrun's variable is still there.
+    if dist.is_available() and dist.is_initialized():
+        return True
+    return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+
+
+class Unfrozen:
+    """Warns of parameters that were frozen when DistributedDataParallel was made, and are no more.
+
+    Args:
+        not_reduced: those that are in no bucket, by name.
+    """
+
+    def __init__(self, not_reduced: dict[str, nn.Parameter]) -> None:
+        self._not_reduced = not_reduced
+
+    def warn(self) -> None:
+        """Warns once if one of them is trained."""
+        # In every forward pass, so without a loop in Python.
+        if not any(map(_IS_TRAINED, self._not_reduced.values())):
+            return
+        names = [name for name, value in self._not_reduced.items() if value.requires_grad]
+        self._not_reduced = {}
+        warnings.warn(
+            f"{listed(names)} did not require a gradient when DistributedDataParallel was made, "
+            f"and now does: it is in no bucket, so it is averaged by nobody and drifts apart "
+            f"between ranks. Wrap the module again after unfreezing, or freeze after wrapping "
+            f"(with find_unused_parameters=True)",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> KnownParameters:
+    """Returns what notices that a model of torch's class trains other parameters.
+
+    Args:
+        owner: the module that is called.
+        ddp: its DistributedDataParallel.
+        prefix: of names in the owner.
+    """
+    within = set(map(id, reduced(ddp).values()))
+    named = {name.removeprefix(prefix): one for name, one in owner.named_parameters()}
+    # It counts parameters that require no gradient among its own, and ignored ones not.
+    ignored = [one for name, one in named.items() if name in ddp.parameters_to_ignore]
+    return KnownParameters(
+        owner,
+        {name: one for name, one in named.items() if id(one) in within},
+        ignored=ddp.parameters_to_ignore,
+        first=[*wrapped_parameters(ddp), *ignored],
+        prefix=prefix,
+        # Beside tensor parallelism torch's class takes parameters out of the model.
+        may_lack=ddp.find_unused_parameters
+        or ddp.static_graph
+        or any(local_spec_of(one) is not None for one in reduced(ddp).values()),
+        watches_nodes=ddp.mixed_precision is None,
+        kind=HookNotAttachedError,
+    )
+
+
+class ForwardGuard:
+    """Looks, as a forward pre-hook of a model, whether its hook runs; a copy looks at nothing.
+
+    A model that is copied or pickled takes its pre-hooks along.
+    """
+
+    _is_copy = False
+
+    # Not traced by torch.compile: it acts on state that changes from step to step.
+    @not_traced
+    def __call__(self, module: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled() and not self._is_copy:
+            self.pass_begins(module)
+
+    def pass_begins(self, module: Any) -> None:
+        """Looks before a forward pass that records a graph."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_is_copy": True}
+
+
+class AttachmentGuard(ForwardGuard):
+    """Raises before a forward pass of DistributedDataParallel if the hook would not run."""
+
+    def __init__(self, state: Any, ddp: DistributedDataParallel) -> None:
+        self._state = state
+        # Weak: the module holds its pre-hooks, and no cycle should keep a model alive.
+        self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
+        self._unfrozen = Unfrozen(not_reduced(ddp))
+        # ``ddp_core`` looks itself.
+        own = isinstance(ddp, CoreDDP)
+        self._known: KnownParameters | None = None if own else known_parameters(ddp, ddp)
+        state.attendance.is_guarded = True
+
+    def attached_to(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the one the hook was registered on, in this process."""
+        return self._ddp is not None and self._ddp() is module
+
+    def pass_begins(self, module: Any) -> None:
+        if not self.attached_to(module):
+            if not module.training:  # an average of weights, say (AveragedModel)
+                return
+            raise HookNotAttachedError(
+                "this DistributedDataParallel was unpickled or copied: it lists a communication "
+                "hook that its reducer does not have, so gradients would be averaged without it. "
+                "Call commhooks.register(model, ...) on it, then load_state_dict; an average of "
+                "weights is evaluated after eval(), or under torch.no_grad()"
+            )
+        self._refuse_guessing(module)
+        if self._known is not None:
+            self._known.check()
+            self._state.attendance.forward_begins(synchronises=module.require_backward_grad_sync)
+        self._state.forward_begins()
+        self._unfrozen.warn()
+
+    def _refuse_guessing(self, module: Any) -> None:
+        """Raises if the hook could not know which gradients torch's class writes."""
+        joins = in_join(module) and module.find_unused_parameters
+        if joins and self._state.engine.keeps_memory and not isinstance(module, CoreDDP):
+            raise RegistrationError(
+                f"DistributedDataParallel.join with find_unused_parameters=True and "
+                f"{self._state.scheme}, which has memory: a rank without inputs is not told which "
+                f"parameters no rank has used, and would count what it keeps of them as sent. Use "
+                f"ddp_core.DistributedDataParallel (same arguments), which tells it, or "
+                f"find_unused_parameters=False"
+            )
+
+    # A copy or a pickle does not know its module: ``attached_to`` is then False, as it should be,
+    # since the copied DistributedDataParallel has a reducer without the hook.
+    def __getstate__(self) -> dict[str, Any]:
+        return {"state": self._state}
+
+    def __setstate__(self, saved: dict[str, Any]) -> None:
+        self._state, self._ddp, self._known = saved["state"], None, None
+        self._unfrozen = Unfrozen({})
+
+
+class ShardedParameters:
+    """Raises where a model that a host shards trains other parameters than before.
+
+    A host takes parameters of ``load_state_dict(assign=True)`` for its own, so their gradients are
+    averaged; an optimizer that was made before trains nothing from then on. It has its own memory
+    for whole parameters, which ``.double()`` leaves as it was.
+
+    Args:
+        model: held weakly.
+        held: returns parameters that the host has taken out of the model for a while.
+    """
+
+    def __init__(self, model: nn.Module, held: Callable[[nn.Module], Iterable[Tensor]]) -> None:
+        self._model, self._held = weakref.ref(model), held
+        self._structure = Structure(model)
+        # Not weakly: torch does not swap a tensor that has weak references (``to_empty``).
+        self._had: dict[int, Tensor] = {}
+        self._gone: list[weakref.ref[Tensor]] = []  # those that an optimizer may have still
+        self._remember(model)
+        before_every_step(self._optimizer_steps)
+
+    def _present(self, model: nn.Module) -> dict[int, Tensor]:
+        return {id(one): one for one in (*model.parameters(), *self._held(model))}
+
+    def _remember(self, model: nn.Module) -> None:
+        self._had = self._present(model)
+        self._dtypes = list(map(_DTYPE, self._had.values()))
+        self._structure.remember(model)
+
+    def check(self) -> None:
+        """Raises, before a forward pass, if parameters are of another dtype than before."""
+        dtypes = list(map(_DTYPE, self._had.values()))
+        if dtypes == self._dtypes:
+            return
+        now, before = next(
+            pair for pair in zip(dtypes, self._dtypes, strict=True) if len({*pair}) > 1
+        )
+        raise HookNotAttachedError(
+            f"commhooks: parameters are of {now}, and were of {before} when the model was sharded: "
+            f"FSDP keeps their memory of before. Convert the model before it is sharded, or give "
+            f"FSDP the dtype (MixedPrecisionPolicy, MixedPrecision), and register its hook again"
+        )
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises if an optimizer has a parameter that the model had once, and has no more."""
+        model = self._model()
+        if model is None:
+            return
+        if self._structure.has_changed:
+            before = self._had.values()
+            self._remember(model)
+            self._gone += [weakref.ref(one) for one in before if id(one) not in self._had]
+        if not self._gone:
+            return
+        # Those of earlier optimizers end with them, and some may be back in the model.
+        self._gone = [one for one in self._gone if one() is not None and id(one()) not in self._had]
+        gone = {id(one()) for one in self._gone}
+        if any(id(one) in gone for group in optimizer.param_groups for one in group["params"]):
+            raise HookNotAttachedError(
+                f"{type(optimizer).__name__}.step: the model has other parameters than the "
+                f"optimizer (load_state_dict(assign=True), a new layer), which would train "
+                f"nothing: make the optimizer again, and load its state"
+            )
+
+
+class HostGuard(ForwardGuard):
+    """Tells a hook that a forward pass begins; raises if the hook would not run.
+
+    Args:
+        model: that the host shards.
+        hook: that the host runs.
+        units: the parts of the model that the host reduces one by one, by name; all have the hook.
+        present: returns those that a model has now.
+        has_hook: whether one of them has the hook still.
+        need_ready: raises if the host cannot begin a pass, since the one before has raised.
+        held: returns parameters that the host has taken out of the model for a while.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        hook: Any,
+        units: Mapping[str, Any],
+        present: Callable[[nn.Module], Mapping[str, Any]],
+        has_hook: Callable[[Any], bool],
+        need_ready: Callable[[], None],
+        held: Callable[[nn.Module], Iterable[Tensor]],
+    ) -> None:
+        self._parameters = ShardedParameters(model, held)
+        self._hook, self._units = hook, dict(units)
+        self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
+        self._looks = True
+
+    def pass_begins(self, module: nn.Module) -> None:
+        self._parameters.check()
+        units = self._units
+        if self._looks:  # until it is right once: after that a host takes no further modules
+            units = {**units, **self._present(module)}
+        lost = [
+            plain_name(name) or "root" for name, unit in units.items() if not self._has_hook(unit)
+        ]
+        if lost:
+            raise HookNotAttachedError(
+                f"commhooks: {self._hook} would not run on {listed(lost)}: sharded after register, "
+                f"or given another reduction since (set_custom_reduce_scatter, set_all_reduce_hook"
+                f", another hook). Call register after the last fully_shard, and set no other "
+                f"reduction afterwards"
+            )
+        self._looks = False
+        # Activation checkpointing runs forward passes within backward.
+        if backward_number() == NO_BACKWARD:
+            self._need_ready()
+        self._hook.forward_begins()

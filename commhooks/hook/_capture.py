@@ -1,0 +1,59 @@
+"""Refuses what compilers and captures make of a step, where it would not be what a step does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from commhooks.core._dense import Dense
+from commhooks.core._scheme import Scheme
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from commhooks.schemes.noop import Noop
+from commhooks.wrappers._base import Coalesced
+from commhooks.wrappers._cast import Cast
+from commhooks.wrappers._make import brief
+
+__all__ = ["need_bucket", "need_no_capture"]
+
+
+def need_bucket(bucket: Any) -> None:
+    """Raises if torch.compile calls a hook with something that is no bucket."""
+    if isinstance(bucket, tuple):
+        raise HookNotAttachedError(
+            "torch.compile runs with torch._dynamo.config.optimize_ddp = 'python_reducer', "
+            "which hands hooks a (gradient, parameter) tuple and ignores what they return. "
+            "Set optimize_ddp = True (the default), which keeps buckets"
+        )
+
+
+def need_no_capture(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
+    """Raises if a tensor on ``device`` comes while a CUDA graph is captured, unless that is right.
+
+    A replay runs the same kernels with the same arguments. The number of the step, from which
+    random bits and schedules follow, and the choice of the tensors that a scheme keeps are the
+    host's, so replays would use those of the captured step for ever.
+
+    Args:
+        agreed: whether the ranks have compared facts, which waits for the device.
+    """
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return
+    call = "commhooks: this step is being captured in a CUDA graph"
+    if not _is_same_in_every_step(scheme):
+        raise RegistrationError(
+            f"{call}, and replays would repeat what {brief(scheme)} has kept, drawn or chosen in "
+            f"it. Run the steps without capture, or use a scheme that does the same in every step: "
+            f"'allreduce', 'fp16' or 'bf16'"
+        )
+    if not agreed:
+        raise RegistrationError(
+            f"{call}, and the ranks have not met: in the first step of a hook they compare what "
+            f"they run. Run a step (DistributedDataParallel needs 11) before the capture"
+        )
+
+
+def _is_same_in_every_step(scheme: Scheme) -> bool:
+    while isinstance(scheme, Cast | Coalesced):
+        scheme = scheme.scheme
+    return type(scheme) in (Dense, Noop)

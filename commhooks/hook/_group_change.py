@@ -1,0 +1,281 @@
+"""Moves a living hook to other ranks: who goes on, whose values all take, what becomes of memory.
+
+What a scheme keeps is carried over by the rules of a checkpoint that is loaded on another number of
+ranks (:mod:`commhooks.checkpoint._ranks`), with one difference: nobody sends a residual, since the
+rank that holds it goes on with it. See ``docs/design/hosts.md``.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from commhooks.checkpoint._form import MemoryDict, Part, SavedBuckets
+from commhooks.checkpoint._ranks import merged, resizes_of
+from commhooks.core._scheme import slots_of, walk
+from commhooks.errors import RegistrationError
+from commhooks.hook._handshake import handshake
+from commhooks.hook._running import Running
+from commhooks.hook._saving import gather_states
+from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._make import describe
+
+__all__ = ["GroupChange", "change_group"]
+
+CALL = "HookState.change_group"
+_FAULT = "what keeps it from changing"
+_EQUAL = ("scheme and options", "commhooks version", "torch version", "parameters")
+
+
+class GroupChange(NamedTuple):
+    """Describes a change of a hook's ranks; ranks are those of the new group.
+
+    Attributes:
+        step: number of the next step.
+        before, world_size: number of ranks before and now.
+        source: the rank whose step, seed and shared values all have taken.
+        joined: ranks that came without memory of this run.
+        behind: ranks that had not ended the last step, and go on from the source's.
+        lost: number of ranks that are gone, with what they kept.
+        dropped: keys of what this rank kept and cannot be carried over to other ranks.
+    """
+
+    step: int
+    before: int
+    world_size: int
+    source: int
+    joined: tuple[int, ...] = ()
+    behind: tuple[int, ...] = ()
+    lost: int = 0
+    dropped: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        text = f"before step {self.step}: {self.before} ranks became {self.world_size}"
+        if self.joined:
+            text += f"; joined: {list(self.joined)}"
+        if self.lost:
+            text += f"; lost, with what they kept: {self.lost}"
+        if self.behind:
+            text += f"; had not ended the last step: {list(self.behind)}"
+        return text + (f"; dropped: {list(self.dropped)}" if self.dropped else "")
+
+
+class _Told(NamedTuple):
+    """Holds what a rank says of itself."""
+
+    run: tuple[str, str]
+    step: int
+    rank: int
+    world_size: int
+    plan: str
+    scheme: str
+
+
+def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
+    """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
+    fault = _need_between_steps(hook)
+    hook.bind()  # a hook that has never run may not know its model
+    # First of all: none of what follows needs the ranks before, which may be gone.
+    if not fault:
+        hook.runner.step_abandoned()
+        hook.drivers.abandon()
+        if hook.verification is not None:
+            hook.verification.abandon()
+    engine = hook.engine
+    mine = _Told(
+        hook._run,
+        engine.step,
+        max(engine.rank, 0),
+        max(engine.world_size, 1),
+        hook.saved_plan(),
+        describe(without_flush(hook.scheme)),
+    )
+    with hook.binding.on_device():
+        told = [_Told(*one) for one in handshake(CALL, {_FAULT: fault}, group, tells=tuple(mine))]
+        if fault:
+            raise RegistrationError(f"{CALL}: {fault}")
+        source, stayed = _who_goes_on(told)
+        hook.follow_plan(told[source].plan, told[source].scheme)
+        change = _describe(told, source, stayed)
+        # Whether these are others than before; their order does not matter.
+        others = bool(change.joined or change.lost or change.before != change.world_size)
+        if others:
+            change = change._replace(dropped=_dropped(hook))
+        received = _exchange(hook, group, change, stayed, carries_over=others)
+    if others:
+        _carry_over(hook, group.rank(), change, mine.world_size, stayed, received)
+    elif change.behind:
+        memory = {**_own_memory(hook), **received[source]["memory"]}
+        engine.memory.load(memory)
+    _go_on(hook, group, received[source], told[source], change)
+    return change
+
+
+def _need_between_steps(hook: Running) -> str:
+    """Returns why a hook cannot change its ranks now; empty if it can."""
+    if hook._closed:
+        return "the hook was closed; register another"
+    if hook.stays:
+        return hook.stays
+    # A step whose backward pass raised is over, and one without a backward pass (DiLoCo) is given
+    # up: its exchange may wait for ranks that are gone.
+    hook.runner.settle()
+    step = hook.runner._step
+    if step is not None and step.passes:
+        return (
+            f"step {hook.step} is under way; change the ranks between two steps, after "
+            f"loss.backward() has returned or raised"
+        )
+    return ""
+
+
+def _who_goes_on(told: Sequence[_Told]) -> tuple[int, list[int]]:
+    """Returns the rank whose values all take, and the ranks that have memory of the same run."""
+
+    def family(of: _Told) -> list[int]:
+        # The run before as well: a rank may have missed the end of a change that was broken off.
+        names = set(of.run) - {""}
+        return [rank for rank, one in enumerate(told) if names & set(one.run)]
+
+    # The run that most ranks come from, not the largest step: a rank that joins may have loaded a
+    # state of any step.
+    places = range(len(told))
+    source = max(
+        places,
+        key=lambda rank: (
+            len(family(told[rank])),
+            told[rank].world_size,
+            told[rank].step,
+            -rank,
+        ),
+    )
+    # Steps end on all ranks but those whose last step was cut off. A rank that is further behind
+    # was away meanwhile, and what it kept was counted as lost then.
+    last = max([told[rank].step for rank in family(told[source])], default=told[source].step)
+    stayed = [rank for rank in family(told[source]) if told[rank].step >= last - 1]
+    if not stayed:
+        return source, [source]
+    return max(stayed, key=lambda rank: (told[rank].step, -rank)), stayed
+
+
+def _describe(told: Sequence[_Told], source: int, stayed: Sequence[int]) -> GroupChange:
+    first = told[source]
+    joined = tuple(rank for rank in range(len(told)) if rank not in stayed)
+    known = {told[rank].rank for rank in stayed if told[rank].run == first.run}
+    others = sum(told[rank].run != first.run for rank in stayed)
+    lost = max(0, first.world_size - len(known) - others)
+    return GroupChange(
+        first.step,
+        first.world_size,
+        len(told),
+        source,
+        joined,
+        tuple(rank for rank in stayed if told[rank].step != first.step),
+        lost,
+    )
+
+
+def _dropped(hook: Running) -> tuple[str, ...]:
+    drops = {key for key, resize in resizes_of(hook.scheme).items() if resize == "drop"}
+    return tuple(sorted(drops & set(_own_memory(hook))))
+
+
+def _own_memory(hook: Running) -> MemoryDict:
+    """Returns what this rank keeps, by key and name: no copies, in the order of memory."""
+    values: MemoryDict = {}
+    for key, name, value in hook.engine.memory.items():
+        values.setdefault(key, {})[name] = value
+    return values
+
+
+def _exchange(
+    hook: Running,
+    group: dist.ProcessGroup,
+    change: GroupChange,
+    stayed: Sequence[int],
+    *,
+    carries_over: bool,
+) -> list[dict[str, Any]]:
+    """Returns what each rank sends: values that are the same on all ranks, or whose mean counts."""
+    rank, resizes = group.rank(), resizes_of(hook.scheme)
+    own = _own_memory(hook) if rank in stayed else {}
+    sent = {key for key in own if carries_over and resizes.get(key) == "mean"}
+    part: dict[str, Any] = {}
+    if rank == change.source:
+        if change.joined or change.behind:
+            sent |= {key for key in own if key not in resizes}
+        core = hook.binding.core_telling(hook)
+        layout = hook.continuation.saved(None).layout if core is None else ()
+        part = {
+            "run": uuid.uuid4().hex,
+            "seed": hook.engine.seed,
+            "layout": [list(names) for names in layout],
+            "regroups": bool(hook.runner.regrouping.wanted),
+        }
+    facts = {key: value for key, value in hook._facts(hook.scheme).items() if key in _EQUAL}
+    facts["environment"] = [
+        fact for inside in walk(hook.scheme) for fact in inside.environment(group.size())
+    ]
+    memory = {key: own[key] for key in sorted(sent)}
+    # It compares the facts first: from here on all ranks change, or none does.
+    whole = gather_states(
+        CALL, {**facts, f"rank{rank}": {**part, "memory": memory}}, None, group, None
+    )
+    return [whole[f"rank{number}"] for number in range(group.size())]
+
+
+def _carry_over(
+    hook: Running,
+    rank: int,
+    change: GroupChange,
+    saved_size: int,
+    stayed: Sequence[int],
+    received: Sequence[dict[str, Any]],
+) -> None:
+    """Replaces the memory by this rank's share of the memory of those that go on."""
+    resizes = resizes_of(hook.scheme)
+    shared = set(received[change.source]["memory"]) - set(resizes)
+    parts = []
+    for number in stayed:
+        memory = dict(received[number]["memory"])
+        if number == rank:
+            kept = _own_memory(hook)
+            memory |= {key: kept[key] for key in kept if key not in shared and key not in memory}
+        parts.append(Part(number, number, 0, memory))
+    memory = merged(parts, rank, saved_size, change.world_size, resizes)
+    if change.lost:
+        # The mean over those that are left is not the mean that all have added up before.
+        for slot in slots_of(hook.scheme):
+            if slot.mean is not None and slot.mean in memory:
+                memory[slot.key] = {n: value.clone() for n, value in memory[slot.mean].items()}
+    hook.engine.memory.load(memory)
+
+
+def _go_on(
+    hook: Running,
+    group: dist.ProcessGroup,
+    given: dict[str, Any],
+    source: _Told,
+    change: GroupChange,
+) -> None:
+    """Takes what is the same on all ranks, and meets the others as at the first step."""
+    engine, continuation = hook.engine, hook.continuation
+    engine.rank, engine.world_size = group.rank(), group.size()
+    engine.step, engine.seed = source.step, given["seed"]
+    hook.ledger.rewind(engine.step)
+    hook._run = (given["run"], source.run[0])
+    hook.binding.pickled_on = None
+    # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
+    # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.
+    is_core = hook.binding.core_telling(hook) is not None
+    regroups = not is_core and bool(change.joined or change.behind or given["regroups"])
+    continuation.loaded = SavedBuckets(given["layout"] if regroups else ())
+    continuation.handed_over = not regroups
+    hook.runner.regrouping.restore(given["layout"], regroups=regroups)
+    hook.agreed = False
+    hook.binding.change_group(group)
+    hook.agree(CALL)
+    hook.ranks_changed()

@@ -1,0 +1,287 @@
+"""Runs the buckets of each step, and finds out where a step begins and ends.
+
+A step is one synchronised backward pass, and the autograd engine reports its end: the first bucket
+of a pass queues a callback, which runs when all gradients have been computed; that callback queues
+a second one, which runs when DistributedDataParallel has written the averages. Neither runs if
+backward raises. ``ddp_core`` reports the same by name: ``no_more_buckets``, ``step_landed``,
+``step_abandoned``. Without a backward pass (join, local steps) the last bucket ends the step.
+See ``docs/design/steps.md``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.hook._binding import Binding
+from commhooks.hook._coalesce import Coalescer, Names
+from commhooks.hook._engine import Engine
+from commhooks.hook._exchanges import Exchanges, HookBucket, Step, gradients_of, left_alone
+from commhooks.hook._ledger import Ledger
+from ddp_core import Drivers, call_after_backward, clock_of
+from ddp_core._torch import backward_number, current_node
+
+__all__ = ["Regrouping", "Runner"]
+
+
+# The step of a process from which on torch's DistributedDataParallel has rebuilt its buckets.
+REBUILT_IN, STATIC_REBUILT_IN = 2, 3
+
+
+class Regrouping:
+    """Decides in which buckets to exchange until DistributedDataParallel has rebuilt its own.
+
+    Attributes:
+        layout: names of the parameters of each bucket; what a state saves.
+        wanted: the layout of a loaded state while the run exchanges in it, else empty.
+    """
+
+    def __init__(self) -> None:
+        self.layout: list[Names] = []
+        self.wanted: list[Names] = []
+        self._layout_of: list[Any] = []  # keys of the buckets that ``layout`` describes
+        self._age = 0  # steps since the start, or since a state was loaded
+
+    def restore(self, layout: Sequence[Sequence[str]], *, regroups: bool) -> None:
+        """Takes the layout of a loaded state.
+
+        Args:
+            regroups: False if the model lays out the saved buckets itself.
+        """
+        self.layout = [tuple(names) for names in layout]
+        self.wanted = self.layout if regroups else []
+        self._age = 0
+
+    def step_ended(self, step: Step, *, static_graph: bool) -> None:
+        """Notes the layout of a step that has ended."""
+        self._age += 1
+        # torch rebuilds the buckets of a static graph a step later.
+        rebuilt = self._age >= (STATIC_REBUILT_IN if static_graph else REBUILT_IN)
+        # A state has the layout of the next step, which is the loaded one while this run regroups.
+        regrouped = None if rebuilt else step.regrouped
+        # Layouts are looked up only if they may have changed: a look-up is work per parameter.
+        if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
+            present = [find_layout().names for find_layout in step.layouts]
+            self.layout = present if regrouped is None else regrouped
+            self._layout_of = step.buckets if regrouped is None else []
+        if rebuilt:
+            self.wanted = []
+
+
+# ---- steps
+
+
+Future = torch.futures.Future
+ABANDONED = "the step was abandoned: its backward pass raised, or the next one began before its end"
+
+
+class Runner:
+    """Launches the buckets of one hook.
+
+    Args:
+        engine, drivers, ledger, binding: the hook's parts.
+    """
+
+    def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
+        self._engine, self._drivers, self._ledger = engine, drivers, ledger
+        self._binding = binding
+        self._exchanges = Exchanges(engine, drivers, ledger)
+        self.regrouping = Regrouping()
+        self._coalescer = Coalescer()
+        self._step: Step | None = None
+        self._onward: Runner | None = None  # of a hook that averages the means of this one further
+        self._inward: Runner | None = None  # of the hook whose means this one averages further
+        self._threads: set[int] = set()  # ids of those that run forward and backward passes
+
+    def start(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Future[Tensor]:
+        """Starts the exchange of one bucket, or holds it until the step's last bucket has come.
+
+        Args:
+            begin: returns the facts of the step that the bucket begins.
+        """
+        step, gradient, engine = self._enter(bucket, begin), bucket.gradient, self._engine
+        if bucket.origin is not None:
+            if step.finds_unused and engine.keeps_memory and not gradient.is_sparse:
+                step.gradients += gradients_of(bucket.origin.parameters(), gradient)
+            # Buckets of other hosts never change, so no state needs their layouts.
+            if not gradient.is_sparse:
+                step.layouts.append(bucket.find_layout)
+
+        # Hold the bucket, cut it, or exchange it as it is.
+        is_last = bucket.is_last
+        if step.holds:
+            future = self._coalescer.hold(bucket.number, gradient, bucket.find_layout)
+            # In a static graph's first step torch may mark no bucket as the last one, and waits
+            # inside backward for all of them.
+            step.parameters += len(bucket.origin.parameters())
+            is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
+        elif gradient.numel() > engine.traits.most_entries:
+            future = self._exchanges.start_cut(step, bucket)
+        else:
+            exchange = engine.exchange(
+                *(gradient, bucket.layout, bucket.number),
+                shards=bucket.shards,
+                output=bucket.output,
+            )
+            if bucket.origin is None:
+                step.left_alone.update(bucket.left_alone)
+                exchange = bucket.continued(exchange)
+            future = self._exchanges.start(
+                step,
+                exchange,
+                bucket=bucket.number,
+                dense_bytes=gradient.numel() * gradient.element_size(),
+                device=gradient.device,
+                is_last=is_last,
+                note=bucket.note,
+                further_rounds=int(bucket.then is not None),
+                waits=bucket.waits,
+                dense_sends=bucket.dense_sends,
+            )
+
+        if is_last:
+            self.no_more_buckets()
+            if not step.ends_later:
+                self._close(step)
+        return future
+
+    def no_more_buckets(self) -> None:
+        """Starts the exchange of buckets that were held back; all buckets of the step have come."""
+        step = self._step
+        if step is None or step.complete:
+            return
+        step.complete = True  # a bucket that comes after this belongs to the next step
+        if self._coalescer:
+            self._exchange_held(step)
+        self._ledger.launched_last(step.number, step.clock.now())
+
+    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+        """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
+        step = self._step
+        if step is None:
+            return
+        if self._inward is not None:
+            self._inward.step_landed()  # first: its verdict takes flags of the step that ends here
+        for runner in (self, self._onward):
+            if self._engine.keeps_memory and runner is not None:
+                runner._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
+        self._exchanges.agree(step, self._binding.beside)
+        self._engine.end(step.left_alone.union(self._binding.names(left_alone)))
+        self._close(step)
+
+    def continue_in(self, other: Runner) -> None:
+        """Lets the verdicts of this hook's steps depend on the means of another one's, too."""
+        self._onward, other._inward = other, self
+        self._engine.onward, other._engine.notes_finite = other._engine, True
+
+    def step_abandoned(self) -> None:
+        """Drops the step, whose backward pass has raised."""
+        self._step = None
+        self._engine.abandon()
+        self._coalescer.abandon(ABANDONED)
+
+    def forward_begins(self) -> None:
+        """Ends or drops the open step; a forward pass with gradients belongs to the next step."""
+        self._threads.add(threading.get_ident())
+        self.settle()
+
+    def settle(self) -> None:
+        """Ends or abandons a step whose backward pass is known to be over."""
+        # After a pass that raised autograd runs no callback: a step that is open now was abandoned.
+        step = self._step
+        if step is None or not step.passes or backward_number() >= 0:
+            return
+        # The engine's current pass is a fact of one thread: a thread that saves checkpoints sees
+        # none while another thread is in the middle of backward.
+        if threading.get_ident() not in self._threads:
+            return
+        # After an inner pass (activation checkpointing) no callback is left for the outer one.
+        # ``ddp_core`` reports the end itself, so there the outer pass has raised.
+        if step.paused and not step.told:
+            self.step_landed(left_alone(step))
+        else:
+            self.step_abandoned()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step has begun and is not over."""
+        self.settle()
+        return self._step is not None or self._engine.under_way
+
+    def _enter(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Step:
+        """Returns the step that the bucket belongs to, and watches its backward pass."""
+        this_pass = backward_number()
+        step = self._open_for(bucket, this_pass)
+        if step is None:
+            step = begin(bucket)
+            # A host that waits for each bucket has no other ones to join it with.
+            wanted = self._engine.traits.coalesce or bool(self.regrouping.wanted)
+            step.holds = wanted and bucket.origin is not None
+            step.timed = self._ledger.times(step.number) or bucket.note is not None
+            step.device = bucket.gradient.device
+            step.clock = clock_of(step.device, timed=step.timed)
+            self._step = step
+        step.buckets.append(bucket.key)
+        step.paused = False
+        self._threads.add(threading.get_ident())
+        # Once per pass, not per step: a reentrant pass runs its own callbacks at its own end.
+        if this_pass >= 0 and this_pass not in step.passes:
+            step.passes.add(this_pass)
+            call_after_backward(partial(self._pass_ended, step))
+        return step
+
+    def _open_for(self, bucket: HookBucket, this_pass: int) -> Step | None:
+        """Returns the open step if a bucket belongs to it; ends or drops it otherwise."""
+        step = self._step
+        # By key, not by index or ``is_last``: all buckets of a static graph's first step have
+        # index 0, and a skipped bucket may be the last one.
+        if step is None or not (step.complete or bucket.key in step.buckets):
+            return step
+        goes_on = this_pass in step.passes or step.paused
+        if bucket.origin is not None or step.told or not goes_on:
+            self.step_abandoned()
+            return None
+        if bucket.key not in step.buckets:
+            # A model of several FSDP2 roots reduces some of their gradients in callbacks, of which
+            # each root has one: some run after the first of ours, which has completed the step.
+            return step
+        # A module that is reduced twice in a pass, since it is called twice (docs/design/hosts.md).
+        # Memory has one value a step, so the first one is committed before.
+        self.step_landed()
+        return None
+
+    def _pass_ended(self, step: Step) -> None:
+        """Handles the end of a backward pass, when all its gradients have been computed."""
+        if step is not self._step:  # ddp_core has ended it, or it was abandoned
+            return
+        # After a reentrant pass the current node is the outer pass's: more buckets may come.
+        nested = current_node() is not None
+        if nested and not step.complete:
+            step.paused = True
+            return
+        self.no_more_buckets()
+        # Queued behind the callback in which DistributedDataParallel writes ``.grad``.
+        call_after_backward(partial(self._landed, step))
+
+    def _landed(self, step: Step) -> None:
+        if step is self._step:
+            self.step_landed(left_alone(step))
+
+    def _close(self, step: Step) -> None:
+        self._step = None
+        self.regrouping.step_ended(step, static_graph=self._binding.static_graph)
+
+    def _exchange_held(self, step: Step) -> None:
+        wanted, coalesces = self.regrouping.wanted, self._engine.traits.coalesce
+        self._coalescer.most = self._engine.traits.most_entries
+        groups = self._coalescer.groups_like(wanted, merged=coalesces) if wanted else None
+        if groups is not None:
+            step.regrouped = wanted
+        else:
+            groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
+        self._exchanges.start_groups(step, groups)

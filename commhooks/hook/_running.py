@@ -1,0 +1,450 @@
+"""Defines ``Running``: what a hook does while its model trains, and what ``ddp_core`` tells it."""
+
+from __future__ import annotations
+
+import uuid
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks._torch import forward_pre_hooks
+from commhooks.checkpoint._form import SavedBuckets
+from commhooks.core._names import whole_name
+from commhooks.core._scheme import Scheme
+from commhooks.core._user_line import user_line
+from commhooks.errors import RegistrationError
+from commhooks.hook._agreement import facts_of, need_own_memory
+from commhooks.hook._attachment import AttachmentGuard, Attendance
+from commhooks.hook._binding import Binding
+from commhooks.hook._capture import need_bucket, need_no_capture
+from commhooks.hook._engine import Engine, Exactly, shared_and_rounded
+from commhooks.hook._exchanges import HookBucket, Step
+from commhooks.hook._handshake import handshake
+from commhooks.hook._ledger import Ledger
+from commhooks.hook._parameters import Parameters
+from commhooks.hook._runner import Runner
+from commhooks.verify import Verification, need_verifiable
+from commhooks.wrappers._per_parameter import warn_of_idle_rules
+from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core import Drivers, MismatchError, MissingRankError
+
+__all__ = ["Continuation", "Running"]
+
+
+class Continuation:
+    """Saves which buckets a run has, and restores them in another run.
+
+    Attributes:
+        loaded: the buckets of the state that was loaded last.
+        handed_over: whether the model has taken these buckets, or cannot take any.
+    """
+
+    def __init__(self, binding: Binding, runner: Runner) -> None:
+        self.binding, self.runner = binding, runner
+        self.loaded = SavedBuckets()
+        self.handed_over = True
+
+    def to_come(self, agreed: bool) -> SavedBuckets:
+        """Returns the loaded buckets until the ranks have compared them and a step was taken."""
+        return self.loaded if self.runner.regrouping.wanted or not agreed else SavedBuckets()
+
+    def saved(self, core: CoreDDP | None) -> SavedBuckets:
+        """Returns what another run needs to have the same buckets.
+
+        Args:
+            core: the model, if it is ``ddp_core``'s.
+        """
+        # Before the model has the loaded buckets, its own are not those of the run that goes on.
+        if self.runner.regrouping.wanted or not self.handed_over:
+            return self.loaded
+        if core is None:
+            return SavedBuckets(self.runner.regrouping.layout)
+        buckets, limits, arrival = core.saved_layout()
+        names = self.binding.names
+        return SavedBuckets([names(members) for members in buckets], limits, names(arrival))
+
+    def hold(self, buckets: SavedBuckets) -> None:
+        """Holds the buckets of an unpickled state until there is a model."""
+        self.loaded, self.handed_over = buckets, False
+        self.runner.regrouping.restore(buckets.layout, regroups=True)
+
+    def take_up(
+        self, buckets: SavedBuckets, core: CoreDDP | None, agree: Callable[[], None]
+    ) -> None:
+        """Continues with the buckets of a saved state.
+
+        Args:
+            core: the model, if it is ``ddp_core``'s.
+            agree: compares what the ranks have loaded; called before the next step.
+        """
+        # torch's class takes no buckets: the runner exchanges in the saved ones until torch has
+        # rebuilt its own. ``ddp_core`` lays out the saved buckets at once.
+        self.runner.regrouping.restore(buckets.layout, regroups=core is None)
+        self.loaded, self.handed_over = buckets, core is not None
+        if core is None:
+            return
+        find = self.binding.parameters.name
+        by_name: dict[Any, Any] = {find(value): value for value in core.module.parameters()}
+        layout, arrival = buckets.layout, buckets.arrival or ()
+        if not all(name in by_name for names in [*layout, arrival] for name in names):
+            layout = arrival = ()  # the saved model had other parameters: lay out as usual
+        members = [[by_name[name] for name in names] for names in layout]
+        order = [by_name[name] for name in arrival]
+        # Laying out buckets is a collective of the ranks that have loaded, so the model calls
+        # ``agree`` before it: ranks that have loaded different states would hang.
+        core.restore_layout(members, buckets.bucket_bytes, order, agree)
+
+
+# ---- the hook
+
+
+Future = torch.futures.Future
+
+# Facts that ranks with other parts of the gradients have in common, too: they decide whether a rank
+# takes part in the verdict of a step.
+_SHARED = (
+    "host",
+    "scheme and options",
+    "commhooks version",
+    "seed",
+    "step",
+    "verify",
+    "action of verify",
+)
+
+
+class Running:
+    """Runs a scheme on a model, bucket by bucket; the base of :class:`commhooks.HookState`.
+
+    Attributes:
+        ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
+        verification: compares some steps with the dense mean; None if that was not asked for.
+        engine: runs the scheme, and holds its memory and the number of the step.
+        binding: the model and the process group.
+        runner: the steps: which bucket belongs to which, and when one ends.
+        drivers, attendance, continuation: what runs exchanges, what notices that the hook is not
+            called, and the buckets of a saved run.
+        agreed: whether the ranks have compared what they run.
+    """
+
+    def _init(
+        self,
+        scheme: Scheme,
+        seed: int,
+        history: int,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        # Not ``__init__``: an unpickled state comes here without it. The ranks are settled by
+        # ``_bind``, since a state may be made before the process group; 0 ranks means "not yet".
+        self.engine = Engine(scheme, rank=-1, world_size=0, seed=seed)
+        self.ledger = Ledger(history)
+        self.binding = Binding(process_group)
+        self.drivers = Drivers(scheme.traits.rounds)
+        self.runner = Runner(self.engine, self.drivers, self.ledger, self.binding)
+        self.continuation = Continuation(self.binding, self.runner)
+        self.attendance = Attendance()
+        self.verification: Verification | None = None
+        self.agreed = False
+        self._closed = False
+        self._run = ("", "")
+        self._further_rounds = 0  # collectives in an exchange besides those of the scheme
+        self.stays = ""  # why its host does not let the hook change its ranks
+        self.compared_with = "all-reduce"  # what its bytes are compared with, if it is dense
+        self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
+
+    def _verify_with(self, verification: Verification | None) -> None:
+        """Takes what verifies steps, before the hook meets the other ranks."""
+        self.verification = self.engine.observer = verification
+
+    @property
+    def scheme(self) -> Scheme:
+        """Returns the scheme that runs, wrappers included."""
+        return self.engine.scheme
+
+    @property
+    def step(self) -> int:
+        """Returns the number of synchronised backward passes so far."""
+        return self.engine.step
+
+    @property
+    def parameters(self) -> Parameters:
+        """Returns the model's parameters, by name."""
+        return self.binding.parameters
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Returns the ranks to average over."""
+        self.bind()
+        return self.binding.group()
+
+    @property
+    def calls(self) -> int:
+        """Returns the number of buckets that came to the hook in this process."""
+        return self.attendance.calls
+
+    @property
+    def bucket_cap_mb(self) -> float | None:
+        """Returns the bucket size for ``ddp_core``, or None for its default.
+
+        Larger for several rounds: a small payload is sent quickly, but each round waits for an
+        answer.
+        """
+        # PowerSGD at 1 Gbit/s is 6 % slower with ddp_core's 8 MiB than with 25; a single round is
+        # faster with 8 (docs/design/reducer.md).
+        return 25 if self.scheme.traits.rounds > 1 else None
+
+    # ---- what the hook calls
+
+    def start(self, bucket: Any) -> Future[Tensor]:
+        """Starts the exchange of one bucket and returns the future of its averaged gradient."""
+        if self._closed:
+            raise RegistrationError(
+                "the hook was closed (HookState.close), but the model still trains with it; "
+                "wrap the model in a new DistributedDataParallel, or close after training"
+            )
+        if not isinstance(bucket, HookBucket):
+            need_bucket(bucket)
+            bucket = HookBucket.of(bucket, self.binding)
+        if not bucket.gradient.is_cpu:
+            need_no_capture(bucket.gradient.device, self.scheme, agreed=self.agreed)
+        if not self.attendance.calls:
+            self._guard_model()
+        self.attendance.came(is_last=bucket.is_last)
+        return self.runner.start(bucket, self._begin_step)
+
+    def _begin_step(self, bucket: HookBucket) -> Step:
+        """Asks what is constant in a step, with its first bucket."""
+        # A collective. Every rank comes here with its first bucket, before it exchanges anything.
+        self._agree_after_load()
+        binding = self.binding
+        binding.check_group()
+        group = self._group_of_ranks()
+        if self.verification is not None:
+            need_verifiable(bucket.gradient.device)
+            self.verification.step_begins(self.step)
+            self.verification.first_bucket_comes(self.step, self.scheme)
+        return Step(
+            self.step,
+            group,
+            finds_unused=binding.may_leave_alone(bucket.origin),
+            told=binding.core_telling(self) is not None,
+        )
+
+    def _guard_model(self) -> None:
+        """Guards torch's class where the hook was registered by hand; ``ddp_core`` looks itself."""
+        model = self.binding.model
+        if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
+            return
+        if not any(isinstance(one, AttachmentGuard) for one in forward_pre_hooks(model).values()):
+            model.register_forward_pre_hook(AttachmentGuard(self, model))
+
+    # ---- what ddp_core calls
+
+    def no_more_buckets(self) -> None:
+        """Starts the exchange of buckets that were held back; backward has ended."""
+        self.runner.no_more_buckets()
+
+    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+        """Ends the step: the averaged gradients are in ``.grad``.
+
+        Args:
+            left_alone: parameters that no rank has used, whose gradient was not written.
+        """
+        self.runner.step_landed(left_alone)
+
+    def step_abandoned(self) -> None:
+        """Drops the step, whose backward pass has raised."""
+        self.runner.step_abandoned()
+
+    def attached_to_model(self, model: nn.Module) -> None:
+        """Adopts the model on which the hook runs from the next step on.
+
+        Hands the model the saved buckets of a state that was loaded before.
+        """
+        binding, continuation = self.binding, self.continuation
+        known = binding.model
+        # Until the ranks are settled no step was taken, so no memory is keyed by the known model,
+        # which is often the module inside this one.
+        if known is None or (known is not model and not self._bound):
+            binding.forget_model()
+            self._adopt(model)
+            nothing_loaded = continuation.loaded == SavedBuckets()
+            continuation.handed_over = self.agreed or nothing_loaded
+        if not continuation.handed_over:
+            self._take_up(continuation.loaded)
+
+    def forward_begins(self) -> None:
+        """Ends or drops an open step; the guard of ``register`` calls it before each forward."""
+        self.runner.forward_begins()
+        if self.verification is not None:
+            self.verification.step_begins(self.step)
+
+    def _close(self) -> None:
+        self._closed = True
+        if self.verification is not None:
+            self.verification.close()
+        self.drivers.close()
+
+    # ---- what a hook that chooses its scheme does
+
+    def saved_plan(self) -> str:
+        """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
+        return ""
+
+    def follow_plan(self, plan: str, scheme: str) -> None:
+        """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
+
+        Args:
+            plan, scheme: what :meth:`saved_plan` returns there, and the description of the scheme.
+        """
+
+    def ranks_changed(self) -> None:
+        """Hears, on all ranks, that they have changed and agreed."""
+
+    def _take_up(self, buckets: SavedBuckets) -> None:
+        """Continues with the buckets of a saved state."""
+        core = self.binding.core_telling(self)
+        self.continuation.take_up(buckets, core, self._agree_after_load)
+
+    # ---- model and ranks
+
+    @property
+    def _bound(self) -> bool:
+        return self.engine.world_size > 0
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Takes the parameter names and the process group from ``model``."""
+        self.binding.adopt(model)
+        warn_of_idle_rules(self.scheme, self.parameters)
+
+    def bind(self) -> None:
+        """Looks up the model and the ranks, until both are known."""
+        # Repeated while there is no model: a state may be asked for its rank before it has one.
+        if self._bound and len(self.parameters):
+            return
+        self.binding.group()  # raises before anything is looked up
+        model = self.binding.find_model(self)
+        if model is not None:
+            self._adopt(model)
+        group = self.binding.group()
+        self.engine.rank, self.engine.world_size = group.rank(), group.size()
+
+    def _facts(self, scheme: Scheme) -> dict[str, Any]:
+        """Returns the facts that must be the same on all ranks."""
+        to_come = self.continuation.to_come(self.agreed)
+        facts = facts_of(scheme, self.engine, self.binding, to_come)
+        return facts | {
+            "verify": getattr(self.verification, "every", None),
+            "action of verify": getattr(self.verification, "action", None),
+            # Also of frozen ones, which are no facts without verification.
+            "parameters to compare": list(self.binding.values()) if self.verification else [],
+        }
+
+    def _agree_after_load(self) -> None:
+        if not self.agreed:
+            self.agree("the first step with this hook, or after load_state_dict")
+
+    def agree(
+        self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
+    ) -> None:
+        """Compares facts with the other ranks and opens the driver's groups; a collective.
+
+        Args:
+            also: further facts that must be the same on all ranks, by name.
+            limit: longest wait for the other ranks; at most, and by default, the group's timeout.
+        """
+        self.bind()
+        devices = self.binding.devices()
+        self.drivers.check(devices)
+        facts = {**(also or {}), **self._facts(self.scheme)}
+        told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
+        self._run = (told[0], self._run[1])
+        # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
+        # is then an error on all ranks, and not on one rank while the others wait.
+        need_own_memory(self.engine, self.binding)
+        self._send_exactly(self.scheme)
+        self.agreed = self.continuation.handed_over = True
+        # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
+        if devices <= {"cpu"}:
+            self.drivers.open_lanes(self.binding.group())
+        if self.verification is not None:
+            binding = self.binding
+            self.verification.open(
+                binding.group(),
+                devices,
+                self.drivers.join,
+                binding.beside,
+                binding.values,
+                owner=self,
+            )
+
+    def _send_exactly(self, scheme: Scheme) -> None:
+        """Averages exactly, from the next step on, what ranks of tensor parallelism share.
+
+        Warns where ``scheme`` returns something else than a mean, whose place a mean cannot take.
+        """
+        shared = shared_and_rounded(scheme, self.parameters)
+        if shared and scheme.traits.returns != "mean":
+            names = sorted({whole_name(name) for name in shared})
+            warnings.warn(
+                f"{scheme} rounds the gradients of {', '.join(names[:3])} ({len(names)} "
+                f"parameters that ranks of tensor parallelism have in common) together with those "
+                f"of pieces, differently on each of these ranks, where these parameters drift "
+                f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",
+                RuntimeWarning,
+                stacklevel=user_line(),
+            )
+            shared = frozenset()
+        exactly = self.engine.exactly = Exactly(shared)
+        self.drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
+
+    def _meet(
+        self,
+        call: str,
+        facts: Mapping[str, Any],
+        limit: timedelta | None = None,
+        *,
+        tells: object = None,
+    ) -> list[Any]:
+        with self.binding.on_device():
+            try:
+                told = handshake(call, facts, self.binding.group(), limit, tells=tells)
+            except MissingRankError:
+                raise
+            except MismatchError as error:
+                # The others would wait for this rank where they meet those beside them.
+                with suppress(MismatchError):
+                    self._meet_beside(call, facts, limit, str(error))
+                raise
+            self._meet_beside(call, facts, limit)
+            return told
+
+    def _meet_beside(
+        self, call: str, facts: Mapping[str, Any], limit: timedelta | None, fault: str = ""
+    ) -> None:
+        """Compares facts with ranks that have other parts of the gradients; a collective."""
+        shared = {name: facts[name] for name in _SHARED if name in facts}
+        for group in self.binding.beside:
+            handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
+
+    def _group_of_ranks(self) -> dist.ProcessGroup:
+        """Returns the hook's group; raises if it has other ranks than it had.
+
+        The ranks of some groups change under their users.
+        """
+        group, engine = self.binding.group(), self.engine
+        if group.size() != engine.world_size or group.rank() != engine.rank:
+            raise RegistrationError(
+                f"the ranks of the hook's {type(group).__name__} have changed: this was rank "
+                f"{engine.rank} of {engine.world_size}, and is rank {group.rank()} of "
+                f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
+                f"between two steps; for torchft use commhooks.hosts.torchft.register"
+            )
+        return group

@@ -1,0 +1,277 @@
+"""Parameters of which a host reduces one shard to each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.checkpoint._placement import Cut
+from commhooks.core._layout import Layout
+from commhooks.core._names import (
+    is_padding,
+    padding_name,
+    piece_name,
+    piece_of,
+    plain_name,
+    whole_name,
+)
+from commhooks.core._scheme import Scheme, walk
+from commhooks.core._slot import Slot
+from commhooks.errors import RegistrationError
+from commhooks.hook._parameters import Parameter, Parameters
+
+__all__ = [
+    "FlatParameters",
+    "OwnShards",
+    "ShardedParameter",
+    "ShardedParameters",
+    "need_shards",
+]
+
+
+class ShardedParameter(NamedTuple):
+    """Describes one parameter that a host cuts into a piece for each rank.
+
+    Attributes:
+        name: within the model.
+        shape: of the whole parameter, as this data-parallel group sees it.
+        dtype: of its gradient when it is reduced.
+        dim: the dimension that is cut.
+        trained: whether it is trained when the hook is registered.
+        cut: which piece of a larger parameter it is (tensor parallelism).
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    dim: int
+    trained: bool
+    cut: Cut = Cut()
+
+
+class ShardedParameters(Parameters):
+    """Holds parameters as pieces, one for each rank, in which a bucket holds them.
+
+    A bucket has all pieces of rank 0, then those of rank 1, and so on. All pieces of a parameter
+    have the size of the first, the last ones being filled up with zeros. Memory is kept by piece,
+    "layer.weight#1" on rank 1, and saved by parameter, so that any other host may load it. Values
+    that are not shaped as their parameters, such as factors and packed bytes, are saved by piece.
+    With one rank a piece is the parameter, and has its name.
+
+    Args:
+        parameters: of the model.
+        world_size: number of ranks, and so of pieces.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], world_size: int) -> None:
+        super().__init__()
+        self._world_size = world_size
+        self._layout_of: dict[tuple[str, ...], Layout] = {}
+        self._sharded = {parameter.name: parameter for parameter in parameters}
+        self.cuts = {one.name: one.cut for one in parameters}
+        self._trained: list[Parameter] = []
+        for parameter in parameters:
+            for rank in range(world_size):
+                piece = self._piece(parameter, rank)
+                self._by_name[piece.name] = piece
+                if parameter.trained:
+                    self._trained.append(piece)
+
+    # As in DistributedDataParallel: frozen ones are known, and no state has memory of them.
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._trained)
+
+    def __len__(self) -> int:
+        return len(self._trained)
+
+    def layout_of(self, names: Sequence[str]) -> Layout:
+        """Returns the layout of a bucket of the parameters of these names."""
+        # Kept: the same buckets come in every step, and a new ``Layout`` hashes all names.
+        key = tuple(names)
+        if key not in self._layout_of:
+            pieces = [
+                self._by_name[self._name(name, rank)] for rank in self._ranks() for name in names
+            ]
+            names_of, shapes = zip(*((one.name, one.shape) for one in pieces), strict=True)
+            self._layout_of[key] = Layout(names_of, shapes)
+        return self._layout_of[key]
+
+    def _ranks(self) -> Iterable[int]:
+        """Returns the ranks whose pieces a bucket has, in order."""
+        return range(self._world_size)
+
+    def find(self, name: str) -> str:
+        plain = plain_name(name)
+        return plain if plain in self._sharded else name
+
+    @property
+    def saved_shapes(self) -> dict[str, torch.Size]:
+        return {name: parameter.shape for name, parameter in self._sharded.items()}
+
+    def carries(self, slot: Slot) -> bool:
+        return type(slot).shape is Slot.shape
+
+    def takes(self, names: Collection[str]) -> bool:
+        ranks: dict[str, set[int]] = {}
+        for name in names:
+            parameter, rank = piece_of(name)
+            if self._world_size == 1 and rank is None:
+                rank = 0
+            if rank is None or parameter not in self._sharded:
+                return False
+            ranks.setdefault(parameter, set()).add(rank)
+        # All pieces: with fewer, or more, they are of another number of ranks.
+        here = [set(range(self._world_size)), set(self._ranks())]
+        return all(some in here for some in ranks.values())
+
+    def of_here(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {
+            name: value
+            for name, value in values.items()
+            if name in self._by_name or whole_name(name) not in self._sharded
+        }
+
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        saved = {}
+        for name, parameter in self._sharded.items():
+            if self._name(name, 0) not in values:
+                continue
+            dim, length = parameter.dim, parameter.shape[parameter.dim]
+            pieces = [values[self._name(name, rank)] for rank in range(self._world_size)]
+            whole = torch.cat(pieces, dim=dim)
+            saved[name] = whole.narrow(dim, 0, length).contiguous()
+            if whole.shape[dim] > length:
+                # Rotated blocks leave errors there, too: without them a run would not continue bit
+                # for bit. Other hosts, and other numbers of ranks, leave them out.
+                rest = whole.narrow(dim, length, whole.shape[dim] - length)
+                saved[padding_name(name)] = rest.contiguous()
+        return saved
+
+    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = {}
+        for name, value in values.items():
+            if is_padding(name):
+                continue
+            parameter = self._sharded.get(name)
+            if parameter is None or value.shape != parameter.shape:
+                kept[name] = value  # of another model: what checks the state says so
+                continue
+            dim = parameter.dim
+            size = self._piece(parameter, 0).shape[dim]
+            missing = size * self._world_size - value.shape[dim]
+            shape = [*value.shape[:dim], missing, *value.shape[dim + 1 :]]
+            rest = values.get(padding_name(name))
+            if rest is None or list(rest.shape) != shape:
+                rest = value.new_zeros(shape)
+            pieces = torch.cat([value, rest], dim=dim).split(size, dim=dim)
+            for rank in self._ranks():
+                kept[self._name(name, rank)] = pieces[rank].contiguous()
+        return kept
+
+    def _name(self, name: str, rank: int) -> str:
+        return name if self._world_size == 1 else piece_name(name, rank)
+
+    def _piece(self, parameter: ShardedParameter, rank: int) -> Parameter:
+        shape = list(parameter.shape)
+        shape[parameter.dim] = -(-shape[parameter.dim] // self._world_size)
+        order = tuple(range(len(shape)))
+        name = self._name(parameter.name, rank)
+        return Parameter(name, torch.Size(shape), parameter.dtype, order)
+
+
+class OwnShards(ShardedParameters):
+    """Holds the pieces of one rank of the ranks over which parameters are sharded.
+
+    For the exchange between replicas (HSDP): the ranks of a group all have the same pieces. A rank
+    saves its own; a gathered state has those of all shards, by parameter.
+
+    Args:
+        parameters: of the model.
+        world_size: number of ranks over which parameters are sharded.
+        rank: of this process among them.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter], world_size: int, rank: int) -> None:
+        super().__init__(parameters, world_size)
+        self._rank = rank
+        own = {self._name(parameter.name, rank) for parameter in parameters}
+        self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
+        self._trained = [piece for piece in self._trained if piece.name in own]
+
+    def _ranks(self) -> Iterable[int]:
+        return (self._rank,)
+
+    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)
+
+
+class FlatParameters(Parameters):
+    """Holds whole parameters that lie one after the other, and the padding between them.
+
+    Args:
+        units: of each flat gradient the parameters and padding, and whether each is trained.
+
+    Attributes:
+        layouts: names and shapes in each flat gradient.
+    """
+
+    def __init__(self, units: Sequence[Sequence[tuple[Parameter, bool]]]) -> None:
+        super().__init__()
+        pieces = [piece for unit in units for piece in unit]
+        self._by_name = {piece.name: piece for piece, _ in pieces}
+        self._trained = [piece for piece, trained in pieces if trained]
+        self.layouts = [
+            Layout([piece.name for piece, _ in unit], [piece.shape for piece, _ in unit])
+            for unit in units
+        ]
+
+    # As in DistributedDataParallel: frozen ones are known, and no state needs memory of them.
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._trained)
+
+    def __len__(self) -> int:
+        return len(self._trained)
+
+    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = super().as_kept(values)
+        for piece in self._trained:
+            if is_padding(piece.name):
+                saved = values.get(piece.name)
+                if saved is None or saved.shape != piece.shape:  # of another number of ranks
+                    saved = torch.zeros(piece.shape, dtype=torch.float32, device="cpu")
+                kept[piece.name] = saved
+        return kept
+
+
+# ---- schemes
+
+
+def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
+    """Raises RegistrationError unless a scheme can return one shard of the mean alone.
+
+    Args:
+        host: the class or framework that needs shards, for the message.
+        call: the public call that gives it the scheme.
+    """
+    if not scheme.traits.shards:
+        between = (
+            ". Between replicas of FSDP2 (HSDP) any scheme runs: "
+            'register(model, scheme, between=mesh["replicate"])'
+        )
+        # The innermost: ``scheme`` may be a policy of many rules, of which one is the reason.
+        *_, whole = (one for one in walk(scheme) if not one.traits.shards)
+        raise RegistrationError(
+            f"{call}: {whole} averages whole buckets, and {host} needs one shard of each on each "
+            f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of "
+            f"entries run here: none, fp16, bf16, int8, int4, fp8, onebit, eden, topk, and "
+            f"a codec in commhooks.wrappers.TwoPhase(...), also in ErrorFeedback, AveragedFeedback "
+            f"or PerParameter{between if host == 'FSDP2' else ''}"
+        )
+    if scheme.traits.coalesce:
+        raise RegistrationError(
+            f"{call}: coalesce=True joins the buckets of a step, and {host} needs the mean of each "
+            f"before it hands over the next one; leave it out"
+        )

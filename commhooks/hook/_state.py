@@ -1,0 +1,458 @@
+"""Defines ``HookState``, the object that ``register`` returns and that users call."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.core._scheme import Scheme, slot_error
+from commhooks.core._settings import fitting, shown
+from commhooks.errors import RegistrationError
+from commhooks.hook import _group_change as group_change
+from commhooks.hook import _pickling as pickling
+from commhooks.hook import _saving as saving
+from commhooks.hook._binding import need_group
+from commhooks.hook._group_change import GroupChange
+from commhooks.hook._handshake import MEETING, handshake
+from commhooks.hook._parameters import names_of, shared_buffers
+from commhooks.hook._running import Running
+from commhooks.hook._sharded import need_shards
+from commhooks.verify._equal import need_equal, state_of
+from commhooks.wrappers._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
+from commhooks.wrappers._make import brief, describe, make
+from commhooks.wrappers._per_parameter import warn_of_idle_rules
+from ddp_core import DistributedDataParallel as CoreDDP
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+
+__all__ = ["HookState", "Tried"]
+
+_logger = logging.getLogger("commhooks")
+
+
+class Tried(NamedTuple):
+    """Holds a candidate of ``register(model, "auto")``; NaN: not measured.
+
+    Attributes:
+        candidate: name of the scheme.
+        measured_s: seconds that a step took when candidates ran in turns, the median.
+        again_s: the same where the choice was compared with dense steps once more.
+        steps: number of steps that ``measured_s`` is the median of.
+    """
+
+    candidate: str
+    measured_s: float
+    again_s: float
+    steps: int
+
+
+class HookState(Running):
+    """Holds the state of one hook on one model; ``register`` returns it.
+
+    Args:
+        scheme: a scheme or a registered name.
+        model: the model (DistributedDataParallel or the module that it wraps) whose parameter names
+            key the memory. Without it, the hook looks the model up at the first bucket.
+        process_group: ranks to average over; by default the model's, or the default group.
+        seed: base of all random draws; the same on every rank.
+        history: number of ledger rows kept for ``report``.
+        options: options of the scheme, see :func:`commhooks.make`.
+
+    Example:
+        >>> state = HookState(ErrorFeedback(PowerSGD(rank=4)), ddp_model)
+        >>> ddp_model.register_comm_hook(state, comm_hook)
+    """
+
+    def __init__(
+        self,
+        scheme: str | Scheme = "none",
+        model: nn.Module | None = None,
+        *,
+        process_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        history: int = 100_000,
+        **options: Any,
+    ) -> None:
+        need_group(process_group)
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
+        history = fitting("HookState", "history", history, int)
+        self._init(make(scheme, **options), seed, history, process_group)
+        if model is not None:
+            self._adopt(model)
+            if isinstance(model, DistributedDataParallel):
+                self.attendance.watch(self, model)
+            else:
+                # Gradients of another module show nothing: its host (DiLoCo, local steps) may call
+                # the hook in some steps only, and outside of backward.
+                self.attendance.dismiss()
+        # Now that nothing raises any more: a refused hook is an error already.
+        self.attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
+
+    def switch(self, scheme: str | Scheme, **options: Any) -> None:
+        """Runs another scheme from the next step on; all ranks call it, between two steps.
+
+        The residual stays if the new scheme has error feedback. Otherwise it is added to the next
+        gradient and then dropped, so no unsent value is lost.
+
+        Args:
+            scheme: a name, or a scheme; ``"none"`` pauses compression.
+            options: options of the scheme, see :func:`commhooks.make`.
+
+        Raises:
+            RegistrationError: the call is in the middle of a step, or the host needs one shard of
+                each mean and the scheme averages whole buckets.
+            MismatchError: the ranks do not switch to the same scheme, or (MissingRankError) not
+                all ranks have called ``switch`` within 5 minutes or the group's timeout.
+        """
+        if self._closed:
+            raise RegistrationError("HookState.switch: the hook was closed; register another")
+        built = make(scheme, **options)
+        if self.shards_for:
+            need_shards(built, self.shards_for, "HookState.switch")
+        if self.runner.under_way:
+            raise RegistrationError(
+                f"HookState.switch: step {self.step} is under way; switch between two steps, "
+                f"after loss.backward() returned"
+            )
+        # Before the first step the ranks have not met: the handshake of that step compares schemes.
+        if self.agreed:
+            self._meet("HookState.switch", self._facts(built), MEETING)
+        self._replace(built)
+
+    def _replace(self, built: Scheme) -> None:
+        """Installs a scheme that all ranks have agreed on, and fits the memory to it."""
+        memory = self.engine.memory
+        # A scheme that does not average sends nothing that a residual could be added to.
+        if memory.has(RESIDUAL) and not keeps_residual(built) and built.traits.averages:
+            built = FlushResidual(built)
+        shapes = self.parameters.shapes
+        # ``load_state_dict`` would refuse a state with tensors of an unknown key. Known keys stay,
+        # whatever their shape: a slot may use a value of another (rows of a PowerSGD factor).
+        for key in {key for key, _, _ in memory.items()}:
+            values = [(name, value) for stored, name, value in memory.items() if stored == key]
+            if key != RESIDUAL and any(
+                slot_error(built, key, value, shapes.get(name, value.shape)) == "unknown"
+                for name, value in values
+            ):
+                memory.drop(key)
+        self.engine.scheme, self._since = built, self.step
+        warn_of_idle_rules(built, self.parameters)
+        self._send_exactly(built)
+        # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
+        if isinstance(self.binding.model, CoreDDP):
+            self.binding.model.refresh_layout()
+
+    @property
+    def skipped_steps(self) -> int:
+        """Returns the number of steps whose average was not finite; counted on the CPU only.
+
+        Each counts, whatever the scheme; what a scheme keeps stays as it was before the step.
+        """
+        return self.engine.skipped
+
+    def residual(self, name: str) -> Tensor | None:
+        """Returns the residual of one parameter on this rank, or None if the scheme keeps none.
+
+        Raises:
+            ValueError: the model has no parameter of this name.
+        """
+        if not isinstance(name, str):
+            raise TypeError(f"HookState.residual takes a parameter's name, got {shown(name)}")
+        name = self.parameters.find(name)
+        if len(self.parameters) and name not in self.parameters:
+            raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
+        value = self.engine.memory.get(RESIDUAL, name)
+        # A copy: the tensor in memory is a view of the flat buffer that later steps overwrite.
+        return None if value is None else self.parameters.in_order(name, value).clone()
+
+    def verify_equal(
+        self, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False
+    ) -> None:
+        """Raises on every rank if some have other parameters than the others; all ranks call it.
+
+        Compares every bit, by 8 bytes of each parameter. With ``register(verify=...)`` ranks
+        do so for parameters while they train.
+
+        Args:
+            optimizer: of this model; its settings and its state are compared, too.
+            buffers: compares these, too. Those of batch norm are equal where a forward pass begins,
+                when DistributedDataParallel has sent rank 0's, and differ behind it.
+
+        Raises:
+            VerificationError: something differs; names the first, and the ranks.
+            RegistrationError: the call is in the middle of a step, there is no model, or its host
+                or the optimizer keeps another part on each rank.
+            MissingRankError: some ranks did not come within 5 minutes or the group's timeout.
+
+        Example:
+            >>> hook.verify_equal(optimizer)
+        """
+        call = "HookState.verify_equal"
+        if self.runner.under_way:
+            raise RegistrationError(f"{call}: a step is under way; call it after the step")
+        self.bind()
+        model, values = self.binding.model, self.binding.values()
+        if model is None or not values:
+            raise RegistrationError(
+                f"{call}: there are no parameters that ranks have in common: the hook has no "
+                f"model, or its host keeps another shard of each on every rank"
+            )
+        told: dict[str, Any] = {f"parameter {name!r}": one for name, one in values.items()}
+        if buffers:
+            told |= {f"buffer {name!r}": one for name, one in shared_buffers(model).items()}
+        if optimizer is not None:
+            told |= state_of(optimizer, names_of(model))
+        with self.binding.on_device():
+            need_equal(call, told, partial(handshake, call, {}, self.binding.group(), MEETING))
+
+    # ---- other ranks
+
+    @property
+    def group_changes(self) -> tuple[GroupChange, ...]:
+        """Returns the changes of ranks so far that this process took part in."""
+        return self._changes
+
+    _changes: tuple[GroupChange, ...] = ()
+
+    def change_group(self, group: dist.ProcessGroup) -> GroupChange:
+        """Goes on with other ranks, the model too; all ranks of ``group`` call it.
+
+        Nothing is asked of the ranks before, which may be gone. A rank that goes on keeps its
+        residual, scaled so that what is applied stays the same: the mean over ranks. A rank that
+        joins, whose hook was registered over a group of its own, begins without a residual, and
+        takes the step, the seed and what else is the same on all ranks. The residual of a rank
+        that does not go on is lost, which the result says. If it can still speak, gather the state
+        of all ranks before, and load it after the change. Parameters, optimizer and buffers are the
+        user's to make equal.
+
+        A step whose backward pass has raised is dropped: it leaves memory as it was.
+
+        Args:
+            group: the ranks from now on.
+
+        Returns:
+            What changed, see :class:`commhooks.hook.GroupChange`.
+
+        Raises:
+            TypeError: ``group`` is no process group.
+            RegistrationError: a step is under way, or the hook was closed.
+            MismatchError: the ranks differ in scheme, versions or parameters, or (MissingRankError)
+                some did not come within the group's timeout.
+
+        Example:
+            >>> survivors = torch.distributed.new_group([0, 2, 3], use_local_synchronization=True)
+            >>> change = hook.change_group(survivors)
+        """
+        if group is None:
+            raise TypeError(
+                "HookState.change_group(group): takes the process group of the ranks from now on, "
+                "got None; torch.distributed.group.WORLD is the default group"
+            )
+        need_group(group)
+        core = self.binding.moves_itself(group)
+        if core is not None:
+            core.change_group(group)  # which calls this method again
+            return self._changes[-1]
+        change = group_change.change_group(self, group)
+        self._changes = (*self._changes, change)
+        self._since = self.step  # ``summary`` describes what these ranks send
+        _logger.info("%s", change)
+        return change
+
+    # ---- what it tells
+
+    _since = 0  # the first step of the current scheme
+
+    @property
+    def rank(self) -> int:
+        """Returns this process's rank within the hook's process group."""
+        self.bind()
+        return self.engine.rank
+
+    @property
+    def world_size(self) -> int:
+        """Returns the number of ranks that gradients are averaged over."""
+        self.bind()
+        return self.engine.world_size
+
+    @property
+    def tried(self) -> Sequence[Tried]:
+        """Returns what ``register(model, "auto")`` has measured; empty without it."""
+        return ()
+
+    def report(self) -> pd.DataFrame:
+        """Returns a row per step, bucket and round; see :meth:`commhooks.hook.Ledger.report`."""
+        return self.ledger.report()
+
+    def summary(self, steps: int = 100) -> str:
+        """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
+        name = brief(without_flush(self.scheme))
+        world_size = max(self.engine.world_size, 1)
+        return self.ledger.summary(
+            *(name, world_size, steps), since=self._since, dense=self.compared_with
+        )
+
+    def metrics(self, prefix: str = "") -> dict[str, float]:
+        """Returns numbers of the latest step, for any logger.
+
+        ======================= =================================================================
+        ``dense_bytes``         of the gradients
+        ``payload_bytes``       that this rank handed to collectives
+        ``wire_bytes``          that this rank sent, by the formulas of the collectives
+        ``dense_wire_bytes``    that it would send without compression
+        ``encode_s``            seconds of work before collectives, summed over buckets
+        ``wire_s``              seconds from issue to end of collectives, summed
+        ``decode_s``            seconds of work after the last collectives, summed
+        ``exposed_s``           seconds that backward waited
+        ``memory_bytes``        of residuals and other state of the scheme
+        ``skipped_steps``       so far, whose average was not finite (on the CPU)
+        ``verify/error``        largest error of a parameter in the last verified step, over the
+                                norm of its dense mean
+        ``verify/error_median`` that of the parameter in the middle; without those whose dense mean
+                                is zero
+        ``verify/cosine_min``   smallest cosine of an averaged gradient and the dense mean there
+        ``verify/findings``     number of findings of the verification so far
+        ======================= =================================================================
+
+        The last four are there with ``register(verify=...)``. Times that are not known, as
+        in most steps on a GPU, are left out.
+
+        Args:
+            prefix: put before each name.
+
+        Example:
+            >>> wandb.log(hook.metrics("comm/"))
+        """
+        found = self.ledger.last_step()
+        found["memory_bytes"] = float(self.engine.memory.nbytes())
+        found["skipped_steps"] = float(self.engine.skipped)
+        if self.verification is not None:
+            found |= self.verification.metrics()
+        return {prefix + name: value for name, value in found.items()}
+
+    def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:
+        """Writes the latest step's :meth:`metrics` to a TensorBoard ``SummaryWriter``."""
+        for name, value in self.metrics(f"{prefix}/").items():
+            writer.add_scalar(name, value, self.step)
+
+    def plot(self, path: str | Path | None = None, step: int | None = None) -> Axes:
+        """Draws the exchanges of a step over time, a line per bucket; on torch's DDP as well.
+
+        Args:
+            path: picture to write; its ending decides on the type.
+            step: which one; the latest whose times are known by default.
+
+        Raises:
+            MissingPackageError: matplotlib is not installed.
+            ValueError: the times of this step are not kept.
+        """
+        return _report("timeline:draw")(self.ledger, path, step)  # type: ignore[no-any-return]
+
+    def chrome_trace(self, path: str | Path) -> None:
+        """Writes the steps that are kept as a trace for Perfetto or chrome://tracing."""
+        _report("timeline:chrome_trace")(self.ledger, path, rank=self.rank)
+
+    def page(self, path: str | Path, title: str = "") -> None:
+        """Writes a page about this run: one HTML file with tables and pictures.
+
+        Args:
+            path: file to write. Times are those of this rank.
+            title: heading; the scheme by default.
+
+        Raises:
+            MissingPackageError: matplotlib or pandas is not installed.
+
+        Example:
+            >>> if hook.rank == 0:
+            ...     hook.page("run.html")
+        """
+        _report("run:write_page")(self, path, title)
+
+    # ---- saving, copying, closing
+
+    def close(self) -> None:
+        """Stops the driver thread and destroys the extra process groups. Safe to call twice."""
+        self._close()
+
+    def __repr__(self) -> str:
+        # A state that was made only to be looked at need not be registered: no warning at the end.
+        self.attendance.excused = True
+        return f"HookState({brief(self.scheme)}, step={self.step})"
+
+    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+        """Returns copies of the tensors, numbers and strings that a later run continues from.
+
+        Args:
+            gather: returns one state of all ranks, on the CPU, the same on every rank; all ranks
+                call this method, after the same step. False: every rank saves its own state.
+            to: with ``gather``, the only rank of the hook's group that gets the state; the others
+                get an empty dict. Between nodes of FSDP2: the one that has the first shard.
+
+        Raises:
+            RegistrationError: the call is in the middle of a step.
+            MismatchError: with ``gather``, the ranks are not at the same step.
+        """
+        return saving.save(self, gather, to)
+
+    def load_state_dict(
+        self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> None:
+        """Continues from a saved state, as if the run had not stopped.
+
+        Args:
+            state: a gathered state, on any number of ranks; this rank's own; or the list of all
+                ranks' states. If the scheme keeps nothing that differs between ranks, the state of
+                any rank.
+            strict: refuses a state of another scheme, or a state that lacks memory. False: keeps
+                what fits. The residual always fits: it is flushed if the scheme keeps none.
+
+        Raises:
+            CheckpointError: the state is foreign, newer, incomplete, damaged or mismatching;
+                nothing was changed.
+        """
+        loaded = saving.prepare(self, state, strict, "HookState.load_state_dict")
+        saving.take_up(self, loaded)
+        self._since = min(self._since, self.step)  # ``summary`` counts from here
+
+    def __getstate__(self) -> dict[str, Any]:
+        return pickling.to_pickle(self)
+
+    def __setstate__(self, pickled: dict[str, Any]) -> None:
+        # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
+        saved = pickling.from_pickle(pickled)
+        self._since = 0
+        self._init(saved.scheme, saved.seed, saved.history)
+        self.binding.pickled_on = saved.origin
+        self.engine.step = saved.step
+        self.engine.memory.load(saved.memory)
+        self.continuation.hold(saved.buckets)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        # The scheme itself, which is frozen: a file's word for it may not name every class.
+        copied.__setstate__({**self.__getstate__(), "scheme": self.scheme})
+        return copied
+
+
+# Pickles name the class by its module: this name stays the same when the file moves. A pickled
+# state holds plain values only, so ``torch.load(..., weights_only=True)`` may build it.
+HookState.__module__ = "commhooks"
+torch.serialization.add_safe_globals([HookState])
+
+
+def _report(name: str) -> Callable[..., Any]:
+    """Returns a function of the reports, which are above hooks, and need more packages."""
+    found: Callable[..., Any] = resolve_name(f"commhooks.report.{name}")
+    return found

@@ -1,0 +1,142 @@
+"""Defines ``Hosted``, a hook on a model that a framework has wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from commhooks.core._scheme import Scheme
+from commhooks.errors import CheckpointError, RegistrationError
+from commhooks.hook._parameters import find_ddp
+from commhooks.hook._registration import register
+from commhooks.hook._state import HookState
+
+__all__ = ["Hosted"]
+
+
+class Hosted:
+    """Holds the hook of a framework's model, and saves the states of all its ranks as one.
+
+    Frameworks save what rank 0's objects return, and load it on every rank.
+
+    Args:
+        scheme: a name or a scheme.
+        options: of the scheme, and those of :func:`commhooks.register`.
+    """
+
+    # What to do where the framework's model is not in DistributedDataParallel.
+    _remedy = "wrap the model in DistributedDataParallel"
+    # The rank that saves; None where every node saves a copy.
+    _to: int | None = 0
+    _file = "commhooks_state.pt"  # in the folder of a checkpoint
+
+    def __init__(self, scheme: str | Scheme = "none", **options: Any) -> None:
+        self._scheme, self._options = scheme, options
+        self._hook: HookState | None = None
+        self._held: Mapping[str, Any] | None = None  # loaded before there was a hook
+
+    @property
+    def hook(self) -> HookState:
+        """Returns the registered hook.
+
+        Raises:
+            RegistrationError: training has not begun, so there is no model to hook yet.
+        """
+        if self._hook is None:
+            raise RegistrationError(
+                f"{self._name}.hook: nothing is registered yet; the framework wraps its model when "
+                f"training begins"
+            )
+        return self._hook
+
+    def attach(self, model: nn.Module, world_size: int) -> None:
+        """Registers the scheme on a wrapped model, and takes up a state that was loaded before.
+
+        Args:
+            model: DistributedDataParallel, or a module that holds exactly one.
+            world_size: number of the framework's ranks, over all of which the hook has to average.
+
+        Raises:
+            RegistrationError: the model is not wrapped, or its gradients are averaged over a part
+                of the ranks, whose state rank 0 could not save.
+        """
+        try:
+            ddp = find_ddp(model)
+        except RegistrationError as error:
+            raise RegistrationError(
+                f"{self._name}: the hook would never run: {self._remedy} ({error})"
+            ) from None
+        group = self._options.get("process_group") or ddp.process_group
+        if group.size() != world_size:
+            raise RegistrationError(
+                f"{self._name}: the framework has {world_size} ranks and gradients are averaged "
+                f"over {group.size()} of them; a checkpoint would hold the state of rank 0's group "
+                f"only. Call commhooks.register, and save its state in every group"
+            )
+        if self._hook is not None:
+            self._hook.close()  # of a model that was wrapped for a run before this one
+        self._hook = register(ddp, self._scheme, **self._options)
+        if self._held is not None:
+            self._hook.load_state_dict(self._held)
+            self._held = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state of all ranks on rank 0, an empty dict on the others; all ranks call it.
+
+        Raises:
+            MismatchError: the ranks are not at the same step, or (MissingRankError) some of them
+                did not come.
+        """
+        if self._hook is None:
+            return dict(self._held or {})
+        return self._hook.state_dict(gather=True, to=self._to)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state of all ranks, on any number of ranks; all ranks call it.
+
+        Raises:
+            CheckpointError: the state is empty, damaged, or of another scheme or model.
+        """
+        if not state:
+            raise CheckpointError(
+                f"{self._name}.load_state_dict: the state is empty; state_dict() returns the state "
+                f"of all ranks on rank 0 only: load what rank 0 has saved"
+            )
+        if self._hook is None:
+            self._held = state
+        else:
+            self._hook.load_state_dict(state)
+
+    def save(self, folder: str | Path) -> None:
+        """Writes the state of all ranks to a file in ``folder``, from rank 0; all ranks call it."""
+        state = self.state_dict()
+        if state:
+            torch.save(state, Path(folder, self._file))
+
+    def load(self, folder: str | Path) -> None:
+        """Continues from what ``save`` wrote, on any number of ranks; all ranks call it.
+
+        Raises:
+            CheckpointError: there is no such file, or it is damaged or does not fit.
+        """
+        path = Path(folder, self._file)
+        if not path.exists():
+            raise CheckpointError(
+                f"{self._name}.load: there is no {path}; the checkpoint was saved without this "
+                f"hook, or is in another folder"
+            )
+        # Mapped: a rank needs its own part, and the file holds a residual per rank.
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        self.load_state_dict(state)
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers of the latest step as ``comm/...``; see :meth:`HookState.metrics`."""
+        return self.hook.metrics("comm/")
+
+    @property
+    def _name(self) -> str:
+        return f"{type(self).__module__}.{type(self).__qualname__}"

@@ -1,0 +1,404 @@
+"""Says what compression could save in a training job, from steps with and without communication."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from commhooks.errors import RegistrationError
+from commhooks.hook._ledger import size_of
+from commhooks.hook._parameters import find_ddp
+from commhooks.predict._turns import KINDS, Facts, Travel, Turns
+
+__all__ = ["Gap", "Headroom", "Kind", "Verdict", "gap_of", "headroom", "kind_of"]
+
+
+# A difference below this share of a step is called none, however exactly it was measured: a
+# scheme's own computations take as much.
+_SMALL = 0.02
+# And one that may be above this share, for all the measurement knows, was not measured well enough
+# to say that it is small.
+_WORTH = 0.1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Holds the step times of one kind of communication.
+
+    Attributes:
+        median_s: seconds of a step.
+        low_s, high_s: the middle half of the steps is between them.
+        steps: number of steps.
+    """
+
+    median_s: float
+    low_s: float
+    high_s: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Holds a difference of step times.
+
+    Attributes:
+        seconds: median over the turns of the difference of their medians.
+        noise_s: twice its standard error, by the turns or by the steps, whichever is more; a
+            smaller difference may be chance.
+    """
+
+    seconds: float
+    noise_s: float
+
+    def is_large(self, kind: Kind) -> bool:
+        """Whether it is more than chance, and than what is worth a word, beside a step."""
+        return self.seconds > max(self.noise_s, _SMALL * kind.median_s)
+
+    def may_be_worth(self, kind: Kind) -> bool:
+        """Whether the noise is such that it may be a good part of a step."""
+        return self.seconds + self.noise_s > _WORTH * kind.median_s
+
+    def is_impossible(self, kind: Kind) -> bool:
+        """Whether sending less took longer by more than chance: something else took the time."""
+        return self.seconds < -max(self.noise_s, _SMALL * kind.median_s)
+
+
+def kind_of(seconds: Sequence[float]) -> Kind:
+    """Returns the median of step times, and the middle half."""
+    low, _, high = statistics.quantiles(seconds, n=4)
+    return Kind(statistics.median(seconds), low, high, len(seconds))
+
+
+def gap_of(durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str) -> Gap:
+    """Returns the difference of two kinds of steps, with its noise."""
+    gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
+    # Turns that differ by the same each time say little if there are two of them: not below what
+    # the steps by themselves leave open.
+    parts = [_error([s for turn in durations for s in turn[one]]) for one in (kind, base)]
+    return Gap(statistics.median(gaps), 2 * max(_error(gaps), math.hypot(*parts)))
+
+
+def _error(values: Sequence[float]) -> float:
+    """Returns the standard error of a median, by the median distance from it."""
+    middle = statistics.median(values)
+    spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
+    # 1.25: the standard error of a median over that of a mean.
+    return 1.25 * spread / math.sqrt(len(values))
+
+
+# ---- the answer
+
+
+_HIGHEST = 10_000.0
+_RATIOS = (2, 4, 8, 16, 32, 100)  # of the table
+Verdict = Literal["hidden", "latency", "bf16", "compress", "unclear"]
+_LEFT = 0.1  # a ratio is enough if this share of what compression can save is left
+
+
+@dataclass(frozen=True)
+class Headroom:
+    """Holds what compression could save; ``print`` it for words and numbers.
+
+    Attributes:
+        dense, bf16, one, noop: step times with a dense all-reduce, one of bf16, one of a single
+            value per bucket, and none. A step takes as long as its slowest rank.
+        exposed: ``dense - noop``: what communication costs.
+        beside_dense: ``dense - one``: the most that compression can save where there is none. The
+            rest of ``exposed`` is latency, and waiting for each other.
+        beside_bf16: ``bf16 - one``: the most that it can save where bf16 is used already.
+        facts: ranks, backend, bytes, buckets.
+        travel: how each bucket travels, in the order in which they begin.
+
+    Example:
+        >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))
+    """
+
+    dense: Kind
+    bf16: Kind
+    one: Kind
+    noop: Kind
+    exposed: Gap
+    beside_dense: Gap
+    beside_bf16: Gap
+    facts: Facts
+    travel: tuple[Travel, ...]
+
+    @classmethod
+    def of(
+        cls,
+        durations: Sequence[Mapping[str, Sequence[float]]],
+        facts: Facts,
+        travel: Sequence[Travel],
+    ) -> Headroom:
+        """Returns the headroom of measured steps.
+
+        Args:
+            durations: seconds of the steps of each kind of communication, by turn.
+            facts: of the job.
+            travel: of each bucket.
+        """
+        kinds = {kind: kind_of([s for turn in durations for s in turn[kind]]) for kind in KINDS}
+        return cls(
+            dense=kinds["none"],
+            bf16=kinds["bf16"],
+            one=kinds["one"],
+            noop=kinds["noop"],
+            exposed=gap_of(durations, "none", "noop"),
+            beside_dense=gap_of(durations, "none", "one"),
+            beside_bf16=gap_of(durations, "bf16", "one"),
+            facts=facts,
+            travel=tuple(sorted(travel, key=lambda bucket: bucket.ready_s)),
+        )
+
+    @property
+    def best(self) -> Kind:
+        """Returns dense or bf16: what a scheme has to beat."""
+        return min(self.dense, self.bf16, key=lambda kind: kind.median_s)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Returns what to do.
+
+        "hidden": do not compress, backward hides the communication. "latency": do not compress,
+        what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
+        "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
+        """
+        if self.beside_dense.is_impossible(self.dense):
+            return "unclear"
+        if not self.beside_dense.is_large(self.dense):
+            if self.beside_dense.may_be_worth(self.dense):
+                return "unclear"
+            exposed = self.exposed.is_large(self.dense), self.exposed.may_be_worth(self.dense)
+            return "latency" if any(exposed) else "hidden"
+        if self.beside_bf16.is_large(self.bf16):
+            return "compress"
+        return "unclear" if self.beside_bf16.may_be_worth(self.bf16) else "bf16"
+
+    def step_s(self, ratio: float) -> float:
+        """Predicts the step time at a ratio of compression, if its computations took no time.
+
+        Between the measured steps with all bytes and with one value per bucket. From when the
+        buckets begin and for how long they travel: the links carry one after the other, each in
+        ``1 / ratio`` of the time that goes with its bytes.
+        """
+        least, most = self._tail(math.inf), self._tail(1)
+        share = (self._tail(ratio) - least) / (most - least) if most > least else 1 / ratio
+        return self.dense.median_s - max(self.beside_dense.seconds, 0.0) * (1 - share)
+
+    def ratio_to_hide(self) -> float:
+        """Returns the ratio that saves nine tenths of what compression can save."""
+        goal = self.dense.median_s - (1 - _LEFT) * max(self.beside_dense.seconds, 0.0)
+        return self._first(lambda ratio: self.step_s(ratio) <= goal) or _HIGHEST
+
+    def break_even(self, cost_s: float, *, over: str = "none") -> float | None:
+        """Returns the ratio from which on a scheme wins that adds ``cost_s`` seconds to a step.
+
+        Args:
+            cost_s: what the scheme's computations add to a step.
+            over: what it has to beat: "none" or "bf16", as measured.
+
+        Returns:
+            The ratio, or None if it wins at none.
+        """
+        bar = (self.dense if over == "none" else self.bf16).median_s
+        return self._first(lambda ratio: self.step_s(ratio) + cost_s < bar)
+
+    def _tail(self, ratio: float) -> float:
+        """Returns for how long buckets travel after the last one has begun."""
+        free = -math.inf
+        for bucket in self.travel:
+            fixed = min(bucket.fixed_s, bucket.dense_s)
+            free = max(free, bucket.ready_s) + fixed + (bucket.dense_s - fixed) / ratio
+        return max(free, 0.0)
+
+    def _first(self, holds: Callable[[float], bool]) -> float | None:
+        """Returns the least ratio, up to 10,000, from which on something holds."""
+        ratios = [1.02**power for power in range(466)]  # to _HIGHEST
+        return next((ratio for ratio in ratios if holds(ratio)), None)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns all numbers, for JSON."""
+        return asdict(self) | {
+            "verdict": self.verdict,
+            "ratio_to_hide": self.ratio_to_hide(),
+            "step_s_by_ratio": {str(ratio): self.step_s(ratio) for ratio in _RATIOS},
+        }
+
+    def save(self, path: str | Path) -> None:
+        """Writes all numbers as JSON."""
+        Path(path).write_text(json.dumps(self.as_dict(), indent=2) + "\n", encoding="utf-8")
+
+    def __str__(self) -> str:
+        return "\n".join([*_measured(self), "", *_answer(self)])
+
+
+def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:
+    """Measures what compression could save, with steps of dense, bf16 and no communication in turn.
+
+    All ranks call it with equal arguments. Without communication the ranks' parameters drift
+    apart: build model and optimizer anew afterwards, and save nothing of these. The model keeps the
+    hook, which is dense then.
+
+    Args:
+        ddp_model: DistributedDataParallel without a hook, or a module that holds exactly one.
+        step_fn: runs one step: forward, backward (of several, one is synchronised), optimizer.
+        steps: steps of each kind that count, 10 or more. 1.2 times as many run, and 10 before.
+
+    Returns:
+        The answer, the same on all ranks.
+
+    Raises:
+        RegistrationError: the model is no DistributedDataParallel or has a hook; or ``step_fn``
+            runs no synchronised backward pass, or several.
+        MissingRankError: not all ranks came in time.
+
+    Example:
+        >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
+        raise ValueError(f"headroom(steps=...) is a whole number, 10 or more, got {steps!r}")
+    turns = Turns(find_ddp(ddp_model), steps)
+    while not turns.mark():
+        before = turns.step
+        step_fn()
+        if turns.step != before + 1:
+            raise RegistrationError(
+                f"headroom(step_fn=...) runs one synchronised backward pass through the "
+                f"DistributedDataParallel, it ran {turns.step - before}; a step of several "
+                f"backward passes has all but the last within no_sync()"
+            )
+    return Headroom.of(*turns.results())
+
+
+# ---- words
+
+
+def _measured(one: Headroom) -> list[str]:
+    facts = one.facts
+    kinds = (
+        ("dense", one.dense),
+        ("bf16", one.bf16),
+        ("1 value a bucket", one.one),
+        ("none (no-op)", one.noop),
+    )
+    return [
+        f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
+        f"{size_of(facts.dense_nbytes)} of gradients in "
+        f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} a step",
+        "",
+        "communication       step [ms]    middle half of the steps [ms]    steps",
+        *(
+            f"{name:<16}    {1e3 * kind.median_s:9.2f}    "
+            f"{f'{1e3 * kind.low_s:.2f} to {1e3 * kind.high_s:.2f}':<29}    {kind.steps:5d}"
+            for name, kind in kinds
+        ),
+    ]
+
+
+def _answer(one: Headroom) -> list[str]:
+    lines = [
+        f"Exposed communication:               {_shown(one.exposed, one.dense)}",
+        f"The most that compression can save:  {_shown(one.beside_dense, one.dense)}",
+        f"The same beside bf16:                {_shown(one.beside_bf16, one.bf16)}",
+        "",
+    ]
+    return [*lines, *_WORDS[one.verdict](one)]
+
+
+def _hidden(one: Headroom) -> list[str]:
+    return [
+        "Do not compress. Backward hides the communication: no compression can save more",
+        f"than {_at_most(one.beside_dense, one.dense)}, and it computes for that.",
+    ]
+
+
+def _latency(one: Headroom) -> list[str]:
+    return [
+        f"Do not compress: it can save no more than {_at_most(one.beside_dense, one.dense)}.",
+        "What else is exposed is latency, or waiting for other ranks, which one value per",
+        "bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches and gradient",
+        "accumulation help against it.",
+    ]
+
+
+def _bf16(one: Headroom) -> list[str]:
+    return [
+        "Use bf16, and do not compress more: no compression can save more beside it than",
+        f"{_at_most(one.beside_bf16, one.bf16)}.",
+        '    commhooks.register(ddp_model, "bf16")',
+    ]
+
+
+def _unclear(one: Headroom) -> list[str]:
+    if one.beside_dense.is_large(one.dense):
+        saves, stay = f"{_shown(one.beside_bf16, one.bf16)}, beside bf16", _name(one)
+    else:
+        saves, stay = _shown(one.beside_dense, one.dense), "dense"
+    return [
+        "No answer: the times of the steps differ by more than what is to be measured. What",
+        f"compression can save was {saves}.",
+        f"Measure more steps, on machines that do nothing else; until then use {stay}.",
+    ]
+
+
+def _compress(one: Headroom) -> list[str]:
+    name = _name(one)
+    cost = 0.05 * one.noop.median_s
+    dense, bf16 = one.break_even(cost), one.break_even(cost, over="bf16")
+    return [
+        f"Compression may pay. A ratio of {one.ratio_to_hide():.2g} saves nine tenths of what can "
+        f"be saved.",
+        f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even",
+        f"with dense {_from(dense)}, with bf16 {_from(bf16)}.",
+        "",
+        f"ratio    step [ms]    to beat {name}, computations may add [ms]",
+        *(
+            f"{ratio:5d}    {1e3 * one.step_s(ratio):9.2f}    {_spare(one, ratio):>10}"
+            for ratio in _RATIOS
+        ),
+        "(predicted from when the dense steps' buckets begin and how long they travel;",
+        f"bf16, a ratio of 2, was measured with its casts: {_ms(one.bf16.median_s)})",
+    ]
+
+
+_WORDS: dict[Verdict, Callable[[Headroom], list[str]]] = {
+    "hidden": _hidden,
+    "latency": _latency,
+    "bf16": _bf16,
+    "compress": _compress,
+    "unclear": _unclear,
+}
+
+
+def _name(one: Headroom) -> str:
+    return "dense" if one.best is one.dense else "bf16"
+
+
+def _spare(one: Headroom, ratio: float) -> str:
+    spare = one.best.median_s - one.step_s(ratio)
+    return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
+
+
+def _shown(gap: Gap, kind: Kind) -> str:
+    share = gap.seconds / kind.median_s
+    return f"{_ms(gap.seconds)} +- {_ms(gap.noise_s)}, {share:.0%} of a step"
+
+
+def _at_most(gap: Gap, kind: Kind) -> str:
+    most = max(gap.seconds + gap.noise_s, 0.0)
+    return f"{_ms(most)}, {most / kind.median_s:.0%} of a step"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"
+
+
+def _from(ratio: float | None) -> str:
+    return "at no ratio" if ratio is None else f"from a ratio of {ratio:.3g} on"

@@ -1,0 +1,166 @@
+"""Measures the headroom of a script that knows nothing of it, in each of its ranks' processes.
+
+``commhooks headroom`` has DistributedDataParallel's constructor call :func:`ddp_built`. The hook is
+registered at the first forward pass that trains: a script that registers one of its own does so
+before. When all steps have run, the next forward pass ends the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks._torch import comm_hooks, forward_pre_hooks
+from commhooks.errors import Error
+from commhooks.predict._headroom import Headroom
+from commhooks.predict._turns import Turns
+
+__all__ = ["ORDER", "ddp_built", "fsdp_built"]
+
+ORDER = "COMMHOOKS_HEADROOM"  # the environment variable with what is asked for, as JSON
+_STUBBORN = 3  # a script that catches SystemExit so often is ended at once
+
+
+class _Script:
+    """Holds the measurement of this process."""
+
+    def __init__(self, order: dict[str, Any]) -> None:
+        self.steps, self.deadline = int(order["steps"]), float(order["deadline"])
+        self.out, self.status = order["out"], Path(order["status"])
+        self.models = 0
+        self.measured: DistributedDataParallel | None = None
+        self.turns: Turns | None = None
+        self.ends = 0
+        self.rank = 0  # of the measured model; the script may destroy its group before it ends
+
+    def tell(self, **facts: Any) -> None:
+        """Leaves facts for the command that has started this script; one rank per machine does."""
+        if torch.distributed.is_initialized():
+            self.rank = torch.distributed.get_rank()
+        # On a machine that the command does not run on, there is no such folder.
+        if int(os.environ.get("LOCAL_RANK", self.rank)) == 0 and self.status.parent.is_dir():
+            told = json.loads(self.status.read_text()) if self.status.exists() else {}
+            whole = self.status.with_suffix(".new")  # no reader finds half of it
+            whole.write_text(json.dumps(told | facts))
+            whole.replace(self.status)
+
+    def before_forward(self, ddp: DistributedDataParallel, inputs: Any) -> None:
+        """Marks the begin of a step; ends the process after the last one."""
+        if not torch.is_grad_enabled() or not ddp.training:
+            return  # an evaluation, which may be one rank's alone
+        if self.ends:
+            self.end()
+        if self.measured is None and not self.begin(ddp, inputs):
+            return
+        if self.turns is None or self.measured is None:
+            return
+        if self.measured is not ddp and self.measured.module is ddp.module:
+            self.tell(rewrapped=self.turns.step)
+            self.end()
+        if self.measured is ddp:
+            try:
+                if self.turns.mark():
+                    self.report(self.turns)
+            except Error as error:
+                self.tell(failed=str(error))
+                self.end()
+
+    def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
+        """Registers the hook on the first model that trains with others; whether it did."""
+        if comm_hooks(ddp):
+            self.refuse_hook(None, comm_hooks(ddp)[0][0])
+        if torch.distributed.get_world_size(ddp.process_group) == 1:
+            self.tell(alone=True)
+            if torch.distributed.get_world_size() == 1:
+                self.end()
+            return False  # perhaps another model is of more ranks
+        self.measured, known = ddp, set(forward_pre_hooks(ddp))
+        try:
+            self.turns = Turns(ddp, self.steps, deadline=self.deadline)
+        except Error as error:
+            self.tell(failed=str(error))
+            self.end()
+        ddp.register_comm_hook = self.refuse_hook  # type: ignore[method-assign]
+        # The pre-hook that came with the communication hook has not seen the pass that begins now,
+        # which no_sync() may be around.
+        for key, hook in list(forward_pre_hooks(ddp).items()):
+            if key not in known:
+                hook(ddp, inputs)
+        atexit.register(self.at_exit)
+        self.tell(begun=time.time(), needed=self.turns.steps_to_come)
+        return True
+
+    def refuse_hook(self, state: Any, hook: Any) -> NoReturn:
+        """Ends a script that registers a hook of its own, before the first step or later."""
+        self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
+        self.end()
+
+    def report(self, turns: Turns) -> NoReturn:
+        """Prints the answer on rank 0, and ends the process."""
+        if not turns.turns:
+            self.tell(too_slow=turns.step)
+            self.end()
+        found = Headroom.of(*turns.results())
+        if torch.distributed.get_rank() == 0:
+            print(f"\n{found}\n", flush=True)
+            if self.models > 1:
+                print(
+                    f"The script has {self.models} DistributedDataParallel models: the first that "
+                    f"trained was\nmeasured, the others exchanged densely all the time.\n"
+                )
+            if self.out is not None:
+                found.save(self.out)
+        self.tell(done=turns.step)
+        self.end(done=True)
+
+    def end(self, *, done: bool = False) -> NoReturn:
+        """Ends the process, also one that catches ``SystemExit`` and goes on."""
+        self.ends += 1
+        if done and self.turns is not None:
+            self.turns.part()
+        if self.ends > _STUBBORN:
+            os._exit(0)
+        # Not a failure of the script's, which torchrun would report: the command says what it was.
+        raise SystemExit(0)
+
+    def at_exit(self) -> None:
+        """Tells how far the script came by itself."""
+        if not self.ends and self.turns is not None:
+            self.tell(ended=self.turns.step)
+
+
+_script: _Script | None = None
+
+
+def _this_script() -> _Script:
+    global _script
+    if _script is None:
+        _script = _Script(json.loads(os.environ[ORDER]))
+    return _script
+
+
+def ddp_built(ddp: DistributedDataParallel) -> None:
+    """Measures a model once it trains; called when its constructor has returned."""
+    script = _this_script()
+    script.models += 1
+    script.tell(ddp=True)
+    ddp.register_forward_pre_hook(torch.compiler.disable(partial(_before_forward, script)))
+
+
+def _before_forward(script: _Script, ddp: DistributedDataParallel, inputs: Any) -> None:
+    script.before_forward(ddp, inputs)
+
+
+def fsdp_built(model: Any) -> None:
+    """Ends a script that uses FSDP: there gradients are no buckets of a hook."""
+    script = _this_script()
+    script.tell(fsdp=True)
+    script.end()

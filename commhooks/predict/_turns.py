@@ -1,0 +1,302 @@
+"""Runs a model's steps with four kinds of communication in turn, and takes their times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from commhooks.core._bucket import Bucket, Result, SchemeExchange
+from commhooks.core._scheme import Scheme
+from commhooks.core._traits import Traits
+from commhooks.errors import RegistrationError
+from commhooks.hook import HookState, register
+from commhooks.wrappers import Schedule
+from commhooks.wrappers._make import make
+from ddp_core import AllReduce
+from ddp_core.exchange._shared_store import Notes, group_limit
+
+__all__ = ["BLOCK", "KINDS", "WARM_UP", "Facts", "OneValue", "Travel", "Turns"]
+
+# Dense; the baseline of every comparison; one value per bucket, which is what no compression goes
+# below; nothing at all.
+KINDS = ("none", "bf16", "one", "noop")
+# Steps before the first turn: buckets are rebuilt after the first, and allocators fill. They are
+# dense, and the ledger records the times of these ten on a GPU, too.
+WARM_UP = 10
+# Steps of one kind in a row. The first does not count: without communication ranks drift apart in
+# time, and the step after waits for the slowest.
+BLOCK = 6
+_SETTLED = 3  # steps after which buckets are what they will be
+_MEETING = 120.0  # seconds, of ranks that end the same step
+_numbers = itertools.count()  # of the measurements in this process, equal on all ranks
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Describes a job.
+
+    Attributes:
+        world_size: number of ranks.
+        backend: of their process group.
+        device: "cpu" or the name of the GPU.
+        dense_nbytes: bytes of all gradients.
+        buckets: number of buckets of a step.
+        turns: how often each kind had its turn.
+    """
+
+    world_size: int
+    backend: str
+    device: str
+    dense_nbytes: int
+    buckets: int
+    turns: int
+
+
+class Travel(NamedTuple):
+    """Describes how a bucket travels.
+
+    Attributes:
+        ready_s: when it begins, counted from when the last one does: 0 or less.
+        dense_s: for how long it travels.
+        fixed_s: for how long one value travels in its place.
+    """
+
+    ready_s: float
+    dense_s: float
+    fixed_s: float
+
+
+@dataclass(frozen=True)
+class OneValue(Scheme):
+    """Exchanges one value of a bucket, and returns the local gradient."""
+
+    traits = Traits(rounds=1, returns="local")
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        yield AllReduce(bucket.gradient[:1].clone())
+        return Result(bucket.gradient)
+
+
+class Turns:
+    """Measures the steps of one model; all ranks make it and call ``mark`` in the same steps.
+
+    The model gets a hook whose scheme goes by the step, so that ranks need no message to change it.
+
+    Args:
+        ddp: the model; it has no hook.
+        steps: steps of each kind that count.
+        deadline: by ``time.time()``; rank 0 ends the measurement after the turn before it. None:
+            all turns run.
+    """
+
+    def __init__(
+        self, ddp: DistributedDataParallel, steps: int, *, deadline: float | None = None
+    ) -> None:
+        self._wanted = math.ceil(steps / (BLOCK - 1))
+        self._deadline, self._ended = deadline, False
+        self._hook = register(ddp, _schedule(self._wanted))
+        # On a GPU times cost a little: the last step of each block suffices.
+        self._hook.ledger.also_times = lambda step: (step - WARM_UP) % BLOCK == BLOCK - 1
+        self._hook.stays = "its steps are being measured (headroom); change the ranks after that"
+        self._group = ddp.process_group
+        limit = min(_MEETING, group_limit(self._group))
+        self._notes = Notes(self._group, "headroom", next(_numbers), limit)
+        self._cuda = ddp.device_type == "cuda" if hasattr(ddp, "device_type") else False
+        self._marks: list[Any] = []
+        self._turns = 0
+
+    @property
+    def step(self) -> int:
+        """Returns the number of synchronised backward passes so far."""
+        return self._hook.step
+
+    @property
+    def turns(self) -> int:
+        """Returns how often each kind has had its turn."""
+        return self._turns
+
+    @property
+    def steps_to_come(self) -> int:
+        """Returns the number of steps until all turns have run."""
+        return WARM_UP + self._wanted * len(KINDS) * BLOCK - self.step
+
+    def mark(self) -> bool:
+        """Notes that a step begins, before its first forward pass; whether the measurement ended.
+
+        Further forward passes of a step are not noted.
+        """
+        step = self._hook.step
+        if self._ended or step < len(self._marks):
+            return self._ended
+        # Steps that no forward pass began (a second backward pass) have no time of their own.
+        self._marks += [None] * (step - len(self._marks))
+        self._marks.append(_now(self._cuda))
+        turns, within = divmod(step - WARM_UP, len(KINDS) * BLOCK)
+        if within == 0 and turns > self._turns:
+            self._turns = turns
+            self._ended = turns >= self._wanted or self._past(turns)
+        return self._ended
+
+    def _past(self, turns: int) -> bool:
+        """Whether rank 0 sees that the next turn would end after the deadline."""
+        if self._deadline is None:
+            return False
+        key = f"goes on after {turns}"
+        if self._hook.rank == 0:
+            # The next turn takes as long as this one.
+            seconds = _seconds(self._marks[-1 - len(KINDS) * BLOCK], self._marks[-1])
+            self._notes.leave(key, "no" if time.time() + seconds > self._deadline else "yes")
+        return self._notes.read(key) == "no"
+
+    def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[Travel]]:
+        """Returns durations by turn and kind, facts, and the travel of buckets; on all ranks.
+
+        The duration of a step is that of its slowest rank.
+
+        Raises:
+            RegistrationError: no turn has ended, or steps have no time of their own.
+        """
+        if not self._turns:
+            raise RegistrationError("headroom: no turn has ended, so there is nothing to compare")
+        if self._cuda:
+            torch.cuda.synchronize()
+        mine = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
+        rank, size = self._hook.rank, self._hook.world_size
+        travel, dense_nbytes = _travel(self._hook)
+        self._notes.leave(f"times of {rank}", json.dumps([mine, travel]))
+        if rank == 0:
+            everyone = [json.loads(self._notes.read(f"times of {one}")) for one in range(size)]
+            slowest = [max(step) for step in zip(*(one[0] for one in everyone), strict=True)]
+            travels = [[Travel(*one) for one in theirs] for _, theirs in everyone]
+            self._notes.leave("result", json.dumps([slowest, _of_all(travels)]))
+        slowest, agreed = json.loads(self._notes.read("result"))
+        facts = Facts(
+            world_size=size,
+            backend=dist.get_backend(self._group),
+            device=torch.cuda.get_device_name() if self._cuda else "cpu",
+            dense_nbytes=dense_nbytes,
+            buckets=len(agreed),
+            turns=self._turns,
+        )
+        return _by_turn(slowest, self._turns), facts, [Travel(*one) for one in agreed]
+
+    def part(self) -> None:
+        """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
+        rank, size = self._hook.rank, self._hook.world_size
+        self._hook.close()
+        self._notes.leave(f"rank {rank} parts", "")
+        for one in range(size) if rank == 0 else ():
+            self._notes.read(f"rank {one} parts")
+
+
+def _schedule(turns: int) -> Scheme:
+    # Dense before and after: who trains on after ``headroom`` gets averages.
+    parts: list[tuple[int, Scheme]] = [(0, make("none"))]
+    for block in range(turns * len(KINDS)):
+        kind = KINDS[block % len(KINDS)]
+        scheme = OneValue() if kind == "one" else make(kind)
+        parts.append((WARM_UP + block * BLOCK, scheme))
+    parts.append((WARM_UP + turns * len(KINDS) * BLOCK, make("none")))
+    return Schedule(parts)
+
+
+def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]]]:
+    """Sorts the durations of steps; the first step of each block is left out.
+
+    Raises:
+        RegistrationError: a block has no step with a time.
+    """
+    found: list[dict[str, list[float]]] = []
+    for turn in range(turns):
+        found.append({})
+        for place, kind in enumerate(KINDS):
+            begin = WARM_UP + (turn * len(KINDS) + place) * BLOCK
+            known = [s for s in seconds[begin + 1 : begin + BLOCK] if not math.isnan(s)]
+            if not known:
+                raise RegistrationError(
+                    "headroom: steps have no time of their own, since no forward pass through the "
+                    "DistributedDataParallel began them"
+                )
+            found[-1][kind] = known
+    return found
+
+
+def _travel(hook: HookState) -> tuple[list[Travel], int]:
+    """Returns how each bucket travelled on this rank, and the bytes of all gradients.
+
+    Buckets travel one after the other: one that waits for the one before is not under way.
+    """
+    begun: dict[int, list[float]] = {}
+    seconds: dict[tuple[int, str], list[float]] = {}  # by bucket and kind
+    nbytes: dict[int, int] = {}
+    for step, rows in hook.ledger.rows_by_step().items():
+        if step < _SETTLED or math.isnan(sum(row.resumed + row.issued + row.done for row in rows)):
+            continue  # the buckets of the first steps; times of a GPU that were not recorded
+        last, free, kind = max(row.resumed for row in rows), -math.inf, _kind(step)
+        for row in sorted(rows, key=lambda row: row.issued):
+            if kind == "none":
+                begun.setdefault(row.bucket, []).append(row.resumed - last)
+            took = max(row.done - max(row.issued, free), 0.0)
+            seconds.setdefault((row.bucket, kind), []).append(took)
+            nbytes[row.bucket] = row.dense_bytes
+            free = max(free, row.done)
+    found = [
+        Travel(
+            statistics.median(begun[bucket]),
+            _lower(seconds[bucket, "none"]),
+            _lower(seconds.get((bucket, "one"), [0.0])),
+        )
+        for bucket in sorted(begun)
+    ]
+    return found, sum(nbytes[bucket] for bucket in begun)
+
+
+def _kind(step: int) -> str:
+    """Returns the kind of communication of a step."""
+    return "none" if step < WARM_UP else KINDS[(step - WARM_UP) // BLOCK % len(KINDS)]
+
+
+def _lower(seconds: Sequence[float]) -> float:
+    """Returns the lower quartile: longer times have waited for another rank."""
+    return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
+
+
+def _of_all(travels: Sequence[Sequence[Travel]]) -> list[Travel]:
+    """Returns how buckets travelled where they waited least; rank 0 says when they begin."""
+    return [
+        Travel(
+            ranks[0].ready_s,
+            min(one.dense_s for one in ranks),
+            min(one.fixed_s for one in ranks),
+        )
+        for ranks in zip(*travels, strict=False)
+    ]
+
+
+def _now(cuda: bool) -> Any:
+    """Returns the present moment: of the GPU's current stream, or of the host."""
+    if not cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    """Returns the seconds between two moments; NaN if one was not taken."""
+    if begin is None or end is None:
+        return math.nan
+    if isinstance(begin, float):
+        return float(end - begin)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3

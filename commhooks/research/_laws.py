@@ -1,0 +1,114 @@
+"""Defines what a law of schemes is, and the gradients and ranks on which laws are checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.core._scheme import Scheme
+from commhooks.errors import Error
+from commhooks.research._simulation import Simulation
+
+__all__ = [
+    "NUMEL",
+    "SHAPES",
+    "Law",
+    "LawBroken",
+    "Laws",
+    "MakeScheme",
+    "exact_mean",
+    "gradients",
+    "need",
+    "normal",
+    "ranks_of",
+]
+
+MakeScheme = Callable[[], Scheme]
+# 754 entries, no multiple of a block (32, 256): the end of a bucket is where kernels and codecs go
+# wrong. Low-rank schemes compress "weight" and "conv", and send all others as they are.
+SHAPES = {"weight": (24, 20), "bias": (24,), "conv": (6, 4, 3, 3), "row": (1, 33), "one": (1,)}
+NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
+
+
+class LawBroken(Error, AssertionError):
+    """Raised when a scheme breaks a law; the message has the input."""
+
+
+class Law(NamedTuple):
+    """Holds a check of schemes, and which kinds of schemes are exempt.
+
+    Attributes:
+        check: raises ``LawBroken``.
+        of_averages: exempts schemes that return an update for the optimizer.
+        of_agreement: exempts schemes whose ranks may get different averages.
+        claim: exempts schemes whose traits do not have this one, by its name; "": none.
+    """
+
+    check: Callable[[MakeScheme], None]
+    of_averages: bool
+    of_agreement: bool
+    claim: str
+
+    def is_for(self, scheme: Scheme) -> bool:
+        """Whether ``scheme`` has to obey this law."""
+        if self.of_averages and scheme.traits.returns == "update":
+            return False
+        if self.claim and not getattr(scheme.traits, self.claim):
+            return False
+        return scheme.traits.agrees or not self.of_agreement
+
+
+class Laws(dict[str, Law]):
+    """Maps the text of each law to its check, in the order in which laws are checked."""
+
+    def add(
+        self,
+        text: str,
+        *,
+        of_averages: bool = False,
+        of_agreement: bool = False,
+        claim: str = "",
+    ) -> Callable[[Callable[[MakeScheme], None]], Callable[[MakeScheme], None]]:
+        """Returns a decorator that registers the check of a law."""
+
+        def decorate(check: Callable[[MakeScheme], None]) -> Callable[[MakeScheme], None]:
+            self[text] = Law(check, of_averages, of_agreement, claim)
+            return check
+
+        return decorate
+
+
+def need(holds: bool | Tensor, message: str) -> None:
+    """Raises ``LawBroken`` with ``message`` unless ``holds``."""
+    if not holds:
+        raise LawBroken(message)
+
+
+def normal(numel: int, *seed: int) -> Tensor:
+    """Draws from N(0, 1); equal numbers in ``seed`` give equal entries."""
+    # A generator of this call only: laws do not depend on their order, or on what a scheme draws.
+    number = 1
+    for part in seed:
+        number = number * 1009 + part
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(numel, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def gradients(world_size: int, step: int, numel: int = NUMEL) -> list[Tensor]:
+    """Draws the gradient of each rank in a step."""
+    return [normal(numel, step, rank) for rank in range(world_size)]
+
+
+def exact_mean(grads: Sequence[Tensor]) -> Tensor:
+    """Returns the mean over ranks, in float64."""
+    return torch.stack([grad.double() for grad in grads]).mean(0)
+
+
+def ranks_of(scheme: Scheme, world_size: int, numel: int | None = None) -> Simulation:
+    """Returns simulated ranks with parameters of ``SHAPES``, or one of ``numel`` entries."""
+    shapes = SHAPES if numel is None else {"p": (numel,)}
+    return Simulation(scheme, shapes, world_size=world_size, seed=5)

@@ -1,0 +1,273 @@
+"""Tells which ranks have other bits than most: of averages, of parameters, of an optimizer's state.
+
+A tensor counts by an integer that depends on every bit and on every position, the same on every
+device, so that ranks compare 8 bytes of each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from commhooks.core._scheme import Scheme, walk
+from commhooks.errors import RegistrationError, VerificationError
+from ddp_core.exchange._errors import ranks_in_words
+
+__all__ = [
+    "hashes",
+    "hashes_of",
+    "keeps_equal",
+    "local_part",
+    "need_equal",
+    "odd_ones",
+    "others_in_words",
+    "state_of",
+]
+
+_CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
+
+
+def keeps_equal(scheme: Scheme) -> bool:
+    """Whether ranks that begin with equal parameters keep them equal: all get the same bits."""
+    # Of every part: a schedule with local steps has the traits of its other ones, too.
+    return all(one.traits.agrees and one.traits.averages for one in walk(scheme))
+
+
+# ---- hashes
+
+
+def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns an integer for each tensor, on the device of the first; any dtypes, any strides."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
+    found: list[Tensor] = []
+    for places in kinds.values():
+        some = [tensors[place].detach() for place in places]
+        found += [hashes(*joined) for joined in _joined(some)]
+    if not found:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    device = tensors[0].device
+    together = torch.cat([one.to(device, non_blocking=True) for one in found])
+    if len(kinds) == 1:
+        return together
+    order = torch.tensor([place for places in kinds.values() for place in places], device="cpu")
+    return together[order.argsort().to(device)]
+
+
+def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
+    """Yields the entries of successive tensors of one dtype, one after the other, and sizes."""
+    waiting: list[Tensor] = []
+    room = _CHUNK
+    for tensor in tensors:
+        large = tensor.numel() >= _CHUNK  # by itself: it is not copied
+        if waiting and (large or tensor.numel() > room):
+            yield torch.cat(waiting), [one.numel() for one in waiting]
+            waiting, room = [], _CHUNK
+        if large:
+            yield tensor.reshape(-1), [tensor.numel()]
+        else:
+            waiting.append(tensor.reshape(-1))
+            room -= tensor.numel()
+    if waiting:
+        yield torch.cat(waiting), [one.numel() for one in waiting]
+
+
+def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns an integer for each of successive parts, which depends on every bit and position."""
+    # In 32 bits, modulo 2^32: six times as fast as in 64. An odd multiplier per place, so that a
+    # change of one entry changes the sum. An entry of 64 bits counts as two.
+    words = max(1, flat.element_size() // 4)
+    integer = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
+    # Zero has two forms, which count as equal. There is no sum of floating numbers of 8 bits.
+    inexact = flat.element_size() > 1 and (flat.is_floating_point() or flat.is_complex())
+    low, high = _multipliers(flat.device)
+    sums: list[Tensor] = []
+    owners: list[int] = []
+    parameter, left = 0, sizes[0] if sizes else 0
+    for number, chunk in enumerate(flat.split(_CHUNK // max(2, words))):
+        spans = []
+        room = chunk.numel()
+        while room:
+            while not left:
+                parameter, left = parameter + 1, sizes[parameter + 1]
+            taken = min(room, left)
+            spans.append((parameter, taken))
+            room, left = room - taken, left - taken
+        if not spans:
+            continue
+        # A copy in any case: the next lines write to it.
+        own = chunk.add(0.0) if inexact else chunk.clone()
+        bits = own.view(integer).to(torch.int32)
+        upper = bits >> 16 if integer == torch.int32 else None
+        bits.mul_(low[: len(bits)])
+        if upper is not None:
+            # An odd multiple of the sign bit is the sign bit again, so that every second pair of
+            # signs would cancel: the upper bits count a second time, further down.
+            bits.add_(upper.mul_(high[: len(bits)]))
+        owners += [owner for owner, _ in spans]
+        found = _sums_of_spans(bits, [taken * words for _, taken in spans])
+        sums.append(found.mul_(2 * number + 1))
+    if not sums:
+        return torch.zeros(len(sizes), dtype=torch.int64, device=flat.device)
+    places = torch.tensor(owners, dtype=torch.int64, device=flat.device)
+    return sums[0].new_zeros(len(sizes)).index_add_(0, places, torch.cat(sums))
+
+
+@lru_cache(maxsize=8)
+def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns odd numbers, one per place in a chunk, for the lower and the upper bits."""
+    # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
+    places = torch.arange(_CHUNK, dtype=torch.int32, device="cpu")
+    low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
+    return low.to(device), places.mul_(0x5851F42D & ~1).add_(0x14057B7F).to(device)
+
+
+def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the sum in 64 bits of each of successive spans of integers."""
+    if len(sizes) == 1:
+        return values.sum(dtype=torch.int64).view(1)
+    # One pass over all of them, and exact: integers wrap around.
+    ends = torch.tensor([*accumulate(sizes)], device=values.device)
+    sums = values.cumsum(0, dtype=torch.int64)[ends - 1]
+    return sums.diff(prepend=sums.new_zeros(1))
+
+
+# ---- who differs
+
+
+def odd_ones(values: Sequence[Any]) -> list[int]:
+    """Returns the ranks whose value is another than most have; in a tie, than rank 0 has."""
+    counts = Counter(values)
+    most = max(counts.values())
+    usual = next(value for value in values if counts[value] == most)
+    return [rank for rank, value in enumerate(values) if value != usual]
+
+
+def others_in_words(which: Sequence[int], count: int) -> str:
+    """Returns the ranks besides those that differ, and what that means."""
+    others = [rank for rank in range(count) if rank not in which]
+    if len(others) == 1:
+        why = "at least one of the two is wrong" if count == 2 else "no two ranks need agree"
+    else:
+        why = "which agree"
+    return f"{ranks_in_words(others)}: {why}"
+
+
+# ---- once, on request
+
+
+def need_equal(
+    call: str, told: Mapping[str, Any], gather: Callable[..., list[dict[str, str]]]
+) -> None:
+    """Raises on every rank if ranks have other values; all ranks call it.
+
+    Args:
+        call: the name of the public call.
+        told: tensors, or what is compared by its text, by name.
+        gather: returns what all ranks pass as ``tells``.
+
+    Raises:
+        VerificationError: values differ; names the first, and the ranks that differ from most.
+        MissingRankError: not all ranks came.
+    """
+    everyone = gather(tells=_described(told))
+    wrong = []
+    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
+        values = [theirs.get(name, "nothing") for theirs in everyone]
+        if which := odd_ones(values):
+            wrong.append((name, which, values))
+    if not wrong:
+        return
+    name, which, values = wrong[0]
+    usual = next(rank for rank in range(len(values)) if rank not in which)
+    more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
+    raise VerificationError(
+        f"{call}: {name}{more} differs: {ranks_in_words(which)} ha{'ve' if which[1:] else 's'} "
+        f"{values[which[0]]}, other than {values[usual]} on {others_in_words(which, len(values))}. "
+        f"Ranks with other values train different models: load one checkpoint on all of them"
+    )
+
+
+def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Returns settings and state of an optimizer, by name.
+
+    Args:
+        names: of parameters, by identity.
+
+    Raises:
+        RegistrationError: it steps shards, of which each rank has others.
+        TypeError: it is no optimizer.
+    """
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"HookState.verify_equal(optimizer) takes one optimizer, got "
+            f"{type(optimizer).__name__}; several are compared in a call each"
+        )
+    stepped = [one for group in optimizer.param_groups for one in group["params"]]
+    known = all(id(one) in names for one in stepped)  # shards are none of the model's parameters
+    if not known or isinstance(optimizer, ZeroRedundancyOptimizer):
+        raise RegistrationError(
+            f"HookState.verify_equal(optimizer): {type(optimizer).__name__} steps something else "
+            f"than this model's parameters, or each rank keeps a part of its state, which is not "
+            f"equal on all ranks; leave it out"
+        )
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for key, value in group.items():
+            if key != "params":
+                found[f"{key!r} of the optimizer's group {number}"] = value
+        for parameter in group["params"]:
+            name = names[id(parameter)]
+            for key, value in _nested(optimizer.state.get(parameter, {})):
+                found[f"the optimizer's {key!r} of parameter {name!r}"] = value
+    return found
+
+
+def _nested(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from _nested(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}", value
+
+
+def _described(told: Mapping[str, Any]) -> dict[str, str]:
+    """Returns values in words that are equal where all of their bits are."""
+    tensors = {name: local_part(one) for name, one in told.items() if isinstance(one, Tensor)}
+    # One by one, since ranks may have others; a GPU is waited for when all hashes are under way.
+    numbers = [hashes_of([_bits(one)])[0] for one in tensors.values()]
+    words = {name: _plain_words(one) for name, one in told.items()}
+    for (name, one), number in zip(tensors.items(), numbers, strict=True):
+        hashed = f"with the hash {int(number) % 2**64:016x}"
+        words[name] = f"{tuple(one.shape)} of {one.dtype} {hashed}"
+    return words
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    dense = tensor.to_dense() if tensor.layout != torch.strided else tensor
+    return dense.int_repr() if dense.is_quantized else dense
+
+
+def _plain_words(value: object) -> str:
+    """Returns a number, a text or a list of such; of others, whose text may differ, the class."""
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_plain_words, value))})"
+    return f"a value of {type(value).__qualname__}"
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns what this rank has of a DTensor; other tensors as they are."""
+    local: Any = getattr(tensor, "_local_tensor", tensor)
+    found: Tensor = local.detach()
+    return found

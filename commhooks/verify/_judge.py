@@ -1,0 +1,385 @@
+"""Judges a verified step: what its law allows, and which parameter of which rank breaks it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from commhooks.core._scheme import Scheme, children, walk
+from commhooks.schemes.casts import TwoPhaseCast
+from commhooks.verify._equal import odd_ones, others_in_words
+from commhooks.verify._measure import ROWS, Measurement, ShardMeasurement
+from commhooks.wrappers._cast import Cast
+from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
+from commhooks.wrappers._make import brief
+from commhooks.wrappers._schedules import running_at
+from ddp_core.exchange._errors import ranks_in_words
+
+__all__ = [
+    "Finding",
+    "Law",
+    "Verified",
+    "judge",
+    "judge_parameters",
+    "judge_shards",
+    "law_of",
+]
+
+# A declared variance is an expectation. The squared error of one draw is far below this multiple of
+# it in a bucket of many entries; with few entries and levels at random it may come near.
+_DRAW = 8.0
+# As the laws of ``commhooks check``: sums in 32 bits, and sums or payloads that travel in 16.
+_WIDE, _NARROW = 2.0**-12, 2.0**-7
+# Kernels take smaller numbers for zero: scales of levels and processors' subnormal numbers.
+_LEAST = 1e-30
+
+
+class Finding(NamedTuple):
+    """Describes something that a verified step has shown to be wrong.
+
+    Attributes:
+        step, bucket, parameter: where; the bucket is -1 where the parameter itself is wrong.
+        kind: "ranks differ", "error", "not finite" or "parameters differ".
+        ranks: ranks that it concerns.
+        text: the same in words, with the numbers.
+    """
+
+    step: int
+    bucket: int
+    parameter: str
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+
+    def __str__(self) -> str:
+        bucket = f"bucket {self.bucket}, " * (self.bucket >= 0)
+        where = f"step {self.step}, {ranks_in_words(self.ranks)}, {bucket}parameter"
+        return f"{where} {self.parameter!r}: {self.text}"
+
+
+class Verified(NamedTuple):
+    """Holds one row of the report: the averaged gradient of a parameter beside the dense mean.
+
+    Attributes:
+        step, bucket, parameter: where.
+        error: norm of the average minus the dense mean, over the norm of the dense mean.
+        cosine: of the angle between the two.
+        norm: of the dense mean.
+    """
+
+    step: int
+    bucket: int
+    parameter: str
+    error: float
+    cosine: float
+    norm: float
+
+
+class Law(NamedTuple):
+    """States which error a scheme may make in one exchange of a bucket.
+
+    Attributes:
+        name: the scheme, in words.
+        averages: whether its result is an average of gradients, so that it has an error.
+        agrees: whether all ranks get the same bits.
+        residual: whether the error is that of gradient plus residual minus the new residual.
+        rounding: allowed error relative to what the ranks average; None: no law bounds it.
+        variance: allowed squared error, relative to the largest of what the ranks average.
+    """
+
+    name: str
+    averages: bool
+    agrees: bool
+    residual: bool
+    rounding: float | None
+    variance: float
+
+
+@lru_cache(maxsize=64)
+def _name_of(scheme: Scheme) -> str:
+    return brief(without_flush(scheme))
+
+
+def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
+    """Returns what the traits of a scheme promise about one step.
+
+    A scheme with error feedback loses nothing: what the ranks have sent, gradient plus residual
+    minus the new residual, averages to the result. A biased one without it promises nothing; nor
+    do wrappers that keep something else than a residual. Where parameters have different schemes,
+    the law is that of the one that promises least.
+    """
+    try:
+        name = _name_of(scheme)
+    except TypeError:  # a setting that has no hash, such as a list
+        name = _name_of.__wrapped__(scheme)
+    scheme = running_at(scheme, step)
+    traits, inside = scheme.traits, list(walk(scheme))
+    others = any(isinstance(one, Feedback) and not isinstance(one, ErrorFeedback) for one in inside)
+    narrow = any(isinstance(one, (Cast, TwoPhaseCast)) for one in inside)
+    # A sum along a ring rounds once per rank.
+    rounding = _NARROW * max(1.0, math.sqrt(world_size / 8)) if narrow else _WIDE
+    averages = traits.returns == "mean"
+    without = list(_without_residual(scheme))
+    variances = [_variance(one, world_size) for one in without]
+    bounded = averages and not others and None not in variances
+    return Law(
+        name=name,
+        averages=averages,
+        agrees=traits.agrees and traits.averages,
+        residual=keeps_residual(scheme),
+        rounding=rounding if bounded else None,
+        variance=_DRAW * max((one for one in variances if one is not None), default=0.0),
+    )
+
+
+def _variance(scheme: Scheme, world_size: int) -> float | None:
+    """Returns the bound of the squared error relative to the largest gradient; None: there is none.
+
+    For a scheme, or a part of one, that keeps no residual.
+    """
+    traits = scheme.traits
+    growth = max(one.error_growth(world_size) for one in walk(scheme))
+    if traits.biased or math.isinf(growth):
+        return None
+    variance = traits.error.variance * growth
+    # Every round may round once more, and factors of 1 + variance multiply.
+    bound: float = (1.0 + variance) ** max(traits.rounds, 1) - 1.0
+    return bound
+
+
+def _without_residual(scheme: Scheme) -> Iterator[Scheme]:
+    """Yields the parts of a scheme whose errors no residual keeps."""
+    if isinstance(scheme, ErrorFeedback):
+        return
+    if not keeps_residual(scheme):
+        yield scheme
+        return
+    for child in children(scheme):
+        yield from _without_residual(child)
+
+
+def judge(
+    law: Law,
+    step: int,
+    one: Measurement,
+    ranks: Tensor,
+    sketches: Tensor,
+) -> tuple[list[Verified], list[Finding]]:
+    """Returns the rows and findings of one bucket; the same on every rank.
+
+    Args:
+        law: of the scheme.
+        step: its number.
+        one: the bucket.
+        ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROWS), parameters)``.
+        sketches: of the bucket, their mean over ranks.
+    """
+    bucket, layout, dtype = one.bucket, one.layout, one.dtype
+    own, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
+    findings: list[Finding] = []
+
+    def find(position: int, kind: str, which: list[int], text: str) -> None:
+        name = layout.names[position]
+        findings.append(Finding(step, bucket, name, kind, tuple(which), text))
+
+    for position, ill in enumerate((~own.isfinite()).T.tolist()):
+        if any(ill):
+            which = [rank for rank, bad in enumerate(ill) if bad]
+            find(position, "not finite", which, "the gradient is not finite there before averaging")
+    finite = bool(own.isfinite().all()) and bool(kept.isfinite().all())
+    if law.agrees:
+        for position, which in _odd_ones(ranks, mean):
+            others = others_in_words(which, len(ranks))
+            found = f"the average of {law.name} has other bits here than on {others}"
+            find(position, "ranks differ", which, found)
+    if not law.averages:
+        return [], findings
+    error, balance, dense = one.errors(sketches)
+    averaged = mean.square().mean(0)
+    dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
+    norms = _dense_norms(error.square(), dots, averaged, dense.square())
+    rows = _rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
+    if finite:
+        if lost := _lost_values(mean):
+            position, which = lost
+            find(position, "not finite", which, _text_of_lost(law))
+            return rows, findings
+        sizes = torch.sqrt((own.square() + kept.square()).sum(1))
+        measured = balance if balance is not None else error
+        if text := _broken_law(law, dtype, sizes, measured, layout.numel):
+            find(int(measured.argmax()), "error", list(range(len(sizes))), text)
+    return rows, findings
+
+
+def judge_shards(
+    law: Law, step: int, one: ShardMeasurement, ranks: Tensor, sketches: Tensor
+) -> tuple[list[Verified], list[Finding]]:
+    """Returns the rows and findings of one bucket; the same on every rank.
+
+    Args:
+        law: of the scheme.
+        step: its number.
+        one: the bucket.
+        ranks: the rows of all ranks, float64 of shape ``(ranks, rows, parameters)``.
+        sketches: of the bucket, their mean over ranks.
+    """
+    own, kept, mean, *_ = ranks.unbind(1)
+    findings: list[Finding] = []
+
+    def find(name: str, kind: str, which: list[int], text: str) -> None:
+        findings.append(Finding(step, one.bucket, name, kind, tuple(which), text))
+
+    for name, ill in zip(one.names, (~own.isfinite()).T.tolist(), strict=True):
+        if any(ill):
+            which = [rank for rank, bad in enumerate(ill) if bad]
+            find(name, "not finite", which, "the gradient is not finite there before averaging")
+    if not law.averages:
+        return [], findings
+    compared = one.compared(ranks, sketches)
+    rows = _rows_of(step, one.bucket, one.names, *compared[:4])
+    if own.isfinite().all() and kept.isfinite().all():
+        if lost := _lost_values(mean):
+            position, which = lost
+            find(one.names[position], "not finite", which, _text_of_lost(law))
+            return rows, findings
+        sizes = torch.sqrt((own.square() + kept.square()).sum(1))
+        if text := _broken_law(law, one.dtype, sizes, compared.parts, one.layout.numel):
+            name, which = compared.place(int(compared.parts.argmax()))
+            find(name, "error", which, text)
+    return rows, findings
+
+
+def _dense_norms(error: Tensor, dots: Tensor, mean: Tensor, dense: Tensor) -> Tensor:
+    """Returns the norms of the dense mean, which is average + error.
+
+    Args:
+        error: squared norms of the error.
+        dots: products of dense mean and average.
+        mean: squared norms of the average.
+        dense: squared norms of the dense mean by its sketch.
+    """
+    summed = (error + 2 * (dots - mean) + mean).clamp_min(0.0)  # below zero by rounding only
+    # Both are off by a share, of the error and of the dense mean: with error feedback, the error
+    # may be many times the dense mean.
+    return torch.where(error < dense, summed, dense).sqrt()
+
+
+def _rows_of(
+    step: int,
+    bucket: int,
+    names: Sequence[str],
+    error: Tensor,
+    norm: Tensor,
+    mean: Tensor,
+    dot: Tensor,
+) -> list[Verified]:
+    """Returns the report's rows of some parameters.
+
+    Args:
+        step, bucket, names: where.
+        error, norm, mean: norms of the error, of the dense mean and of the average.
+        dot: the products of dense mean and average.
+    """
+    none = torch.where(error == 0, 0.0, math.inf)
+    errors = torch.where(norm == 0, none, error / norm)
+    both = norm * mean
+    known = (both > 0) & both.isfinite() & dot.isfinite()
+    cosines = torch.where(known, (dot / both).clamp(-1.0, 1.0), math.nan)
+    columns = (errors.tolist(), cosines.tolist(), norm.tolist())
+    return [Verified(step, bucket, *row) for row in zip(names, *columns, strict=True)]
+
+
+def _text_of_lost(law: Law) -> str:
+    """Returns what is said of values that ``_lost_values`` finds."""
+    return f"the average is not finite, though the gradients of all ranks are ({law.name})"
+
+
+def _lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
+    """Returns the first parameter whose average is not finite, and on which ranks.
+
+    Args:
+        mean: norms of the averaged gradient, per rank and parameter.
+    """
+    bad = ~mean.isfinite()
+    if not bad.any():
+        return None
+    position = int(bad.any(0).nonzero()[0])
+    return position, bad[:, position].nonzero().view(-1).tolist()
+
+
+def _broken_law(
+    law: Law, dtype: torch.dtype, sizes: Tensor, measured: Tensor, numel: int
+) -> str | None:
+    """Returns in words by how much a bucket's error is larger than the law allows.
+
+    Args:
+        law: of the scheme.
+        dtype: of the gradient.
+        sizes: norms of what each rank has to contribute.
+        measured: norms of the parts of the error, or of what got lost where feedback keeps it.
+        numel: of the bucket.
+    """
+    # Differences and sums of numbers near the end of the range are beyond it.
+    if law.rounding is None or not measured.isfinite().all():
+        return None
+    rounding = max(law.rounding, 4 * torch.finfo(dtype).eps)
+    allowed = rounding * float(sizes.mean()) + math.sqrt(law.variance) * float(sizes.max())
+    # Near the end of the range the distance of two numbers is fixed; every rank's share is rounded.
+    ends = torch.finfo(dtype)
+    last = max(ends.smallest_normal * ends.eps, _LEAST)
+    allowed += (1 + len(sizes) / 2) * last * math.sqrt(numel)
+    # Of the whole bucket: blocks and scales that several parameters share make the error of a small
+    # one larger than itself.
+    total = float(measured.norm())
+    if total <= allowed:
+        return None
+    size = float(sizes.mean())
+    what = "what the ranks have sent" if law.residual else "the dense mean"
+    return (
+        f"the average of {law.name} differs from {what} by {total / size:.3g} of the bucket's "
+        f"gradients, of which most is in this parameter; its law allows {allowed / size:.3g}"
+        if size
+        else f"the average of {law.name} has a norm of {total:.3g}, though all gradients are zero"
+    )
+
+
+def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
+    """Returns positions of parameters whose bits differ, with the ranks that are in the minority.
+
+    An average that is finite nowhere has no bits to compare.
+    """
+    hashes = ranks[:, ROWS.index("hash")].contiguous().view(torch.int64)
+    differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
+    found = differ.nonzero().view(-1).tolist()
+    return [(position, odd_ones(hashes[:, position].tolist())) for position in found]
+
+
+def judge_parameters(step: int, names: Sequence[str], hashes: Tensor) -> list[Finding]:
+    """Returns a finding for each set of ranks that has other parameters than most ranks have.
+
+    It names the first of these parameters: all of them drift apart soon.
+
+    Args:
+        step: before which the parameters were looked at.
+        names: of all parameters.
+        hashes: of their values, int64 of shape ``(ranks, parameters)``.
+    """
+    positions: dict[tuple[int, ...], list[int]] = {}
+    for position in (hashes != hashes[0]).any(0).nonzero().view(-1).tolist():
+        which = tuple(odd_ones(hashes[:, position].tolist()))
+        positions.setdefault(which, []).append(position)
+    findings = []
+    for which, (first, *more) in positions.items():
+        also = f", and {len(more)} more parameters have," * bool(more)
+        text = (
+            f"before this step it has{also} other bits here than on "
+            f"{others_in_words(which, len(hashes))}. The ranks train different models; load one "
+            f"checkpoint on all of them"
+        )
+        findings.append(Finding(step, -1, names[first], "parameters differ", which, text))
+    return findings

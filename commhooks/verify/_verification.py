@@ -1,0 +1,506 @@
+"""Defines ``Verification``: every k steps the scheme's result is compared with the dense mean."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence, Set
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from commhooks.core._scheme import Scheme
+from commhooks.core._settings import fitting, shown
+from commhooks.errors import CollectiveError, OptionError, RegistrationError, VerificationError
+from commhooks.verify._equal import hashes_of, keeps_equal, local_part
+from commhooks.verify._judge import (
+    Finding,
+    Law,
+    Verified,
+    judge,
+    judge_parameters,
+    judge_shards,
+    law_of,
+)
+from commhooks.verify._measure import Measurement, ShardMeasurement
+from ddp_core import AllReduce, LaneGroup, borrow, host_backend, is_gloo, needs
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["Verification", "need_verifiable", "verification_of"]
+
+Action = Literal["warn", "raise"]
+_Warned = tuple[str, str, tuple[int, ...]]  # kind, parameter, ranks
+_AT_CLOSE = 5.0  # seconds that ``close`` waits for what is under way
+
+
+class Verification:
+    """Compares the scheme's result of some steps with the dense mean, and across ranks.
+
+    The ranks exchange sketches after the step, in a process group of its own on Gloo, while
+    training goes on. The result is looked at when a later step begins and it has come; with
+    ``action="raise"`` the next step waits for it. A second verified step waits for the first.
+    When the hook ends or the program does, what was found in the last steps is a warning.
+
+    Before a verified step the ranks' parameters have to be equal, too, if the scheme keeps them so;
+    hashes of them are compared. After a scheme that does not (local steps, gossip) they are not.
+
+    Args:
+        every: verifies the steps that are multiples of this number.
+        action: what a finding is: "warn": a warning; "raise": :class:`VerificationError` on every
+            rank. A gradient that is not finite is a warning in any case, as loss scalers want it.
+        history: number of parameters' rows, and of findings, that are kept.
+
+    Errors of parameters of up to 61 entries are exact. Those of others are estimates, from sketches
+    of a small part of the gradient's bytes, with a standard deviation of 9 % (up to 8,000 entries)
+    to 2 % (from 65,000 on).
+
+    Attributes:
+        steps: number of steps that were verified.
+
+    Example:
+        >>> verify = commhooks.Verification(100, action="raise")
+        >>> hook = commhooks.register(ddp_model, "int8", verify=verify)
+        >>> print(hook.verification)  # after some steps
+        int8: 3 steps verified, the last is 200. ...
+    """
+
+    def __init__(self, every: int, action: Action = "warn", *, history: int = 100_000) -> None:
+        self.every = fitting("Verification", "every", every, int)
+        if self.every < 1:
+            raise OptionError(f"Verification(every): a number of steps, 1 or more, got {every}")
+        if action not in ("warn", "raise"):
+            raise OptionError(f"Verification(action): 'warn' or 'raise', got {shown(action)}")
+        self.action: Action = action
+        history = fitting("Verification", "history", history, int)
+        if history < 1:
+            raise OptionError(
+                f"Verification(history=...): a number of rows, 1 or more, got {history}"
+            )
+        self._findings: deque[Finding] = deque(maxlen=history)
+        self.steps = 0
+        self._rows: deque[Verified] = deque(maxlen=history)
+        self._latest: list[Verified] = []  # of the last verified step
+        self._pending: deque[_VerifiedStep] = deque()
+        self._judging = threading.RLock()
+        self._warned: set[_Warned] = set()
+        self._group: dist.ProcessGroup | None = None
+        self._lent: LaneGroup | None = None
+        self._join: Callable[[], None] = _nothing
+        self._disarm: Callable[[], object] = _nothing
+        self._unraised: list[Finding] = []
+        self._beside: Sequence[dist.ProcessGroup] = ()
+        self._untold = False  # a step was verified, and the ranks beside have not heard of it
+        self._values: Callable[[], Mapping[str, Tensor]] = dict
+        self._names: tuple[str, ...] = ()
+        self._noted: tuple[int, Tensor] | None = None  # a step, and hashes of parameters before it
+        self._apart = False  # a scheme has run that lets parameters differ
+        self._last = ""
+        self._owner: weakref.ref[object] | None = None  # the hook, while it is open
+
+    def open(
+        self,
+        group: dist.ProcessGroup,
+        devices: Set[str],
+        join: Callable[[], None],
+        beside: Sequence[dist.ProcessGroup] = (),
+        values: Callable[[], Mapping[str, Tensor]] = dict,
+        *,
+        owner: object,
+    ) -> None:
+        """Takes the ranks to compare; a collective.
+
+        Args:
+            group: the hook's.
+            devices: types of those that the model is on.
+            join: makes the caller's stream wait for the exchanges.
+            beside: groups of ranks that have other parts of the gradients, and raise as well.
+            values: returns the parameters that ranks have in common, by name; no other names later.
+            owner: the hook; with it, or at exit, the last verified step is looked at.
+        """
+        known = None if self._owner is None else self._owner()
+        if self._group is not None and known not in (None, owner):
+            raise OptionError(
+                "register(verify=...): this Verification is another hook's; make one for each hook"
+            )
+        self._beside = beside
+        if self._group is not None:
+            return
+        self._owner = weakref.ref(owner)
+        self._group, self._join = group, join
+        self._values, self._names, self._apart = values, tuple(values()), False
+        # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
+        # GPU the order of collectives of one group is that of the host, the same on all ranks.
+        if devices <= {"cpu"} and is_gloo(host_backend(group)):
+            (self._lent,) = borrow(group, 1)
+            self._group = self._lent.group
+        # At interpreter exit before Gloo's threads lose the interpreter.
+        self._disarm = weakref.finalize(owner, self.close).detach
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Returns what was found, the oldest first."""
+        return list(self._findings)
+
+    # ---- what the engine calls
+
+    def wants(self, step: int, scheme: Scheme) -> bool:
+        """Whether a step is verified."""
+        return step % self.every == 0 and self._group is not None
+
+    def first_bucket_comes(self, step: int, scheme: Scheme) -> None:
+        """Notes hashes of the parameters: no optimizer steps any before the first average comes."""
+        self._apart = self._apart or not keeps_equal(scheme)
+        if self.wants(step, scheme) and not self._apart:
+            values, none = self._values(), torch.zeros(0, dtype=torch.float32, device="cpu")
+            parts = [local_part(values.get(name, none)) for name in self._names]
+            self._noted = step, hashes_of(parts)
+
+    def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
+        """Starts the all-reduces of a verified step; waits for nothing."""
+        group = self._group
+        if group is None:
+            return
+        self._join()
+        law = law_of(scheme, group.size(), step)
+        noted, self._noted = self._noted, None
+        if noted is None or noted[0] != step:  # of as many parameters, since others may have some
+            noted = step, torch.zeros(len(self._names), dtype=torch.int64, device="cpu")
+        compared = (measured, self._names, noted[1])
+        self._pending.append(_VerifiedStep(step, law, *compared, group, self._lent))
+        self._untold = True
+
+    # ---- what the hook calls
+
+    def step_begins(self, step: int) -> None:
+        """Looks at what has come since; waits for it where the user or the memory wants that.
+
+        Raises:
+            VerificationError: a step broke its law, and ``action`` is "raise".
+            CollectiveError: the verification failed, since a peer did.
+        """
+        raises = self.action == "raise"
+        if self._pending or self._unraised or self._untold:
+            untold, self._untold = self._untold, False
+            self._collect(wait=raises or step % self.every == 0)
+            wrong, self._unraised = self._unraised, []
+            if raises:
+                # All ranks beside this one come here in the same step, and raise as well.
+                _need_right(wrong, self._beside if untold else ())
+
+    def close(self) -> None:
+        """Warns of what was found, and gives back the process group.
+
+        What has not come in some seconds is dropped, also where a peer has failed.
+        """
+        self._disarm()
+        end = time.monotonic() + _AT_CLOSE
+        while self._pending and not self._pending[0].ready() and time.monotonic() < end:
+            time.sleep(1e-3)
+        with contextlib.suppress(CollectiveError):
+            self._collect(wait=False)
+        if self._group is not None:
+            _warn_of(self._unraised, self._group.rank(), "warn", self._warned)
+        if self._lent is not None:
+            works = [work for one in self._pending for work in one.works]
+            self._lent.give_up(works) if works else self._lent.give_back()  # waits for no peer
+        self._pending.clear()
+        self._group = self._lent = None
+
+    def abandon(self) -> None:
+        """Leaves the ranks without waiting for them, which may be gone; ``open`` takes others.
+
+        The result of a step that is under way is dropped.
+        """
+        works = [work for one in self._pending for work in one.works]
+        self._pending.clear()
+        if self._lent is not None:
+            self._lent.give_up(works)
+        self._disarm()
+        self._group = self._lent = None
+
+    # ---- results
+
+    def report(self) -> pd.DataFrame:
+        """Returns a row per verified step, bucket and parameter; waits for what is under way.
+
+        ``error`` is the norm of the averaged gradient minus the dense mean, over that of the dense
+        mean; ``cosine`` is of the angle between the two; ``norm`` is the dense mean's. With error
+        feedback the error of a step is what later steps send. No finding is raised here.
+        """
+        with needs("hook.verification.report()", "pandas"):
+            import pandas as pd
+        self._collect(wait=True)
+        frame: pd.DataFrame = pd.DataFrame(list(self._rows), columns=list(Verified._fields))
+        return frame
+
+    def latest(self, *, wait: bool = False) -> list[Verified]:
+        """Returns the report's rows of the last verified step.
+
+        Args:
+            wait: for what is under way; False: of the last step whose result was looked at.
+        """
+        if wait:
+            self._collect(wait=True)
+        return self._latest
+
+    def metrics(self) -> dict[str, float]:
+        """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
+        self._collect(wait=False)
+        return _numbers_of(self._latest, len(self._findings))
+
+    def __str__(self) -> str:
+        self._collect(wait=False)
+        if not self.steps:
+            return "no step was verified yet"
+        return _in_words(self._last, self.steps, self._latest, self.findings)
+
+    # ---- inside
+
+    def _collect(self, *, wait: bool) -> None:
+        """Judges the steps whose collectives have ended, and raises none of their findings."""
+        with self._judging:
+            while self._pending and (wait or self._pending[0].ready()):
+                pending = self._pending.popleft()
+                pending.wait()
+                found, rows = pending.judge()
+                self._findings += found
+                self._rows += rows
+                self._latest = rows
+                self.steps, self._last = self.steps + 1, pending.law.name
+                self._unraised += [one for one in found if one.kind != "not finite"]
+                assert self._group is not None
+                _warn_of(found, self._group.rank(), self.action, self._warned)
+
+
+def verification_of(verify: object, history: int) -> Verification | None:
+    """Returns the ``verify`` of :func:`commhooks.register` as a verification, or None.
+
+    Raises:
+        OptionError: it is something else.
+    """
+    if verify is None:
+        return None
+    if not isinstance(verify, Verification):
+        if not isinstance(verify, Integral) or isinstance(verify, bool):
+            raise OptionError(
+                f"register(verify=...) is a number of steps, a commhooks.Verification or None, "
+                f"got {shown(verify)}"
+            )
+        return Verification(int(verify), history=history)
+    return verify
+
+
+def need_verifiable(device: torch.device) -> None:
+    """Raises while a CUDA graph is captured: replays would not compare what they compute."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RegistrationError(
+            "register(verify=...): this step is being captured in a CUDA graph, and replays would "
+            "be verified by nobody; register without verify, or run without capture"
+        )
+
+
+def _nothing() -> None:
+    return
+
+
+# ---- a step whose collectives are under way
+
+
+class _VerifiedStep:
+    """Holds a verified step whose collectives are under way.
+
+    Args:
+        step: its number.
+        law: of the scheme that ran.
+        measured: its buckets, at least one.
+        names: of the parameters that ranks have in common.
+        hashes: of their values before the step.
+        group: the ranks; issues the collectives.
+        lent: what counts the collectives of a group that was borrowed for them.
+
+    Attributes:
+        works: of the collectives.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        law: Law,
+        measured: list[Measurement],
+        names: Sequence[str],
+        hashes: Tensor,
+        group: dist.ProcessGroup,
+        lent: LaneGroup | None,
+    ) -> None:
+        self.step, self.law, self.measured, self._lent = step, law, measured, lent
+        self._names, self._hashes = names, hashes
+        # Rows of all ranks: only this rank's are filled in before the sum.
+        self._table, self._sketches = _table(measured, hashes, group), _joined(measured)
+        requests = [AllReduce(self._table, "sum")]
+        if law.averages and self._sketches.numel():
+            requests.append(AllReduce(self._sketches))
+        if lent is not None:
+            lent.issued += len(requests)  # before: what fails to be issued leaves the group spoiled
+        self.works: list[Any] = [request.issue(group) for request in requests]
+
+    def ready(self) -> bool:
+        """Whether all collectives have ended."""
+        return all(work.is_completed() for work in self.works)
+
+    def wait(self) -> None:
+        """Waits for the collectives.
+
+        Raises:
+            CollectiveError: one failed, since a peer did.
+        """
+        for number, work in enumerate(self.works):
+            _finish(work, self._lent, self.step, number)
+
+    def judge(self) -> tuple[list[Finding], list[Verified]]:
+        """Returns findings and rows of the step; the same on every rank."""
+        ranks = self._table.cpu().view(torch.float64)
+        counts = [one.sketches.numel() for one in self.measured]
+        begin = 0
+        findings: list[Finding] = []
+        rows: list[Verified] = []
+        for one, flat in zip(self.measured, self._sketches.cpu().split(counts), strict=True):
+            end = begin + one.rows.numel()
+            of_all = ranks[:, begin:end].reshape(len(ranks), *one.rows.shape)
+            sketches, step = flat.view(one.sketches.shape), (self.law, self.step)
+            if isinstance(one, ShardMeasurement):
+                judged, found = judge_shards(*step, one, of_all, sketches)
+            else:
+                judged, found = judge(*step, one, of_all, sketches)
+            rows += judged
+            findings += found
+            begin = end
+        hashes = ranks[:, begin:].view(torch.int64)
+        return judge_parameters(self.step, self._names, hashes) + findings, rows
+
+
+def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Returns what becomes the rows of all ranks by a sum: as integers, so that no bit changes."""
+    device = measured[0].rows.device
+    rows = torch.cat([one.rows.to(device).reshape(-1) for one in measured]).view(torch.int64)
+    rows = torch.cat([rows, hashes.to(device)])
+    table = torch.zeros((group.size(), len(rows)), dtype=torch.int64, device=device)
+    table[group.rank()] = rows
+    return table
+
+
+def _joined(measured: Sequence[Measurement]) -> Tensor:
+    """Returns the sketches of all buckets, as one message of the widest of their dtypes."""
+    device = measured[0].rows.device
+    return torch.cat([one.sketches.to(device).reshape(-1) for one in measured])
+
+
+def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
+    try:
+        work.wait()
+    except Exception as error:
+        if lent is not None:
+            lent.spoiled = True
+        raise CollectiveError(
+            f"the verification of step {step} failed: {error}. A peer died, a link broke, or "
+            f"the ranks do not run the same code",
+            step=step,
+            bucket=number,
+            round=0,
+        ) from error
+    if lent is not None:
+        lent.answered += 1
+
+
+# ---- words and numbers
+
+
+def _worst_of(rows: list[Verified]) -> str:
+    """Returns a sentence on the parameter with the largest error of a step."""
+    known = [row for row in rows if row.error == row.error]
+    if not known:
+        return ""
+    worst, median = max(known, key=lambda row: row.error), _median_of(rows)
+    others = "" if median is None else f"; the median of all parameters is {median:.3g}"
+    return (
+        f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
+        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}{others}"
+    )
+
+
+def _median_of(rows: list[Verified]) -> float | None:
+    """Returns the error of the parameter in the middle; None: every dense mean is zero.
+
+    A parameter whose dense mean is zero has no relative error, and one that is lost has none.
+    """
+    errors = [row.error for row in rows if row.norm > 0 and row.error == row.error]
+    return statistics.median(errors) if errors else None
+
+
+def _in_words(name: str, steps: int, rows: list[Verified], findings: list[Finding]) -> str:
+    """Returns what is known of the verified steps of a scheme, and the last findings."""
+    found = [f"\n  {finding}" for finding in findings[-10:]]
+    return (
+        f"{name}: {_count_of(steps, 'step')} verified{_worst_of(rows)}. "
+        f"{_count_of(len(findings), 'finding')}{':' if found else '.'}{''.join(found)}"
+    )
+
+
+def _numbers_of(rows: list[Verified], findings: int) -> dict[str, float]:
+    found = {"verify/findings": float(findings)}
+    if errors := [row.error for row in rows if row.error == row.error]:
+        found["verify/error"] = max(errors)
+    if (median := _median_of(rows)) is not None:
+        found["verify/error_median"] = median
+    if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
+        found["verify/cosine_min"] = min(cosines)
+    return found
+
+
+def _warn_of(found: list[Finding], rank: int, action: Action, warned: set[_Warned]) -> None:
+    """Warns of the first finding of each kind, once for a parameter and its ranks."""
+    for kind in dict.fromkeys(one.kind for one in found):
+        same = [one for one in found if one.kind == kind]
+        first = same[0]
+        told = (kind, first.parameter, first.ranks)
+        raised = action == "raise" and kind != "not finite"
+        # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
+        elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
+        if raised or elsewhere or told in warned:
+            continue
+        warned.add(told)
+        more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
+        warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
+
+
+def _count_of(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _need_right(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup]) -> None:
+    """Raises VerificationError if something was found here, or by ranks beside this one.
+
+    Args:
+        beside: groups of ranks that call this function at the same time.
+    """
+    told = [(one.step, str(one)) for one in wrong[:20]]
+    for group in beside:
+        everyone: list[list[tuple[int, str]]] = [[] for _ in range(group.size())]
+        dist.all_gather_object(everyone, told, group=group)
+        told = sorted({one for theirs in everyone for one in theirs})
+    if told:
+        text = "\n  ".join(text for _, text in told)
+        raise VerificationError(
+            f"verification of step {told[0][0]}:\n  {text}\nTraining cannot be trusted from "
+            f"this step on. Where parameters differ, load one checkpoint on all ranks; else "
+            f"hook.switch('none') does without the scheme. Verification(action='warn') goes on"
+        )

@@ -1,0 +1,264 @@
+"""Defines ``BucketShard``: the part of a bucket that this rank's optimizer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from commhooks._torch import made_subclass, without_overrides
+from commhooks.core._layout import Layout, Span
+from commhooks.core._packed import spans
+from commhooks.errors import RegistrationError
+from ddp_core._torch import version_of
+from ddp_core.exchange._errors import listed
+
+__all__ = ["BucketShard", "InShards", "Piece", "StandIns", "copied"]
+
+
+_CONVERSIONS: tuple[Any, ...] = (Tensor.to, Tensor.type, Tensor.cuda, Tensor.cpu)
+_CONVERSIONS += (Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16)
+
+
+class InShards(Tensor):
+    """Stands in ``.grad`` of a parameter, the mean of whose gradient lies in shards.
+
+    Whoever reads it, such as ``torch.nn.utils.clip_grad_norm_``, gets an error instead of the
+    gradient of this rank alone. Whoever drops it drops the mean.
+    """
+
+    def __new__(cls, parameter: Tensor) -> InShards:
+        # One entry of memory for all.
+        nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
+        made: InShards = made_subclass(cls, nothing.expand(parameter.shape))
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # What ``Module.to`` asks before it converts.
+        if func in (Tensor.is_floating_point, Tensor.is_complex):
+            with without_overrides():
+                return func(*args)
+        if func in _CONVERSIONS:
+            raise RegistrationError(
+                f"a model whose gradients lie in shards (ZeroOptimizer) is converted to another "
+                f"dtype or device (.{func.__name__}): convert the module before it is wrapped, or "
+                f"wrap it again and make another ZeroOptimizer"
+            )
+        raise RegistrationError(
+            "the mean of this gradient lies in shards on the ranks (ZeroOptimizer), and .grad has "
+            "none: use ZeroOptimizer.clip_grad_norm_, or the gradients in its param_groups"
+        )
+
+
+class StandIns:
+    """Puts stand-ins in ``.grad``, and away again where gradients are to come."""
+
+    def __init__(self) -> None:
+        self._away: set[nn.Parameter] = set()
+
+    def put(self, parameters: Iterable[nn.Parameter], left_alone: Collection[nn.Parameter]) -> None:
+        """Lets parameters whose mean has arrived have one."""
+        for parameter in parameters:
+            if parameter not in left_alone:
+                parameter.grad = InShards(parameter)
+                self._away.discard(parameter)
+
+    def make_room(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Empties ``.grad`` for another backward pass, without dropping the means."""
+        for parameter in parameters:
+            if type(parameter.grad) is InShards:
+                parameter.grad = None
+                self._away.add(parameter)
+
+    def stand(self, parameter: nn.Parameter) -> bool:
+        """Whether nobody has dropped the stand-in of a parameter."""
+        return type(parameter.grad) is InShards or parameter in self._away
+
+    def forget(self) -> None:
+        """Begins anew: all means were dropped."""
+        self._away.clear()
+
+
+# ---- a shard
+
+
+class Piece(NamedTuple):
+    """Describes the part of one parameter that this rank owns.
+
+    Attributes:
+        name: of the parameter.
+        parameter: all of it.
+        entries: those that are owned, of the parameter's in the memory order of buckets.
+        value: what the optimizer steps: the exact values, a part of the shard's.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    entries: slice
+    value: nn.Parameter
+
+
+class BucketShard:
+    """Holds this rank's shard of one bucket: exact values, gradients, pieces of parameters.
+
+    Args:
+        number: of the bucket.
+        parameters: of the bucket, in its order.
+        layout: their names and shapes.
+        flat: returns a parameter's values in the memory order of buckets, flat.
+        rank, world_size: of this process.
+        unit: shards are multiples of so many entries.
+
+    Attributes:
+        spans: begin and end of the shard of each rank.
+        exact: flat, float32 (float64 if the parameters are): the values that the optimizer has
+            computed. Ranks may have others, where differences are compressed.
+        pieces: the parts of parameters in it.
+        arrived: whether a gradient has arrived since the optimizer's ``zero_grad``.
+        gathered: what the ranks have sent, until it is applied; None: nothing waits.
+        dropped: parameters that what was gathered leaves alone.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        parameters: Sequence[nn.Parameter],
+        layout: Layout,
+        flat: Callable[[str, Tensor], Tensor],
+        *,
+        rank: int,
+        world_size: int,
+        unit: int,
+    ) -> None:
+        self.number, self.parameters, self.layout = number, list(parameters), layout
+        self.spans: tuple[Span, ...] = tuple(spans(layout.numel, world_size, unit))
+        self.arrived, self._flat = False, flat
+        self.gathered: Tensor | None = None
+        self.dropped: Collection[nn.Parameter] = ()
+        first = self.parameters[0]
+        self.dtype = first.dtype
+        begin, end = self.spans[rank]
+        wide = torch.promote_types(self.dtype, torch.float32)
+        self.exact = torch.empty(end - begin, dtype=wide, device=first.device)
+        self.pieces: list[Piece] = []
+        rows = zip(layout.names, self.parameters, layout.offsets, layout.sizes, strict=False)
+        for name, parameter, offset, size in rows:
+            start, stop = max(begin, offset), min(end, offset + size)
+            if start < stop:
+                value = nn.Parameter(self.exact[start - begin : stop - begin])
+                entries = slice(start - offset, stop - offset)
+                self.pieces.append(Piece(name, parameter, entries, value))
+        self._before: tuple[Tensor, list[dict[str, Any]]] | None = None
+        self._versions: list[int] = []
+        self.exact.copy_(self.held())
+        self._left = self.exact  # what all ranks had after the latest step
+
+    @torch.no_grad()
+    def held(self) -> Tensor:
+        """Returns the values that all ranks have of this shard's entries; a copy."""
+        values = torch.empty_like(self.exact)
+        for piece, part in self.parts(values):
+            part.copy_(self._flat(piece.name, piece.parameter.detach())[piece.entries])
+        return values
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Takes entries of parameters that somebody else has written since the latest step.
+
+        Loaded, reset or clipped entries would go back to the owner's values otherwise.
+        """
+        held = self.held()
+        # Entry by entry, as the others are to keep what is not sent yet, and without a look at the
+        # versions of parameters, which a write to ``.data`` does not change.
+        self.exact.copy_(torch.where(held == self._left, self.exact, held))
+
+    def settle(self, *, rounded: bool) -> None:
+        """Takes note that a step is over, and the parameters are as the optimizer left them.
+
+        Args:
+            rounded: ranks have other values than the exact ones.
+        """
+        self._before, self.gathered, self.dropped = None, None, ()
+        self._left = self.held() if rounded else self.exact
+
+    def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
+        """Returns each piece with its part of a flat tensor of this shard."""
+        sizes = [piece.value.numel() for piece in self.pieces]
+        return list(zip(self.pieces, flat.split(sizes), strict=True))
+
+    def land(self, mean: Tensor, left_alone: Collection[nn.Parameter]) -> None:
+        """Adds the mean of this shard's gradients to the pieces'.
+
+        Args:
+            mean: flat, one entry for each of the shard.
+            left_alone: parameters that no rank has used.
+        """
+        for piece, part in self.parts(mean):
+            if piece.parameter in left_alone:
+                continue
+            if piece.value.grad is None:
+                piece.value.grad = part
+            else:
+                piece.value.grad += part
+
+    # ---- a step that may have to be undone
+
+    def back_up(self, states: MutableMapping[Any, Any]) -> None:
+        """Keeps a copy of the exact values and of the optimizer's state of them."""
+        kept = [copied(states.get(piece.value, {})) for piece in self.pieces]
+        self._before = self.exact.clone(), kept
+        self._versions = self._present_versions()
+
+    def need_unwritten(self) -> None:
+        """Raises if a parameter was written since that copy; ``.data`` leaves no sign of it."""
+        rows = zip(self.layout.names, self._versions, self._present_versions(), strict=False)
+        written = [name for name, before, now in rows if before != now]
+        if written and self._before is not None:
+            raise RegistrationError(
+                f"ZeroOptimizer.step: {listed(written)} written since backward, where "
+                f"in_backward=True has stepped the values before; write parameters after step(), "
+                f"or before backward"
+            )
+
+    def _present_versions(self) -> list[int]:
+        return list(map(version_of, self.parameters))
+
+    def drop(self, parameters: Collection[nn.Parameter], states: MutableMapping[Any, Any]) -> None:
+        """Drops the gradients of some parameters, and takes back what was stepped by them."""
+        for piece in self.pieces:
+            if piece.parameter in parameters:
+                piece.value.grad = None
+        self._take_back(parameters, states)
+
+    def roll_back(self, states: MutableMapping[Any, Any]) -> None:
+        """Returns to that copy, if there is one."""
+        self._take_back(set(self.parameters), states)
+        self._before, self.gathered, self.dropped = None, None, ()
+
+    @torch.no_grad()
+    def _take_back(
+        self, parameters: Collection[nn.Parameter], states: MutableMapping[Any, Any]
+    ) -> None:
+        if self._before is None:
+            return
+        self.dropped = parameters
+        exact, kept = self._before
+        for (piece, before), state in zip(self.parts(exact), kept, strict=True):
+            if piece.parameter in parameters:
+                piece.value.copy_(before)
+                states.pop(piece.value, None)
+                if state:  # an empty one would be taken for one that has begun
+                    states[piece.value] = state
+
+
+def copied(state: Mapping[str, Any], device: str | torch.device | None = None) -> dict[str, Any]:
+    """Returns an optimizer's state of a tensor with copies of the tensors in it."""
+    return {
+        key: value.detach().to(device or value.device, copy=True)
+        if isinstance(value, Tensor)
+        else value
+        for key, value in state.items()
+    }

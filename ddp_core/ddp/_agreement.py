@@ -1,0 +1,175 @@
+"""What ranks must agree on: the model, and those arguments that decide which messages a step has.
+
+Compared when a model is wrapped, and by hooks when they meet. A difference would be a wait until
+the timeout, or values of other tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.ddp._replica import Replica
+from ddp_core.exchange._devices import on_device_of
+from ddp_core.exchange._errors import MismatchError
+from ddp_core.reducer._parameters import Trained
+
+__all__ = ["first_difference", "frozen_facts", "module_facts", "verify_across_ranks"]
+
+# Not among them: what decides how gradients lie in memory (gradient_as_bucket_view,
+# batched_grad_copy), and the sizes of buckets, where rank 0's hold.
+_OPTIONS = (
+    "find_unused_parameters",
+    "static_graph",
+    "skip_all_reduce_unused_params",  # a torch without it has it nowhere
+)
+_DTYPES = ("param_dtype", "reduce_dtype", "buffer_dtype")
+_Fact = tuple[str, tuple[int, ...], tuple[int, ...], str]  # name, sizes, strides, dtype
+
+
+def module_facts(
+    ddp: Any, *, taken: bool = False, arguments: Sequence[str] = ()
+) -> dict[str, list[str]]:
+    """Returns what ranks must have in common besides the trained parameters, by names for messages.
+
+    Args:
+        ddp: a module of torch's or this package's DistributedDataParallel.
+        taken: whether ranks are about to take rank 0's buffers, whatever they do in forward.
+        arguments: further ones, in words.
+    """
+    options = [f"{name}={getattr(ddp, name, None)!r}" for name in _OPTIONS]
+    config = ddp.mixed_precision
+    dtypes = None if config is None else [str(getattr(config, name)) for name in _DTYPES]
+    # Older versions of torch have one of two names for it.
+    syncs = bool(getattr(ddp, "forward_sync_buffers", getattr(ddp, "broadcast_buffers", True)))
+    named = ddp.named_module_buffers
+    options += [f"mixed_precision={dtypes}", f"forward_sync_buffers={syncs and bool(named)}"]
+    options += arguments
+    return {
+        "buffers to synchronise": _described(named) if syncs or taken else [],
+        "arguments of DistributedDataParallel": options,
+    }
+
+
+def _described(tensors: Mapping[str, Tensor]) -> list[str]:
+    # Names, too: of two that change places each would take the other's values.
+    return [f"{name!r} with sizes {list(one.shape)}, {one.dtype}" for name, one in tensors.items()]
+
+
+def frozen_facts(replica: Replica) -> dict[str, list[str]]:
+    """Returns the same of frozen parameters, which ranks take from rank 0 when they begin."""
+    named = replica.module.named_parameters()
+    ignored = replica.ignored
+    frozen = {name: one for name, one in named if not one.requires_grad and name not in ignored}
+    return {"frozen parameters": _described(frozen)}
+
+
+def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says in which fact ranks differ first, and how; None: in none.
+
+    Args:
+        everyone: facts by name, of each rank; a list is compared item by item.
+    """
+    for field in dict.fromkeys(field for theirs in everyone for field in theirs):
+        values = [theirs.get(field) for theirs in everyone]
+        odd = [rank for rank, value in enumerate(values) if value != values[0]]
+        if odd:
+            return _difference(field, values, odd)
+    return None
+
+
+def _difference(field: str, values: Sequence[Any], odd: Sequence[int]) -> str:
+    mine, theirs = values[0], values[odd[0]]
+    ranks = f"(ranks that differ from rank 0: {list(odd)})"
+    if isinstance(mine, list) and isinstance(theirs, list):
+        for position in range(max(len(mine), len(theirs))):
+            item = mine[position] if position < len(mine) else "nothing"
+            other = theirs[position] if position < len(theirs) else "nothing"
+            if item != other:
+                return (
+                    f"{field} differ between ranks at position {position}: rank 0 has {item}, "
+                    f"rank {odd[0]} has {other} {ranks}"
+                )
+    verb = "differ" if " and " in field else "differs"
+    return (
+        f"{field} {verb} between ranks: rank 0 has {mine!r}, rank {odd[0]} has {theirs!r} {ranks}"
+    )
+
+
+def verify_across_ranks(
+    trained: Sequence[Trained], facts: Mapping[str, list[str]], group: dist.ProcessGroup
+) -> None:
+    """Raises on every rank if the ranks' parameters differ in number, shape, strides or dtype.
+
+    Args:
+        trained: the parameters.
+        facts: further ones that have to be the same, by the names used in messages.
+
+    Raises:
+        MismatchError: names the first parameter, or the first fact, that differs.
+    """
+    mine: list[_Fact] = [
+        (one.name, tuple(one.parameter.shape), one.parameter.stride(), str(one.parameter.dtype))
+        for one in trained
+    ]
+    device = trained[0].parameter.device if trained else torch.device("cpu")
+    numbers = [len(mine), _digest([fact[1:] for fact in mine]), _digest(facts)]
+    # Three numbers first: names and shapes of a large model travel only where they differ.
+    own = torch.tensor(numbers, device=device)
+    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(everyone, own, group=group)
+    if all(torch.equal(other, own) for other in everyone):  # equal here on all ranks or on none
+        return
+    told: list[Any] = [None] * group.size()
+    with on_device_of(one.parameter for one in trained):
+        dist.all_gather_object(told, (mine, dict(facts)), group=group)
+    _compare([theirs for theirs, _ in told])
+    text = first_difference([theirs for _, theirs in told])
+    if text is not None:
+        raise MismatchError(
+            f"DistributedDataParallel: {text}. Build the same model, with the same arguments, on "
+            f"all ranks"
+        )
+
+
+def _compare(details: Sequence[list[_Fact]]) -> None:
+    for rank, theirs in enumerate(details):
+        if len(theirs) != len(details[0]):
+            raise MismatchError(
+                f"DDP expects same model across all ranks, but Rank 0 has {len(details[0])} "
+                f"params, while rank {rank} has inconsistent {len(theirs)} params. "
+                f"{_first_parameter(details[0], theirs, rank)}"
+            )
+    for rank, theirs in enumerate(details):
+        if [fact[1:] for fact in theirs] != [fact[1:] for fact in details[0]]:
+            raise MismatchError(
+                f"DDP expects same model across all ranks: "
+                f"{_first_parameter(details[0], theirs, rank)}"
+            )
+
+
+def _first_parameter(reference: list[_Fact], theirs: list[_Fact], rank: int) -> str:
+    for position, (left, right) in enumerate(zip(reference, theirs, strict=False)):
+        if left[1:] != right[1:]:
+            return (
+                f"params[{position}] is {_describe(left)} on rank 0, "
+                f"{_describe(right)} on rank {rank}"
+            )
+    longer, owner = (reference, 0) if len(reference) > len(theirs) else (theirs, rank)
+    extra = longer[min(len(reference), len(theirs))]
+    return f"The first that only rank {owner} has is {_describe(extra)}"
+
+
+def _describe(fact: _Fact) -> str:
+    name, shape, stride, dtype = fact
+    return f"{name!r} with sizes {list(shape)}, strides {list(stride)}, {dtype}"
+
+
+def _digest(facts: object) -> int:
+    text = repr(facts).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest(), "little")

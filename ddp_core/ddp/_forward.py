@@ -1,0 +1,246 @@
+"""What happens around the forward pass of the module: before it computes, and after."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.join import JoinHook
+from torch.nn.parallel.scatter_gather import scatter_kwargs
+
+from ddp_core._torch import in_join, not_traced, tree_flatten, tree_unflatten, will_run
+from ddp_core.ddp._parts import Parts
+from ddp_core.ddp._replica import Plans, announce, hear_of_plans
+from ddp_core.reducer._backward import Backward
+from ddp_core.reducer._precision import Use
+
+__all__ = ["ForwardPass", "ShadowHook", "before_forward", "through_sink"]
+
+
+class _Module(Protocol):
+    """What is asked of a DistributedDataParallel at every pass: trainers may have set it."""
+
+    device_ids: list[int] | None
+    dim: int
+    require_backward_grad_sync: bool
+    _ddp_sink_clone: bool
+    _join_config: Any
+
+
+@not_traced
+def before_forward(
+    parts: Parts, module: _Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], ForwardPass]:
+    """Begins a forward pass; returns what the inner module gets, and the pass."""
+    if module.device_ids:
+        moved = scatter_kwargs(inputs, kwargs, [module.device_ids[0]], dim=module.dim)
+        inputs, kwargs = moved[0][0], moved[1][0]
+    under_way = ForwardPass(parts, module)
+    return *under_way.begin(inputs, kwargs), under_way
+
+
+class ForwardPass:
+    """Does what comes before and after one forward pass of a DistributedDataParallel."""
+
+    def __init__(self, parts: Parts, module: _Module) -> None:
+        self._parts, self._module = parts, module
+        # One that is run once more, for its activations, belongs to the step under way.
+        self._is_recomputed = parts.reducer.is_recomputed()
+        self._low: Use | None = None  # it uses low-precision parameters
+
+    def begin(
+        self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Does what comes before the inner module computes; returns what that gets."""
+        precision = self._parts.precision
+        if not self._is_recomputed:
+            self.begin_step(Plans(torch.is_grad_enabled(), self._synchronises()))
+        if precision is None:
+            return inputs, kwargs
+        self._low = precision.begin_forward()
+        if torch.is_grad_enabled() and not precision.is_watched:
+            # The parameters' data are other tensors now, and their accumulators other nodes.
+            precision.is_watched = True
+            self._parts.reducer.accumulators.watch()
+        return precision.cast_inputs(inputs), precision.cast_inputs(kwargs)
+
+    def _synchronises(self) -> bool:
+        """Whether a backward pass averages gradients."""
+        return torch.is_grad_enabled() and self._module.require_backward_grad_sync
+
+    def begin_step(self, plans: Plans) -> None:
+        """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
+        parts, reducer = self._parts, self._parts.reducer
+        if plans.grads:
+            parts.known.check()
+        parts.find_optimizers()
+        if reducer.backward.unreduced.holding:  # nothing travels, see `hold`
+            if plans.grads:
+                reducer.prepare_for_forward()
+            return
+        if plans.at_point:
+            parts.buffers.sync_next = True  # whatever ran within `hold`
+        if plans.grads or in_join(self._module) or parts.buffers.are_due:
+            parts.before_collectives()
+        work = announce(self._module, parts.replica, plans)
+        if plans.grads:
+            reducer.prepare_for_forward()
+            if plans.sync:
+                parts.hooks.follow_schedule()
+                reducer.time_forward()
+        if work is not None:  # after the step before was dropped, which would forget it
+            static = parts.uneven.static_world_size
+            reducer.set_effective_ranks(work, static_world_size=static)
+        if parts.buffers.are_due_when(after_forward=False):
+            self._synchronise_buffers(awaits=plans.sync)
+
+    def broke_off(self) -> None:
+        """Ends the pass after the inner module has raised."""
+        if self._low is not None:
+            self._low.end()
+
+    @not_traced
+    def end(self, output: Any) -> Any:
+        """Does what comes after the inner module has computed; returns what the caller gets."""
+        if not self._is_recomputed:
+            output = self._end_step(output)
+        if self._low is not None:
+            assert self._parts.precision is not None
+            self._parts.precision.end_forward(self._low, output)
+        return output
+
+    def _end_step(self, output: Any) -> Any:
+        sync = self._synchronises()
+        parts, reducer = self._parts, self._parts.reducer
+        self.end_step(sync=sync)
+        if torch.is_grad_enabled():
+            reducer.backward.unreduced.forward_synchronised = sync
+        if sync:
+            reducer.prepare_for_backward()
+        if sync and reducer.usage.needs_sink:
+            # Held weakly: the graph may live longer than the model, and is no reason to keep it.
+            clones = self._module._ddp_sink_clone
+            output = through_sink(output, weakref.ref(reducer.backward), clone=clones)
+        if parts.delayed is not None and torch.is_grad_enabled():
+            parts.delayed.prepare(synchronises=sync)
+        return output
+
+    def end_step(self, *, sync: bool) -> None:
+        """Does what all ranks do alike after the module has computed."""
+        buffers = self._parts.buffers
+        if self._parts.reducer.backward.unreduced.holding:
+            return
+        if buffers.are_due_when(after_forward=True):
+            self._synchronise_buffers(awaits=sync)
+        buffers.sync_next = sync
+
+    def _synchronise_buffers(self, *, awaits: bool) -> None:
+        joins = in_join(self._module)
+        self._parts.synchronise_buffers(joins=joins, awaits=awaits)
+
+
+# ---- the end of the graph
+
+
+class _Sink(torch.autograd.Function):
+    """The identity; one node for all outputs, so that backward passes all of them or none."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, step: weakref.ref[Backward], clone: bool, probe: Tensor, *outputs: Tensor
+    ) -> Any:
+        ctx.set_materialize_grads(False)  # an output that the loss does not use has no gradient
+        ctx.step = step
+        with torch.enable_grad():
+            ctx.probe = probe.view_as(probe).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        # Without a clone the outputs would be views, which may not be changed in place.
+        return tuple(output.clone() for output in outputs) if clone else outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        step = ctx.step()
+        # A pass that was asked for certain gradients only (torch.autograd.grad, `inputs=`) leaves
+        # the probe out. It may come to no parameter at all, and then it is not a step's.
+        if step is not None and will_run(ctx.probe):
+            step.begins()
+        return (None, None, None, *grads)
+
+
+def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> Any:
+    """Returns ``output``; tensors with a graph behind them have passed through the sink.
+
+    Args:
+        step: is told when backward begins. A graph may outlive it.
+        clone: whether the outputs are copies.
+    """
+    leaves, spec = tree_flatten(output)
+    places = [
+        place
+        for place, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.grad_fn is not None
+    ]
+    if not places:
+        return output
+    probe = torch.empty(0, dtype=torch.float32, device=leaves[places[0]].device, requires_grad=True)
+    passed = _Sink.apply(step, clone, probe, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+    for place, tensor in zip(places, passed, strict=True):
+        leaves[place] = tensor
+    return tree_unflatten(leaves, spec)
+
+
+# ---- torch's Join
+
+
+class ShadowHook(JoinHook):
+    """Does what a forward and a backward pass of the others expects of this rank.
+
+    Args:
+        static_world_size: gradients are divided by the number of all ranks; else by the number of
+            those that have inputs.
+
+    Raises:
+        RuntimeError: a rank without inputs would keep the others waiting.
+    """
+
+    def __init__(self, parts: Parts, *, static_world_size: bool) -> None:
+        if parts.uneven.needs_all:
+            raise RuntimeError(
+                "DistributedDataParallel.join: the optimizer steps in shards while gradients are "
+                "averaged (ZeroOptimizer), for which all ranks need inputs. Give all ranks as many "
+                "inputs, or use an optimizer of each rank's own"
+            )
+        if parts.delayed is not None:
+            raise RuntimeError(
+                "DistributedDataParallel.join: a rank without inputs does not take part in the "
+                "delayed all-reduce of delay_all_reduce_named_params. Give all ranks as many "
+                "inputs, or construct it without that argument"
+            )
+        parts.uneven.static_world_size = static_world_size
+        parts.uneven.has_joined = True
+        self._parts = parts
+        super().__init__()
+
+    def main_hook(self) -> None:
+        """Takes part in one step of the others."""
+        parts, buffers = self._parts, self._parts.buffers
+        parts.before_collectives()
+        plans = hear_of_plans(parts.replica)
+        if plans.grads:
+            parts.reducer.prepare_for_forward()
+        if plans.sync:
+            parts.hooks.follow_schedule()
+        if plans.at_point:
+            buffers.sync_next = True
+        for after_forward in (False, True):
+            if buffers.are_due_when(after_forward=after_forward):
+                # Within `join` the source is agreed on: this rank's buffers are old.
+                parts.synchronise_buffers(joins=True, candidate=False, awaits=plans.sync)
+        buffers.sync_next = plans.sync
+        if plans.sync:
+            parts.reducer.shadow(at_point=plans.at_point)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        """Takes, at the end, the model of a rank that trained last, as all ranks do."""
+        self._parts.take_model_of(candidate=is_last_joiner)

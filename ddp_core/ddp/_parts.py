@@ -1,0 +1,213 @@
+"""What a DistributedDataParallel is made of, and how that is put together for a process group."""
+
+from __future__ import annotations
+
+import weakref
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core.ddp._construct import refuse_sync_batch_norm
+from ddp_core.ddp._delayed import DelayedAllReduce
+from ddp_core.ddp._hooks import CommHooks
+from ddp_core.ddp._replica import Buffers, Replica, UnevenInputs, common_rank
+from ddp_core.ddp._torch_reducer import TorchReducer
+from ddp_core.reducer._known import KnownParameters, has_another_wrapper
+from ddp_core.reducer._launch import ReducerSettings
+from ddp_core.reducer._optimizer import OptimizersInBackward, has_optimizer_in_backward, take_over
+from ddp_core.reducer._parameters import refuse_thawed
+from ddp_core.reducer._precision import Precision
+
+__all__ = ["Parts"]
+
+# By group: all of its ranks construct their modules in the same order, or come to it in that order.
+_reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TorchReducer]]]
+_reducers = weakref.WeakKeyDictionary()
+
+
+class Parts:
+    """Holds the parts of a DistributedDataParallel.
+
+    Args:
+        replica: the model, and its ranks.
+        settings: of the reducer; kept where there is another one.
+        buffers: those of the model.
+        mixed_precision: its settings, if it is asked for.
+        delayed: parameters that are averaged together, if any.
+        reduces: whether there are other parameters, which a reducer averages.
+
+    Attributes:
+        known: notices where the model trains other parameters.
+        reducer: averages gradients; there is none if all of them are delayed.
+        hooks: how it averages them.
+        precision: of its parameters, if mixed precision is asked for.
+        uneven: how the module takes part in ``join``.
+    """
+
+    known: KnownParameters
+    reducer: TorchReducer
+    hooks: CommHooks
+
+    def __init__(
+        self,
+        replica: Replica,
+        settings: ReducerSettings,
+        buffers: Buffers,
+        *,
+        mixed_precision: Any,
+        delayed: DelayedAllReduce | None,
+        reduces: bool,
+    ) -> None:
+        self.replica, self.settings, self.buffers = replica, settings, buffers
+        self._mixed_precision = mixed_precision
+        self.precision: Precision | None = None
+        self.delayed, self.reduces = delayed, reduces
+        self.uneven = UnevenInputs()
+        self._looked_for_optimizers = False
+
+    def put_together(self, model: nn.Module) -> None:
+        """Makes what belongs to a module that was constructed, or unpickled."""
+        # Held weakly, for the module holds its hooks: no cycle keeps a model alive.
+        self._model: weakref.ref[Any] = weakref.ref(model)
+        self.hooks = CommHooks(self._model, self.settings.caps)
+        if self.reduces:
+            self._make_reducer()
+        settings, replica = self.settings, self.replica
+        averaged = {one.name: one.parameter for one in replica.trained()}
+        if self.delayed is not None:
+            averaged |= self.delayed.named(replica.module)
+        self.known = KnownParameters(
+            model,
+            averaged,
+            ignored=replica.ignored,
+            may_lack=settings.find_unused or settings.static_graph,
+            watches_nodes=self._mixed_precision is None,
+        )
+
+    def _make_reducer(self) -> None:
+        replica, config = self.replica, self._mixed_precision
+        trained = replica.trained()
+        refuse_thawed(replica, replica.ignored)
+        self.precision = None
+        if config is not None:
+            self.precision = Precision(config, replica.module, trained, replica.ignored)
+        of_group = _reducers.setdefault(replica.group, [])
+        self.reducer = TorchReducer(
+            trained,
+            replica.group,
+            self.settings,
+            precision=self.precision,
+            name=str(len(of_group)),
+        )
+        of_group.append(weakref.ref(self.reducer))
+        unreduced = self.reducer.backward.unreduced
+        unreduced.synchronises = partial(_synchronises, self._model)
+        unreduced.is_shared = partial(_is_shared, self._model)
+        self.hooks.attach(self.reducer)
+        if self.precision is not None:
+            self.reducer.accumulators.refuse_other_nodes()
+        if replica.device.type == "cpu":
+            refuse_sync_batch_norm(replica.module)
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        """Goes on with other ranks, from buckets that are agreed on once more.
+
+        Raises:
+            RuntimeError: a hook cannot follow; nothing was changed, nor if a hook raises.
+        """
+        group_before = self.replica.group
+        if self.reduces:
+            self.hooks.check_that_they_follow(self.buffers.hook)
+            # They see the model with its new ranks, and go first: they may not agree.
+            self.replica.group = group
+            try:
+                self.hooks.change_group(group, self.buffers.hook)
+            except BaseException:
+                self.replica.group = group_before
+                raise
+        if self.precision is not None:
+            # The next one takes the parameters' data as it finds them for full precision.
+            self.precision.restore()
+        self.replica.group = group
+        if self.delayed is not None:
+            self.delayed.group = group
+        if self.reduces:
+            self.buffers.find()
+            before = self.reducer
+            self._make_reducer()
+            self.reducer.follow(before)
+            before.accumulators.close()
+            self.hooks.launch_by_them()
+
+    # ---- what forward passes do
+
+    def find_optimizers(self) -> None:
+        """Takes over optimizers that step in backward; they are set up before the first forward."""
+        if self._looked_for_optimizers:
+            return
+        self._looked_for_optimizers = True
+        parameters = [one.parameter for one in self.reducer.parameters]
+        if has_optimizer_in_backward(parameters):
+            take_over(parameters)
+            self.reducer.in_flight.optimizer = OptimizersInBackward()
+
+    def before_collectives(self) -> None:
+        """Raises after a backward pass that raised, unless all ranks raised at the same place.
+
+        Also of other models: their buckets travel in the same group.
+        """
+        for known in _reducers.get(self.replica.group, ()):
+            reducer = known()
+            if reducer is not None:
+                reducer.drop_raised_step()
+                reducer.launcher.abandonments.agree()
+
+    def synchronise_buffers(self, *, joins: bool, awaits: bool, candidate: bool = True) -> None:
+        """Makes buffers equal on all ranks.
+
+        Args:
+            joins: ranks may have run out of inputs, so rank 0 may have old buffers.
+            awaits: a backward pass follows; what a hook started is awaited at its end.
+            candidate: whether this rank's buffers may be those that all take.
+        """
+        source = common_rank(self.replica, candidate=candidate) if joins else 0
+        futures = self.buffers.synchronise(source)
+        if awaits:
+            self.reducer.await_futures(futures)
+        else:
+            self.reducer.launcher.await_futures(futures)
+
+    def take_model_of(self, *, candidate: bool) -> None:
+        """Takes, as all ranks do, the model of a rank that is a candidate."""
+        source = common_rank(self.replica, candidate=candidate)
+        self.replica.take_from(source, buffers=self.buffers.enabled)
+
+    # ---- pickling
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What belongs to a process group is made again; a hook is registered again.
+        state = {**vars(self), "precision": None, "_looked_for_optimizers": False}
+        for name in ("hooks", "reducer", "known", "_model"):
+            state.pop(name, None)
+        return state
+
+    def revive(self) -> None:
+        """Goes on with the default process group, after unpickling."""
+        self.replica.join_world()
+        if self.delayed is not None:
+            self.delayed.attach(self.replica.group)
+        self.buffers.find()
+
+
+def _synchronises(model: weakref.ref[Any]) -> bool:
+    """Whether a model is outside of ``no_sync`` and ``hold``; trainers set the attribute, too."""
+    found = model()
+    return found is None or bool(found.require_backward_grad_sync)
+
+
+def _is_shared(model: weakref.ref[Any], parameter: Tensor) -> bool:
+    """Whether another wrapper has the parameter, too, or this one is gone."""
+    found = model()
+    return found is None or has_another_wrapper(found, parameter)

@@ -1,0 +1,272 @@
+"""Attributes and methods of torch's classes that trainers, the compiler and ``Join`` use."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core._torch import in_join
+from ddp_core.ddp._construct import warn_that_static_finds_unused
+from ddp_core.ddp._forward import ShadowHook
+from ddp_core.ddp._logging_data import logging_data
+from ddp_core.ddp._parts import Parts
+from ddp_core.ddp._replica import common_rank
+from ddp_core.ddp._torch_reducer import TorchReducer, refusing
+from ddp_core.reducer._launch import CommHook
+from ddp_core.reducer._parameters import broadcast_coalesced
+
+__all__ = ["TorchNames"]
+
+
+class TorchNames:
+    """Gives the parts of DistributedDataParallel the names that torch has for them; a mixin."""
+
+    _parts: Parts
+    _join_config: Any  # torch's `Joinable` has it
+    # What torch's python_reducer keeps; ours has its reducer there as well.
+    _use_python_reducer: ClassVar[bool] = False
+    _accum_grad_hooks: ClassVar[Sequence[Any]] = ()
+
+    @property
+    def reducer(self) -> TorchReducer:
+        """Returns what averages gradients."""
+        return self._parts.reducer
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        """Returns the ranks."""
+        return self._parts.replica.group
+
+    @property
+    def parameters_to_ignore(self) -> set[str]:
+        """Returns names of parameters and buffers that ranks do not share."""
+        return self._parts.replica.ignored
+
+    @property
+    def broadcast_bucket_size(self) -> int:
+        """Returns the bytes of a message with parameters or buffers, at most."""
+        return self._parts.replica.chunk_nbytes
+
+    @broadcast_bucket_size.setter
+    def broadcast_bucket_size(self, value: int) -> None:
+        self._parts.replica.chunk_nbytes = value
+
+    @property
+    def _comm_hooks(self) -> list[tuple[CommHook, Any]]:
+        return self._parts.hooks.registered
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """Returns the buffers that are kept equal."""
+        return list(self._parts.buffers.named.values())
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """Returns the buffers that are kept equal, by name."""
+        return self._parts.buffers.named
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._parts.replica.device
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        return self.process_group
+
+    @property
+    def bucket_bytes_cap(self) -> int:
+        """Returns the bytes at which a bucket is full; the compiler splits graphs by it."""
+        return self.reducer.plan.caps.cap
+
+    @property
+    def bucket_bytes_cap_default(self) -> bool:
+        """Whether the user has not asked for a size."""
+        return self._parts.settings.caps.free
+
+    @property
+    def bucket_bytes_cap_list(self) -> list[int]:
+        """Returns sizes bucket by bucket, if the user gave them so."""
+        caps = self._parts.settings.caps
+        return list(caps.limits) if caps.explicit else []
+
+    @property
+    def use_side_stream_for_tensor_copies(self) -> bool:
+        """Returns what ``to_kwargs`` asks; ``forward`` moves its inputs on the current stream."""
+        return os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
+
+    @property
+    def buffer_hook(self) -> Any:
+        """Returns the hook that makes buffers equal."""
+        return self._parts.buffers.hook
+
+    @property
+    def forward_sync_buffers(self) -> bool:
+        """Whether buffers are made equal in forward."""
+        return self._parts.buffers.enabled
+
+    @forward_sync_buffers.setter
+    def forward_sync_buffers(self, value: bool) -> None:
+        self._parts.buffers.enabled = value
+
+    broadcast_buffers = forward_sync_buffers
+
+    @property
+    def require_forward_param_sync(self) -> bool:
+        """Whether the next forward makes buffers equal, if they are made so at all."""
+        return self._parts.buffers.sync_next
+
+    @require_forward_param_sync.setter
+    def require_forward_param_sync(self, value: bool) -> None:
+        self._parts.buffers.sync_next = value
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward makes buffers equal on all ranks."""
+        return self._parts.buffers.are_due
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether every step uses the same parameters in the same way."""
+        return self._parts.settings.static_graph
+
+    @property
+    def _delay_all_reduce_all_params(self) -> bool:
+        return not self._parts.reduces
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.plan.rebuilt
+
+    @property
+    def _module_parameters(self) -> list[nn.Parameter]:
+        return self._parts.replica.parameters()
+
+    # ---- methods
+
+    def join_hook(self, **kwargs: Any) -> ShadowHook:
+        """Returns what torch's ``Join`` runs on a rank without inputs."""
+        static = kwargs.get("divide_by_initial_world_size", True)
+        return ShadowHook(self._parts, static_world_size=static)
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        """Settings, bucket sizes and times, with the names of torch's logging data."""
+        return logging_data(self._parts)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer._remove_autograd_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finished()
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn(
+                "You've set static_graph to be True, no need to set it again.", stacklevel=2
+            )
+            return
+        if self._parts.settings.find_unused:
+            warn_that_static_finds_unused(stacklevel=3)
+        self.reducer._set_static_graph()
+
+    # ---- torch's steps that stand alone
+
+    def _clear_grad_buffer(self) -> None:
+        """Does nothing: ``zero_grad`` clears delayed gradients, too, which have no buffer here."""
+
+    def _sync_buffers(self) -> None:
+        # A rank without inputs takes part: then all have to agree on whose buffers hold.
+        joins = in_join(self)
+        self._parts.synchronise_buffers(joins=joins, awaits=False)
+
+    def _check_and_sync_module_buffers(self) -> None:
+        if self.will_sync_module_buffers():
+            self._sync_buffers()
+
+    def _check_sync_bufs_pre_fwd(self) -> bool:
+        return self._parts.buffers.are_due_when(after_forward=False)
+
+    def _check_sync_bufs_post_fwd(self) -> bool:
+        return self._parts.buffers.are_due_when(after_forward=True)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        futures = self._parts.buffers.synchronise(authoritative_rank)
+        self.reducer.launcher.await_futures(futures)
+
+    def _default_broadcast_coalesced(
+        self,
+        bufs: Sequence[Tensor] | None = None,
+        bucket_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        tensors = self.modules_buffers if bufs is None else bufs
+        self._distributed_broadcast_coalesced(tensors, bucket_size, authoritative_rank)
+
+    def _distributed_broadcast_coalesced(
+        self,
+        tensors: Sequence[Tensor],
+        buffer_size: int | None = None,
+        authoritative_rank: int = 0,
+    ) -> None:
+        nbytes = self.broadcast_bucket_size if buffer_size is None else buffer_size
+        broadcast_coalesced(
+            tensors, self.process_group, source=authoritative_rank, chunk_nbytes=nbytes
+        )
+
+    def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
+        return common_rank(self._parts.replica, candidate=rank_cond)
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._parts.take_model_of(candidate=is_last_joiner)
+
+
+_REFUSED = dict.fromkeys(
+    (
+        "_assign_modules_buffers",
+        "_build_debug_param_to_name_mapping",
+        "_build_params_for_reducer",
+        "_check_comm_hook",
+        "_check_default_group",
+        "_ddp_init_helper",
+        "_delayed_all_reduce_hook",
+        "_log_and_throw",
+        "_passing_sync_batchnorm_handle",
+        "_register_delay_all_reduce_hook",
+        "_setup_in_backward_optimizers",
+    ),
+    "it happens when the module is constructed",
+)
+_REFUSED |= dict.fromkeys(
+    (
+        "_inside_ddp_forward",
+        "_lazy_init",
+        "_module_wait_for_copy_hook",
+        "_post_forward",
+        "_pre_forward",
+        "_root_copy_hook",
+        "_run_ddp_forward",
+    ),
+    "call the module itself",
+)
+_REFUSED |= dict.fromkeys(
+    (
+        "_check_global_requires_backward_grad_sync",
+        "_match_all_reduce_for_bwd_pass",
+        "_match_unused_params_allreduce",
+    ),
+    "the hook that join_hook() returns does it for ranks without inputs",
+)
+_REFUSED |= {
+    "_fire_reducer_autograd_hook": "gradients tell the reducer themselves",
+    "_register_accum_grad_hook": "gradients tell the reducer themselves, compiled or not",
+    "_set_sparse_metadata": "sparse gradients are averaged without it",
+}
+for _name, _instead in _REFUSED.items():
+    setattr(TorchNames, _name, refusing(f"DistributedDataParallel.{_name}", _instead))

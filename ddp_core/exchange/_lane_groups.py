@@ -1,0 +1,295 @@
+"""Process groups for further lanes, kept for the next hook on the group whose ranks they have.
+
+A Gloo group finds its peers by its name in a store, so a name must not come twice, and all ranks
+have to take the same one. torch's own names for groups of some ranks are a hash of these ranks and
+of how many groups a rank has: used again after a group has gone, and different where one rank has
+dropped what another still holds. Here the ranks compare, each time, which groups they have free.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import sys
+import threading
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_core._torch import (
+    add_backend,
+    backend_of,
+    group_ranks,
+    is_known_group,
+    set_default_backend,
+    set_group_name,
+    set_timeout,
+)
+from ddp_core.exchange._shared_store import SharedStore, group_limit, group_timeout, shared_store
+
+__all__ = [
+    "LaneGroup",
+    "backend_for",
+    "borrow",
+    "host_backend",
+    "is_gloo",
+    "is_nccl",
+    "made_in_time",
+    "private_group",
+]
+
+_T = TypeVar("_T")
+_CPU = torch.device("cpu")
+_MORE = (
+    1.0  # seconds until the store counts as silent, after what waits for other ranks has given up
+)
+
+
+def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Returns what carries tensors of ``device``, without a wrapper that checks collectives."""
+    backend: Any = None
+    with contextlib.suppress(Exception):  # a group of somebody else's making has none
+        backend = backend_of(group, device)
+        backend = getattr(backend, "wrapped_pg", backend)
+    return backend
+
+
+def host_backend(group: dist.ProcessGroup) -> Any:
+    """Returns what carries host tensors in ``group``."""
+    return backend_for(group, _CPU)
+
+
+def is_gloo(backend: object) -> bool:
+    """Whether it is Gloo's."""
+    return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
+
+
+def is_nccl(backend: object) -> bool:
+    """Whether it is NCCL's."""
+    return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
+
+
+@dataclass(eq=False)
+class LaneGroup:
+    """Holds a process group for one lane.
+
+    Attributes:
+        issued: collectives so far. Where ranks differ in it, the next ones would not match.
+        answered: how many of them have ended.
+        spoiled: one of them failed.
+    """
+
+    name: str
+    group: Any  # dist.ProcessGroup; None once it is dropped
+    pool: _Pool
+    issued: int = 0
+    answered: int = 0
+    spoiled: bool = False
+
+    def give_back(self) -> None:
+        """Lets the next hook have it."""
+        if self.spoiled or self.issued != self.answered or self.pool.closed:
+            self.pool.drop(self)
+        else:
+            self.pool.free[self.name] = self
+
+    def give_up(self, works: Sequence[Any] = ()) -> None:
+        """Drops it without waiting for other ranks, which may be gone.
+
+        Args:
+            works: collectives that may be under way.
+        """
+        self.spoiled = True
+        ends = [_end_of(work) for work in works]
+        if ends:
+            self.pool.bury(self, lambda: [end.wait() for end in ends])
+        else:
+            self.pool.drop(self)
+
+
+def _end_of(work: Any) -> threading.Event:
+    """Returns an event that is set when a collective has ended, well or not."""
+    end = threading.Event()
+    # Not ``work.wait`` on the thread: when the interpreter ends meanwhile, that aborts the process.
+    work.get_future().add_done_callback(lambda _: end.set())
+    return end
+
+
+class _Pool:
+    """The lane groups of one process group."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, LaneGroup] = {}
+        self.free: dict[str, LaneGroup] = {}
+        self.closed = False
+        self.is_inherited = False  # by a child of os.fork(), see _keep
+
+    def drop(self, lent: LaneGroup) -> None:
+        if self.is_inherited:
+            return
+        self.all.pop(lent.name, None)
+        self.free.pop(lent.name, None)
+        group, lent.group = lent.group, None
+        with contextlib.suppress(Exception):
+            if is_known_group(group):
+                dist.destroy_process_group(group)
+            elif group is not None:
+                group.shutdown()
+
+    def bury(self, lent: LaneGroup, ended: Callable[[], object]) -> None:
+        """Drops a group once ``ended`` has returned, on a thread of its own.
+
+        Gloo knows no abort: a group that is dropped with a collective under way makes its dropper
+        wait for the collective, until the timeout if another rank is silent.
+        """
+        self.all.pop(lent.name, None)
+        self.free.pop(lent.name, None)
+        threading.Thread(
+            target=_bury, args=(self, lent, ended), name="commhooks-bury", daemon=True
+        ).start()
+
+    def close(self) -> None:
+        self.closed = True
+        for lent in list(self.free.values()):
+            self.drop(lent)
+
+
+def _bury(pool: _Pool, lent: LaneGroup, ended: Callable[[], object]) -> None:
+    ended()
+    pool.drop(lent)
+
+
+# By the group they belong to; they go with it, or when the interpreter ends.
+_pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
+
+
+def _keep() -> None:
+    """Lets a child of os.fork() end: it keeps its parent's process groups to the very end.
+
+    A group waits for its threads when it goes. The child has none of them, so it would wait for
+    ever, or abort.
+    """
+    if not dist.is_available():
+        return
+    groups = list(group_ranks())
+    for pool in _pools.values():
+        pool.is_inherited = True
+        groups += [lent.group for lent in pool.all.values()]
+    for group in groups:  # no list would do: the interpreter clears those when it ends
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if sys.platform != "win32":
+    os.register_at_fork(after_in_child=_keep)
+
+
+def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
+    """Returns ``count`` groups of the ranks of ``parent``, the same on all ranks; a collective.
+
+    Raises:
+        RuntimeError: torch.distributed does not know ``parent``.
+    """
+    store = shared_store(parent)
+    if store is None:
+        raise RuntimeError(
+            f"Lanes: a scheme of several rounds needs a process group for each further round, with "
+            f"the ranks of {type(parent).__name__}, which is no group that torch.distributed made "
+            f"(or it is destroyed). Use a scheme of one round there, or pass a group of "
+            f"torch.distributed.new_group as process_group"
+        )
+    pool = _pools.get(parent)
+    if pool is None:
+        pool = _pools[parent] = _Pool()
+        weakref.finalize(parent, pool.close)
+    mine = {
+        "new": uuid.uuid4().hex,
+        "all": sorted(pool.all),
+        "free": {name: lent.issued for name, lent in pool.free.items()},
+    }
+    everyone: list[Any] = [None] * parent.size()
+    dist.all_gather_object(everyone, mine, group=parent)
+
+    # A group is of use where every rank has it free and has issued as many collectives on it.
+    on_all = set.intersection(*(set(theirs["all"]) for theirs in everyone))
+    alike = set.intersection(*(set(theirs["free"].items()) for theirs in everyone))
+    free_on_all = set.intersection(*(set(theirs["free"]) for theirs in everyone))
+    useless = (set(mine["free"]) - on_all) | (free_on_all - {name for name, _ in alike})
+    for name in useless:
+        pool.drop(pool.free[name])
+    taken = [pool.free.pop(name) for name, _ in sorted(alike)[:count]]
+    if len(taken) < count:
+        for number in range(count - len(taken)):
+            name = f"lane/{everyone[0]['new']}/{number}"
+            pool.all[name] = LaneGroup(name, _make(parent, name, store), pool)
+            taken.append(pool.all[name])
+        # A rank may end at once, but not while another still connects to it.
+        dist.barrier(parent)
+    return taken
+
+
+def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
+    """A group of the same ranks whose collectives return at once."""
+    if is_gloo(host_backend(parent)):
+        seconds, place = group_limit(parent), (parent.rank(), parent.size(), name)
+        limit = timedelta(seconds=seconds)
+        return store.ask(lambda it: private_group(it, *place, _CPU, limit), seconds + _MORE)
+    ranks = dist.get_process_group_ranks(parent)
+    return made_in_time(
+        parent,
+        lambda: dist.new_group(
+            ranks,
+            timeout=group_timeout(parent),
+            backend=dist.get_backend(parent),
+            use_local_synchronization=len(ranks) != dist.get_world_size(),
+        ),
+    )
+
+
+def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+    """Returns what ``make`` returns: a group, whose ranks find each other in the store.
+
+    Raises:
+        SilentStoreError: the store of ``parent`` does not answer within its timeout.
+    """
+    store = shared_store(parent)
+    if store is None:
+        return make()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: none
+
+    def made(_: Any) -> _T:
+        with torch.cuda.device(device):  # a thread has its own
+            return make()
+
+    return store.ask(made, group_limit(parent) + _MORE)
+
+
+def private_group(
+    store: Any, rank: int, size: int, name: str, device: torch.device, timeout: timedelta
+) -> Any:
+    """Makes a group on Gloo, or on NCCL for a GPU; waits for its ranks, so ask it of a SharedStore.
+
+    Not known to torch.distributed, so that destroying the default group leaves it alone. Nor is it
+    wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL: there a collective returns only once all ranks have
+    come to it, which nobody may wait for who has other lanes to serve.
+    """
+    store = dist.distributed_c10d.PrefixStore(name, store)
+    backend: Any
+    if device.type == "cpu":
+        kind = dist.ProcessGroup.BackendType.GLOO
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    else:
+        kind, options = dist.ProcessGroup.BackendType.NCCL, dist.ProcessGroupNCCL.Options()
+        set_timeout(options, timeout)
+        backend = dist.ProcessGroupNCCL(store, rank, size, options)
+    group: Any = dist.ProcessGroup(store, rank, size)
+    set_default_backend(group, kind)
+    add_backend(group, device, kind, backend)
+    set_group_name(group, name)
+    return group

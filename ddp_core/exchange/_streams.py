@@ -1,0 +1,217 @@
+"""The stream driver: for backends whose ``wait`` orders streams instead of blocking the caller.
+
+On CUDA with NCCL, and on any device whose work is queued on streams (XPU, NPU), an exchange runs to
+its end inside the hook call: encoding, waiting and decoding are only enqueued, on a side stream, so
+the backward pass goes on meanwhile. Two side streams take turns: while one bucket is on the line or
+is decoded, the next one is encoded.
+
+All ranks launch buckets in the same order, and a bucket's collectives follow each other, so the
+order of collectives is the same everywhere. With a backend that blocks (Gloo on CUDA tensors) the
+same code is correct and slow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Set
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.exchange._clocks import put
+from ddp_core.exchange._devices import future_on
+from ddp_core.exchange._lanes import Lanes
+from ddp_core.exchange._task import Task
+
+__all__ = ["Drivers", "Streams", "stream_module"]
+
+
+def stream_module(device: str) -> Any:
+    """Returns torch's module for a type of device (``torch.cuda``), which has its streams.
+
+    Raises:
+        RuntimeError: there is none, or it has no streams.
+    """
+    module: Any = None
+    with suppress(RuntimeError, AttributeError):
+        module = torch.get_device_module(device)
+    missing = [name for name in ("Stream", "current_stream", "stream") if not hasattr(module, name)]
+    if missing:
+        raise RuntimeError(
+            f"a communication hook runs on the CPU, or on a device whose work is queued on "
+            f"streams: torch.{device} has no {' and no '.join(missing)}, so what a bucket on "
+            f"{device!r} holds could be sent before it is computed. Train on another device"
+        )
+    return module
+
+
+# One to encode on while the other waits for the line; a third would find nothing to do. A whole
+# exchange on one stream, rather than encoding on one and decoding on the other: an allocator hands
+# out memory per stream, so that memory freed by one exchange cannot be overwritten too early.
+_SIDE_STREAMS = 2
+
+
+class Streams:
+    """Drives exchanges on side streams of high priority, by turns.
+
+    Args:
+        group: ranks and backend of all collectives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._streams: dict[torch.device, list[Any]] = {}
+        self._turns: dict[torch.device, Iterator[Any]] = {}
+        self._last: dict[torch.device, Any] = {}  # the stream of the latest exchange
+
+    def run(self, task: Task, device: torch.device) -> torch.futures.Future[Tensor]:
+        """Enqueues the whole exchange and returns the future of its result."""
+        on_host = device.type == "cpu"
+        on_side_stream = nullcontext() if on_host else self._side_stream(device, task)
+        future: torch.futures.Future[Tensor | None] = future_on(device)
+        chained = future.then(task.outcome)
+        with on_side_stream:
+            self._exhaust(task)
+            # The tensor and not None: a future makes who waits for it wait for the streams of its
+            # value's devices, and only for these.
+            future.set_result(task.result)
+        if task.joins and not on_host:
+            self._follow(device)
+        return chained
+
+    def join(self) -> None:
+        """Makes the caller's streams wait for all exchanges so far."""
+        for device, sides in self._streams.items():
+            current = stream_module(device.type).current_stream(device)
+            for side in sides:
+                current.wait_stream(side)
+
+    def _side_stream(self, device: torch.device, task: Task) -> AbstractContextManager[None]:
+        """Makes a side stream current, after all that the caller's stream has to do so far."""
+        module = stream_module(device.type)
+        if device not in self._streams:
+            # High priority: small kernels would otherwise queue behind those of backward.
+            sides = [module.Stream(device=device, priority=-1) for _ in range(_SIDE_STREAMS)]
+            self._streams[device], self._turns[device] = sides, itertools.cycle(sides)
+        side = self._last[device] = next(self._turns[device])
+        side.wait_stream(module.current_stream(device))
+        if task.joins:
+            for other in self._streams[device]:
+                if other is not side:
+                    side.wait_stream(other)
+        stream: AbstractContextManager[None] = module.stream(side)
+        return stream
+
+    def _follow(self, device: torch.device) -> None:
+        """Makes all side streams wait for the last exchange, whose end has given back memory.
+
+        It has read, at the end of its step, what was made on other streams, and their allocator
+        hands that out again.
+        """
+        last = self._last[device]
+        for other in self._streams[device]:
+            if other is not last:
+                other.wait_stream(last)
+
+    def close(self) -> None:
+        """Forgets the streams."""
+        self._streams.clear()
+        self._turns.clear()
+        self._last.clear()
+
+    def _exhaust(self, task: Task) -> None:
+        request = task.advance()
+        while request is not None:
+            error: BaseException | None = None
+            row = task.rows[-1]
+            put(row, "issued", task.clock.now())
+            try:
+                work = request.issue(self._group)
+                request.run_overlap()
+                work.wait()
+            except Exception as raised:
+                error = task.failed(raised)
+            put(row, "done", task.clock.now())
+            request = task.advance(error)
+
+
+# ---- the driver of each device
+
+
+class Drivers:
+    """Holds the drivers of one hook, which are made when they are needed.
+
+    Args:
+        rounds: collectives per bucket, at most; grows by ``ensure``.
+    """
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self._lanes: Lanes | None = None
+        self._streams: Streams | None = None
+
+    def ensure(self, rounds: int) -> None:
+        """Allows so many rounds from now on; all ranks call it, between two steps."""
+        self._rounds = max(rounds, self._rounds)
+        if self._lanes is not None:  # else they are made with this number
+            self._lanes.ensure(rounds)
+
+    def check(self, devices: Set[str]) -> None:
+        """Raises if exchanges cannot run on one of these types of device.
+
+        Raises:
+            RuntimeError: it is not the host's, and has no streams.
+        """
+        for device in devices - {"cpu"}:
+            stream_module(device)
+
+    def open_lanes(self, group: dist.ProcessGroup) -> Lanes:
+        """Makes the lanes and their groups, a collective, unless they are there."""
+        if self._lanes is None:
+            self._lanes = Lanes(group, self._rounds)
+        return self._lanes
+
+    def run(
+        self,
+        task: Task,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        *,
+        waits: bool = False,
+    ) -> torch.futures.Future[Tensor]:
+        """Starts an exchange of a bucket on ``device`` and returns the future of its result.
+
+        Args:
+            waits: whether the caller waits for the future before it does anything else.
+        """
+        if device.type == "cpu":
+            lanes = self.open_lanes(group)
+            return lanes.run_here(task) if waits else lanes.run(task)
+        # One group for all rounds: an exchange is enqueued to its end before the next one.
+        if self._streams is None:
+            self._streams = Streams(group)
+        return self._streams.run(task, device)
+
+    def join(self) -> None:
+        """Makes the caller's streams wait for all exchanges so far; the host does not wait."""
+        if self._streams is not None:
+            self._streams.join()
+
+    def abandon(self) -> None:
+        """Closes without waiting for other ranks; what is needed later is made for other ranks."""
+        if self._lanes is not None:
+            self._lanes.abandon()
+        if self._streams is not None:
+            self._streams.close()
+        self._lanes = self._streams = None
+
+    def close(self) -> None:
+        """Stops the lanes' thread and gives back the extra groups. Safe to call twice."""
+        if self._lanes is not None:
+            self._lanes.close()
+        if self._streams is not None:
+            self._streams.close()
+        self._lanes = self._streams = None

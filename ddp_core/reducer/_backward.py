@@ -1,0 +1,282 @@
+"""A step's backward pass, as autograd hands it over: gradients that come or will not, and the end.
+
+arrived(i) ... bucket full -> launched in index order -> (hook or all-reduce) -> future
+end of backward -> wait for each bucket in order -> param.grad
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ddp_core.exchange._clocks import clock_of
+from ddp_core.reducer._autograd import (
+    NO_BACKWARD,
+    Accumulators,
+    backward_number,
+    call_after_backward,
+    is_nested,
+)
+from ddp_core.reducer._buckets import HeldBucket, InstalledBuckets
+from ddp_core.reducer._in_flight import InFlight
+from ddp_core.reducer._launch import Step
+from ddp_core.reducer._misuse import GraphErrors, Unreduced
+from ddp_core.reducer._plan import BucketPlan
+from ddp_core.reducer._precision import Precision
+from ddp_core.reducer._timeline import StepTimes, Timeline
+
+__all__ = ["Backward", "History"]
+
+
+class Backward:
+    """Launches buckets as their gradients come, and ends the step when all have.
+
+    Args:
+        flight: the step under way.
+        installed: where gradients go.
+        plan, history: are told in which order and when they came.
+        errors: raises where gradients do not come as agreed.
+        precision: exchanges parameters for low-precision ones, if given.
+    """
+
+    def __init__(
+        self,
+        flight: InFlight,
+        installed: InstalledBuckets,
+        *,
+        plan: BucketPlan,
+        history: History,
+        errors: GraphErrors,
+        precision: Precision | None,
+    ) -> None:
+        self._flight, self._place = flight, installed.place
+        self._parameters, self._usage = flight.parameters, flight.usage
+        self._plan, self._history, self._errors = plan, history, errors
+        self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
+        self.unreduced = Unreduced(flight.parameters, flight.usage, errors)
+        self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the step's backward pass began and will not end: it is not the one of now."""
+        return self._flight.step.is_open and self._opened_in != backward_number()
+
+    # ---- gradients
+
+    def arrived(self, index: int) -> None:
+        """Takes note that the gradient of a parameter has come, or turned out undefined."""
+        step = self._flight.step
+        if step.is_plain:
+            self.mark_ready(step, index)
+            return
+        usage = self._usage
+        if usage.tracks and self._parameters[index].parameter.grad is not None:
+            usage.used.mark(index)
+        if not step.is_open and (step.expecting or self._precision is not None):
+            self._open(step)
+        if not step.expecting:  # no_sync, hold, or a second backward pass without a forward
+            try:
+                self.unreduced.gradient_came(index, step)
+            except BaseException:
+                if self._precision is not None:  # the pass ends here
+                    self._precision.restore()
+                raise
+            return
+        if usage.is_static and not self._is_last_call(step, index):
+            return
+        if not step.unused_marked:
+            self._mark_unused(step)
+        times = self._flight.times_of(self._place[index][0])
+        if times is not None:
+            times.gradient_came()
+        self.mark_ready(step, index)
+
+    def came_elsewhere(self, index: int) -> None:
+        """Raises if a gradient came for the parameter with full precision, too late to be sent."""
+        if self._flight.step.expecting and self._flight.is_low:
+            self._errors.full_precision(index)
+
+    def begins(self) -> None:
+        """Opens the step at the start of backward, where outputs pass through the sink."""
+        step = self._flight.step
+        if step.expecting and not step.is_open:
+            self._open(step)
+        if step.expecting and not self._usage.learns and not step.unused_marked:
+            self._mark_unused(step)
+
+    def _open(self, step: Step) -> None:
+        """The first gradient of a backward pass, or of a reentrant one within it."""
+        step.is_open = True  # still open at the next forward: it has raised
+        self._opened_in = backward_number()
+        call_after_backward(self._ended)
+        if step.prepared_in == self._opened_in != NO_BACKWARD:
+            # It ran again here, for activations only: the graph is that of one under no_sync.
+            step.expecting, step.complete = False, True
+            self.unreduced.forward_was_recomputed()
+        if not step.expecting:
+            return
+        self.unreduced.pass_averages()
+        if self._plan.loaded:
+            self._errors.loaded()
+        self._flight.settle_scale()
+        # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
+        step.is_plain = step.times is None and not self._usage.tracks and not self._usage.is_static
+
+    def _is_last_call(self, step: Step, index: int) -> bool:
+        """Of a static graph: whether the parameter's hook will not be called again in this step."""
+        if self._usage.counts is None:
+            step.calls[index] += 1
+            step.called.append(index)
+            return False
+        left = step.calls[index] = step.calls[index] - 1
+        if left < 0:
+            self._errors.changed([index], came=True)
+        return left == 0
+
+    def _mark_unused(self, step: Step) -> None:
+        """Parameters that this backward pass will not come to count as arrived."""
+        usage = self._usage
+        step.unused_marked = True
+        if usage.finds:
+            step.unused = self.accumulators.out_of_reach()
+            if usage.has_old_marks:
+                every = enumerate(self._parameters)
+                usage.forget_old_marks([i for i, one in every if one.parameter.grad is None])
+        step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        # A bucket of nothing else is full by this, and may be launched before any gradient.
+        for index in step.unused:
+            self.mark_ready(step, index)
+
+    def mark_ready(self, step: Step, index: int) -> None:
+        """Counts a parameter's gradient as there; launches buckets that are full by it."""
+        step.marked.append(index)
+        bucket, copies = self._place[index]
+        if copies is not None:
+            copies.take_large(index, step.scale)
+        bucket.pending -= 1
+        if bucket.pending <= 0:
+            self._flight.launch_ready()
+
+    # ---- the end
+
+    def _ended(self) -> None:
+        step, flight = self._flight.step, self._flight
+        step.is_open = step.is_plain = False
+        if not step.expecting:
+            if self._precision is not None:
+                self._precision.restore()
+            return
+        try:
+            if self._usage.is_static and not self._end_static(step):
+                return
+            if step.launched == len(flight.buckets):
+                step.was_nested = is_nested()
+                self.finish(step)
+        except BaseException:
+            flight.step.is_open = True  # it raises
+            flight.tell_abandoned()
+            raise
+
+    def _end_static(self, step: Step) -> bool:
+        """Whether the pass was the step's whole one, not a reentrant one within it."""
+        launched_all = step.launched == len(self._flight.buckets)
+        if is_nested() and step.prepared_in == NO_BACKWARD and not launched_all:
+            return False
+        if self._usage.learns:
+            self._learn_static_graph(step)
+        elif not launched_all:
+            self._errors.changed(self.missing(), came=False)
+        return True
+
+    def _learn_static_graph(self, step: Step) -> None:
+        """The first step of a static graph: everything is launched now, and counted for later."""
+        usage = self._usage
+        contradictions = usage.learn(step.calls)
+        if contradictions:
+            self._errors.changed(contradictions, came=True)
+        step.unused, step.unused_marked = list(usage.never), True
+        step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        # A parameter that is used several times is ready when its hook is called the last time.
+        by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]
+        for index in by_last_call + step.unused:
+            self.mark_ready(step, index)
+
+    def finish(self, step: Step) -> None:
+        """Waits for all buckets in order and writes the averaged gradients."""
+        flight = self._flight
+        step.expecting = False
+        if step.times is not None:
+            step.times.mark("backward_ended")
+        flight.launcher.events.no_more_buckets()
+        if self._precision is not None:
+            self._precision.restore()
+        flight.finish_all()
+        flight.wait_for_futures()
+        if self._usage.finds:
+            step.used = self._usage.used.finish_step()
+        self._land(step)
+
+    def _land(self, step: Step) -> None:
+        unused = set(step.unused)
+        arrived = [index for index in step.marked if index not in unused]
+        self._plan.step_ended(arrived + step.unused)
+        self._history.step_landed(step)
+        step.outcomes = []  # their tensors are not needed any more, the step is kept
+        self.unreduced.step_landed(step)
+        self._flight.launcher.step += 1
+        # The state is told last, when the reducer is between two steps.
+        self._flight.begin(Step())
+        self._flight.launcher.events.step_landed(step.left_alone)
+
+    def missing(self) -> list[int]:
+        """Returns the parameters whose gradients have not come in this step."""
+        return sorted(set(range(len(self._parameters))) - set(self._flight.step.marked))
+
+
+class History:
+    """Holds the recorded steps, and the facts of the last one.
+
+    Args:
+        buckets: those of the first step.
+
+    Attributes:
+        timeline: the recorded steps.
+        on_recorded: called after each of them, if given.
+        first_sizes: bytes of each bucket of the first step.
+        sent: number of buckets that the last step has sent.
+        unused: indices of the parameters to which the last step's backward pass did not come;
+            None: there was no step yet.
+        same_unused: they were the same in every step.
+    """
+
+    def __init__(self, buckets: Sequence[HeldBucket]) -> None:
+        self.timeline = Timeline()
+        self.on_recorded: Callable[[], None] | None = None
+        self.first_sizes = [bucket.nbytes for bucket in buckets]
+        self.sent = 0
+        self.unused: list[int] | None = None
+        self.same_unused = True
+        self._clock = clock_of(buckets[0].buffer.device)
+        self._begun: StepTimes | None = None  # of the step whose forward pass has begun
+
+    def forward_begins(self, step: int) -> None:
+        """Begins a record of the step with this number, if it is to be recorded."""
+        self._begun = self.timeline.begins(step, self._clock)
+
+    def backward_begins(self) -> StepTimes | None:
+        """Returns the step's record, if there is one; forward is over."""
+        times, self._begun = self._begun, None
+        if times is not None:
+            times.mark("backward_began")
+        return times
+
+    def step_landed(self, step: Step) -> None:
+        """Takes note of a step whose gradients were averaged."""
+        if self.unused is not None and self.unused != step.unused:
+            self.same_unused = False
+        self.unused = step.unused
+        self.sent = sum(not outcome.is_skipped for outcome in step.outcomes)
+        if step.times is not None:
+            step.times.mark("finished")
+            self.timeline.add(step.times)
+            if self.on_recorded is not None:
+                self.on_recorded()

@@ -1,0 +1,503 @@
+"""Waiting that ends: a rank that fails tells the others, and nobody waits for it for long."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_core.exchange._errors import CollectiveError, MismatchError, PeerError, ranks_in_words
+from ddp_core.exchange._lane_groups import backend_for
+from ddp_core.exchange._shared_store import (
+    MeetingPoint,
+    SharedStore,
+    first_decides,
+    group_limit,
+    shared_store,
+    text_of,
+)
+
+__all__ = [
+    "SLICE",
+    "Abandonments",
+    "FailureBoard",
+    "FutureNotDone",
+    "Place",
+    "Watch",
+    "failed",
+    "never_completed",
+    "peer_error",
+    "rebuild_failed",
+    "wait_for_future",
+    "wait_for_work",
+]
+
+
+# So long nobody looks at the board; most waits are over by then.
+SLICE = timedelta(seconds=1)
+_SLICE = SLICE.total_seconds()
+
+
+class Place(NamedTuple):
+    """Describes what a rank waits for."""
+
+    attempt: int  # steps, counting those that raised
+    step: int
+    bucket: int  # -1: a message of the step
+
+
+class FailureBoard:
+    """Tells ranks, by the process group's store, which of them have failed.
+
+    Args:
+        group: ranks that share the board.
+        name: distinguishes boards of one group; the same on all ranks.
+
+    Attributes:
+        abandonments: steps that ranks have dropped, see :class:`Abandonments`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._rank = group.rank()
+        self._name = name
+        self._reported = -1  # the attempt of the last report
+        self._store = shared_store(group)  # without one, failures time out instead
+        self.abandonments = Abandonments(group, self._store, name)
+
+    def report(self, attempt: int, text: str) -> None:
+        """Tells the other ranks; never raises. The first report of an attempt counts."""
+        if self._store is not None and attempt != self._reported:
+            self._reported = attempt
+            told = first_decides(self._key(attempt), f"rank {self._rank}: {text}")
+            # The process may end at once, so it waits until the others can read it.
+            self._store.tell(told, _SLICE)
+
+    def look(self, place: Place) -> str | None:
+        """Returns what another rank has reported that will not come to this place.
+
+        A store that does not answer is not waited for: what is awaited has a timeout of its own.
+        """
+        if self._store is None:
+            return None
+        text = self._store.peek(text_of(self._key(place.attempt)), _SLICE)
+        if not text or text.startswith(f"rank {self._rank}:"):
+            return self.abandonments.look(place.step, place.bucket)
+        return text
+
+    def check(self, place: Place) -> None:
+        """Raises if another rank has reported that it will not come to this place.
+
+        Raises:
+            PeerError: with the other rank's message.
+        """
+        text = self.look(place)
+        if text is not None:
+            raise peer_error(text)
+
+    def _key(self, attempt: int) -> str:
+        return f"ddp_core/{self._name}/{attempt}"
+
+
+def peer_error(text: str) -> PeerError:
+    """Returns the error of a rank that waits for one that has failed, with that rank's words."""
+    return PeerError(
+        f"another rank failed in this step, so its gradients will not come: {text}. The process "
+        f"group has collectives that nobody answers; end the process and resume from the last "
+        f"checkpoint"
+    )
+
+
+def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, place: Place) -> None:
+    """Waits for a collective; looks at the board while it does not end.
+
+    On CUDA waiting orders streams and returns at once; a thread looks at the board, see
+    :mod:`ddp_core.reducer._failures`.
+    """
+    if device.type != "cpu":
+        work.wait()
+        return
+    while True:
+        try:
+            work.wait(SLICE)
+            return
+        except RuntimeError:
+            if work.is_completed():  # it failed; otherwise the slice is over
+                raise
+        board.check(place)
+
+
+class FutureNotDone(Exception):
+    """Raised when a future was not complete in time."""
+
+
+def wait_for_future(
+    future: Any,
+    board: FailureBoard,
+    place: Place,
+    *,
+    of_tensor: bool = True,
+    limit: timedelta | None = None,
+) -> Tensor:
+    """Returns the tensor of a hook's future; looks at the board while it is not complete.
+
+    Raises:
+        FutureNotDone: it is not within ``limit``.
+    """
+    if not future.done():
+        done = threading.Event()
+        future.add_done_callback(lambda _: done.set())
+        end = None if limit is None else time.monotonic() + limit.total_seconds()
+        while not done.wait(SLICE.total_seconds()):
+            board.check(place)
+            if end is not None and time.monotonic() > end:
+                raise FutureNotDone
+    value = future.wait()
+    if isinstance(value, (list, tuple)) and len(value) == 1:  # what a collective's future holds
+        value = value[0]
+    if of_tensor and not isinstance(value, Tensor):
+        raise TypeError(
+            f"a communication hook returns a future of one tensor, its future holds a "
+            f"{type(value).__name__}"
+        )
+    tensor: Tensor = value
+    return tensor
+
+
+def failed(
+    error: BaseException, what: str, step: int, bucket: int, told: str | None = None
+) -> CollectiveError:
+    """Says where a wait ended badly.
+
+    Args:
+        told: what another rank has reported, which may be the cause.
+    """
+    place = f"step {step}, bucket {bucket}, "
+    round = 0 if place not in str(error) else _round_in(str(error))
+    reported = "" if told is None or isinstance(error, PeerError) else f". Reported by {told}"
+    failure = CollectiveError(
+        f"{what} failed in step {step}, bucket {bucket}, round {round}: {error}{reported}",
+        step=step,
+        bucket=bucket,
+        round=round,
+    )
+    failure.__cause__ = error
+    return failure
+
+
+def never_completed(purpose: str, limit: timedelta | None) -> RuntimeError:
+    """Says that a hook keeps its future for an abandoned step open."""
+    return RuntimeError(
+        f"a step was abandoned, and the future that the hook returned {purpose} was not completed "
+        f"within {limit}, the process group's timeout. A hook that holds buckets back lets them go "
+        f"in a method step_abandoned() of its state, see register_comm_hook"
+    )
+
+
+def rebuild_failed(error: BaseException, step: int) -> CollectiveError:
+    """Says that ranks could not agree on buckets."""
+    return CollectiveError(
+        f"agreeing on new buckets failed before step {step}: {error}. A peer died, or the ranks do "
+        f"not run the same code",
+        step=step,
+        bucket=0,
+        round=0,
+    )
+
+
+def _round_in(text: str) -> int:
+    """torch's futures keep an exception's text only; the runner wrote the round there."""
+    digits = text.partition("round ")[2]
+    return int(digits[: len(digits) - len(digits.lstrip("0123456789"))] or 0)
+
+
+# ---- steps that raised
+
+
+_ALIKE = "all ranks alike"
+_SOON = 1.0  # seconds in which a store answers
+
+
+class _Dropped(NamedTuple):
+    """How far a rank came with a step that it has dropped."""
+
+    step: int  # since the ranks are together
+    launched: int  # buckets
+    told: bool  # by another rank, that it has failed
+
+
+class Abandonments:
+    """Compares, through the process group's store, the steps that ranks have dropped.
+
+    Not by a collective: the ranks that did not raise are in another one. All of a rank's dropped
+    steps are counted; ranks that drop alike count alike, and leave the keys of two of them in the
+    store.
+
+    Args:
+        group: the ranks.
+        store: asks what they share, if anything.
+        name: distinguishes reducers of one group; the same on all ranks.
+
+    Attributes:
+        first_step: the one with which these ranks began. A rank that came to them counts from 0.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, store: SharedStore | None, name: str) -> None:
+        self._group, self._store, self._name = group, store, name
+        self._rank, self._size = group.rank(), group.size()
+        self.first_step = 0
+        self._number = 0  # of the dropped step that comes next, or is not agreed on yet
+        self._mine: _Dropped | None = None
+        self._error = ""  # the ranks did not drop the same: for good
+
+    def note(self, step: int, launched: int, *, told: bool) -> None:
+        """Hears that this rank has dropped a step; tells nobody yet.
+
+        Args:
+            launched: number of buckets whose exchange has begun.
+            told: whether it raised because another rank had failed.
+        """
+        if self._size > 1:
+            self._mine = _Dropped(step - self.first_step, launched, told)
+
+    def agree(self) -> None:
+        """Waits until all ranks have dropped the step that this one has, if it has any.
+
+        Ranks come here before their next collective.
+
+        Raises:
+            MismatchError: a rank has not, or after another number of buckets.
+        """
+        if self._mine is None:
+            return
+        if not self._error:
+            try:
+                outcome = self._outcome(self._mine)
+            except RuntimeError as error:
+                outcome = f"{self._text(self._mine)}, and {error}"
+            if outcome == _ALIKE:
+                if before := self._point(self._number - 1):  # all have passed it
+                    before.forget()
+                self._number, self._mine = self._number + 1, None
+                return
+            self._error = outcome
+        raise MismatchError(
+            f"DistributedDataParallel: a backward pass raised, and not at the same place on all "
+            f"ranks: {self._error}. Gradients of different layers or steps would be averaged. End "
+            f"all processes and resume from the last checkpoint; to go on after an error in "
+            f"backward, let all ranks raise and catch it at the same place"
+        )
+
+    def look(self, step: int, bucket: int) -> str | None:
+        """Returns what is wrong if another rank has dropped what this one waits for.
+
+        Args:
+            step, bucket: what this rank waits for.
+        """
+        point = self._point(self._number)
+        if point is None or self._size == 1:
+            return None
+        # What this rank waits for has a timeout of its own, so a silent store is not waited for.
+        first = point.store.peek(text_of(point.key), _SOON)
+        if first is None:
+            return None
+        outcome = point.store.peek(text_of(f"{point.key}/outcome"), _SOON)
+        (who, theirs), said = _parse(first), ""
+        if outcome is None and self._mine is not None:
+            # What it has launched is settled here, and comes if all have launched as much.
+            if theirs != self._mine:
+                said = self._difference(who, theirs, self._mine)
+        elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
+            mine = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
+            said = f"{self._text(theirs, who)}, rank {self._rank} waits for {mine}"
+        if said:
+            outcome = point.store.peek(point.decide(said), _SOON)
+        if outcome is None or outcome == _ALIKE:
+            return None
+        self._error = outcome
+        return outcome
+
+    def _outcome(self, mine: _Dropped) -> str:
+        """Tells the others; returns what all ranks then know. Whoever decides first does so."""
+        point = self._point(self._number)
+        if point is None:
+            return f"{self._text(mine)}, and the group has no store to ask the others"
+        limit = group_limit(self._group)
+        end = time.monotonic() + limit
+
+        def decide(outcome: str) -> str:
+            return point.store.ask(point.decide(outcome), end - time.monotonic())
+
+        text = f"{self._rank} {mine.step} {mine.launched} {int(mine.told)}"
+        who, theirs = _parse(point.store.ask(first_decides(point.key, text), limit))
+        if theirs != mine:
+            return decide(self._difference(who, theirs, mine))
+        outcome = point.wait_for_all(_ALIKE, end)
+        if outcome is not None:
+            return outcome
+        came, missing = point.who_came()
+        missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
+        return decide(f"{self._text(mine, *came)}, {missed}")
+
+    def _difference(self, who: int, theirs: _Dropped, mine: _Dropped) -> str:
+        return f"{self._text(theirs, who)}, {self._text(mine)}"
+
+    def _text(self, dropped: _Dropped, *who: int) -> str:
+        """Says what ranks have dropped; this one by default."""
+        how = "heard of another rank's failure in" if dropped.told else "dropped"
+        step, buckets = dropped.step + self.first_step, dropped.launched
+        return f"{ranks_in_words(who or [self._rank])} {how} step {step} after {buckets} buckets"
+
+    def _point(self, number: int) -> MeetingPoint | None:
+        """Returns where ranks meet; its own key has what the first of them has dropped."""
+        if self._store is None:
+            return None
+        key = f"ddp_core/{self._name}/abandoned/{number}"
+        return MeetingPoint(self._store, key, self._rank, self._size)
+
+
+def _parse(value: str) -> tuple[int, _Dropped]:
+    rank, step, launched, told = map(int, value.split())
+    return rank, _Dropped(step, launched, bool(told))
+
+
+# ---- waiting on a GPU
+
+
+@dataclass(eq=False)
+class _Pending:
+    """A step with exchanges that the device may not have done."""
+
+    place: Place  # the bucket that was enqueued last
+    thread: int  # that of the training loop
+    is_over: Callable[[], bool] | None = None  # None: more is to be enqueued
+
+
+class Watch:
+    """Looks at the board, on a thread of its own, while a GPU is at work on exchanges.
+
+    If another rank has failed in this step, the process group is aborted, so that what waits for
+    the GPU returns, and an error is raised in the thread of the training loop: the averaged
+    gradients are not valid, and no line of the loop may use them.
+
+    Args:
+        group: the ranks; aborted where its backend can be (NCCL).
+        device: of the buckets.
+        board: where ranks report failures.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
+        self._group, self._device, self._board = group, device, board
+        self._pending: _Pending | None = None
+        self._seen: _Pending | None = None
+        self._thread: threading.Thread | None = None
+        self._interrupted: int | None = None
+        self._error: PeerError | None = None
+
+    def launched(self, place: Place, thread: int) -> None:
+        """Hears of an exchange that is about to be enqueued.
+
+        Args:
+            place: its step, and the bucket.
+            thread: the identifier of the training loop's.
+
+        Raises:
+            PeerError: another rank has failed, and the group is aborted.
+        """
+        self.check()
+        if self._pending is None or self._pending.place.attempt != place.attempt:
+            self._pending = _Pending(place, thread)
+        self._pending.place = place
+        if self._thread is None:
+            me = weakref.ref(self)
+            self._thread = threading.Thread(
+                target=_watch, args=(me,), name="ddp_core-watch", daemon=True
+            )
+            self._thread.start()
+
+    def all_enqueued(self) -> None:
+        """Hears that the current stream waits for all exchanges of the step."""
+        self.check()
+        pending = self._pending
+        if pending is not None:
+            module = torch.get_device_module(self._device.type)
+            event = module.Event()
+            event.record(module.current_stream(self._device))
+            pending.is_over = event.query
+
+    def forget(self) -> None:
+        """Hears that the step has raised here: nobody goes on to use what it computes."""
+        self._pending = None
+        self._take_back()
+
+    def check(self) -> None:
+        """Raises if another rank has failed, and the group is aborted."""
+        if self._error is not None:
+            self._take_back()  # this error takes the place of the other, if that is still to come
+            raise PeerError(str(self._error))
+
+    def _take_back(self) -> None:
+        thread, self._interrupted = self._interrupted, None
+        if thread is not None:
+            _raise_in(thread, None)
+
+    def _ask(self, is_over: Callable[[], bool]) -> bool:
+        # A new thread's current device is the first: asking there would take memory on it.
+        with torch.get_device_module(self._device.type).device(self._device):
+            return is_over()
+
+    def look(self) -> None:
+        """Looks at the board, if the same step is pending as before."""
+        pending, seen = self._pending, self._seen
+        self._seen = pending
+        if pending is None or pending is not seen or self._error is not None:
+            return
+        with contextlib.suppress(RuntimeError):  # a query fails while a graph is captured
+            if pending.is_over is not None and self._ask(pending.is_over):
+                self._pending = None
+                return
+        text = self._board.look(pending.place)
+        if text is None or self._pending is not pending:
+            return
+        self._error = peer_error(text)
+        self._interrupted = pending.thread
+        # Before the abort, after which the loop would go on with gradients that are not averages.
+        _raise_in(pending.thread, self._error)
+        backend = backend_for(self._group, self._device)
+        with contextlib.suppress(Exception):  # a backend that cannot be aborted, or is already
+            backend.abort()
+
+
+def _watch(watch: weakref.ref[Watch]) -> None:
+    while True:
+        time.sleep(SLICE.total_seconds())
+        alive = watch()
+        if alive is None:
+            return
+        alive.look()
+        del alive
+
+
+def _raise_in(thread: int, error: PeerError | None) -> None:
+    """Raises an error in another thread, at its next line; None takes an earlier one back."""
+    what: Any = None
+    if error is not None:
+        # Python makes the exception from a class, without arguments.
+        text = str(error)
+
+        def init(self: PeerError) -> None:
+            PeerError.__init__(self, text)
+
+        what = ctypes.py_object(
+            type("PeerError", (PeerError,), {"__init__": init, "__module__": PeerError.__module__})
+        )
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)

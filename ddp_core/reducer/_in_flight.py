@@ -1,0 +1,268 @@
+"""One step's buckets: launched in order, waited for in order, written to ``.grad``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_core.exchange._clocks import clock_of
+from ddp_core.exchange._errors import CollectiveError
+from ddp_core.reducer._buckets import HeldBucket
+from ddp_core.reducer._launch import Launcher, Outcome, Step, named_range
+from ddp_core.reducer._misuse import GraphErrors
+from ddp_core.reducer._optimizer import OptimizersInBackward
+from ddp_core.reducer._parameters import Trained
+from ddp_core.reducer._precision import Precision
+from ddp_core.reducer._timeline import BucketTimes
+from ddp_core.reducer._unused import Usage
+
+__all__ = [
+    "InFlight",
+    "LeftAlone",
+]
+
+
+class InFlight:
+    """Launches a model's buckets in the step under way, and waits for them.
+
+    Args:
+        buckets: in the order in which they are launched; others may take their place.
+        parameters: those that require a gradient, in registration order.
+        launcher: starts and ends the exchange of one bucket.
+        usage: which parameters the ranks use.
+        errors: raises where a bucket gets a gradient twice.
+        left_alone: finds the parameters whose gradients nobody writes to.
+        precision: exchanges parameters for low-precision ones, if given.
+
+    Attributes:
+        step: the one under way, or an idle one.
+        optimizer: steps each bucket that is averaged, if given.
+    """
+
+    def __init__(
+        self,
+        buckets: list[HeldBucket],
+        parameters: Sequence[Trained],
+        *,
+        launcher: Launcher,
+        usage: Usage,
+        errors: GraphErrors,
+        left_alone: LeftAlone,
+        precision: Precision | None,
+    ) -> None:
+        self.buckets, self.parameters = buckets, parameters
+        self.launcher, self.usage, self._errors = launcher, usage, errors
+        self._precision, self.left_alone, self.step = precision, left_alone, Step()
+        self.optimizer: OptimizersInBackward | None = None
+        self._world_size = launcher.group.size()
+        self._effective: dist.Work | None = None  # counts the ranks that have input (join)
+        self._futures: list[Any] = []  # of the buffer hook, awaited with the gradients
+
+    # ---- the step
+
+    def begin(self, step: Step) -> None:
+        """Goes on to another step; what came of the one before is forgotten."""
+        self.step = step
+        if step.complete:
+            self._effective, self._futures = None, []
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
+        """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
+        self._effective = None if static_world_size else work
+
+    def settle_scale(self) -> None:
+        """Sets by what sums are divided: the number of ranks, or of those that still have input."""
+        self.step.divisor = self._world_size
+        if self._effective is not None:
+            self._effective.wait()
+            self.step.divisor = int(self._effective.get_future().value()[0].item())
+        # A hook averages by itself.
+        self.step.scale = None if self.launcher.hook is not None else 1.0 / self.step.divisor
+
+    def await_futures(self, futures: Sequence[Any]) -> None:
+        """Takes futures that are waited for at the end of backward (buffer hook)."""
+        self._futures.extend(futures)
+
+    def wait_for_futures(self) -> None:
+        """Waits for them."""
+        self.launcher.await_futures(self._futures)
+
+    def tell_abandoned(self) -> None:
+        """Says once that this step will not land; held-back buckets are let go."""
+        step = self.step
+        if not step.complete and not step.abandoned:
+            step.abandoned = True
+            begun = step.is_open or step.marked or step.outcomes
+            self.launcher.step_abandoned(len(step.outcomes) if begun else None)
+
+    def abandon(self) -> None:
+        """Drops a step whose backward pass raised; what it has launched must not write any more."""
+        self.tell_abandoned()
+        if self._precision is not None:
+            self._precision.restore()
+        if self.optimizer is not None:
+            self._finish_abandoned()
+        # Fewer than there are buckets may have been launched.
+        for bucket, outcome in zip(self.buckets, self.step.outcomes, strict=False):
+            self.launcher.settle(bucket, outcome)
+        self.launcher.settle_futures(self._futures)
+        self.usage.has_old_marks = True
+        self.begin(Step())
+
+    def _finish_abandoned(self) -> None:
+        """Steps what was launched, as some ranks have already: parameters stay equal."""
+        self.step.unused_known = False
+        with contextlib.suppress(CollectiveError):  # the step has raised already
+            self.finish_all()
+
+    # ---- launching
+
+    def launch_ready(self) -> None:
+        """Launches, in index order, all buckets whose turn has come."""
+        step = self.step
+        # Once per bucket that is full: per gradient it would be a look-up in the hot path.
+        if len(set(step.marked)) != len(step.marked):
+            self._errors.twice(next(i for i in step.marked if step.marked.count(i) > 1))
+        while step.launched < len(self.buckets) and not self.buckets[step.launched].pending:
+            bucket = self.buckets[step.launched]
+            step.launched += 1
+            step.outcomes.append(self._launch(bucket))
+            # While parameters are low-precision copies, there is nothing to step.
+            if self.optimizer is not None and not self.is_low:
+                self._finish_early()
+        if step.launched == len(self.buckets) and self.usage.finds:
+            self.usage.used.all_reduce(self.left_alone.in_views())
+
+    def _launch(self, bucket: HeldBucket) -> Outcome:
+        step = self.step
+        if step.needed is None or step.needed[bucket.number]:
+            with named_range("collect gradients", bucket.number):
+                gradients = [parameter.grad for parameter in bucket.parameters]
+                bucket.fill(gradients, None if step.scale is None else step.divisor)
+        try:
+            return self.send(bucket)
+        except Exception:
+            # The others will not come to what follows: no later bucket is launched.
+            step.expecting = step.is_plain = False
+            raise
+
+    def send(self, bucket: HeldBucket) -> Outcome:
+        """Starts a bucket's exchange, unless no rank needs it."""
+        needed, is_last = self.step.needed, bucket is self.buckets[-1]
+        if needed is not None:
+            if not needed[bucket.number]:
+                return Outcome(bucket.buffer.device)
+            # The hook is told of the last one that it gets, not of the last one that there is.
+            is_last = not any(needed[bucket.number + 1 :])
+        return self.launcher.launch(bucket, is_last=is_last, times=self.times_of(bucket))
+
+    # ---- finishing
+
+    def _finish_early(self) -> None:
+        """Buckets that are averaged already, while backward goes on (optimizer in backward)."""
+        step = self.step
+        while step.finished < len(step.outcomes):
+            members = self.buckets[step.finished].members
+            if self.usage.tracks and not self.usage.used.all_used(members):
+                return  # the other ranks' map is needed
+            if not step.outcomes[step.finished].is_done():
+                return
+            self._finish_next()
+
+    def _finish_next(self) -> None:
+        """Waits for the next bucket and writes its averaged gradients."""
+        step = self.step
+        bucket, outcome = self.buckets[step.finished], step.outcomes[step.finished]
+        if not outcome.is_skipped:
+            result = self.launcher.finish(bucket, outcome, self.times_of(bucket))
+            if outcome.future is not None and step.divisor != self._world_size:
+                # Hooks average over all ranks; those without input contributed zeros.
+                result = result * (self._world_size / step.divisor)
+            unused = self.usage.globally_unused(bucket.members) if step.unused_known else None
+            step.left_alone += self.left_alone.within(bucket, unused)
+            if not self.launcher.takes_gradients:
+                with named_range("write gradients", bucket.number):
+                    bucket.scatter(result, unused)
+            if self.optimizer is not None:
+                self.optimizer.bucket_averaged(bucket)
+        step.finished += 1
+
+    def finish_all(self) -> None:
+        """Waits for all buckets that were launched, and writes their gradients."""
+        while self.step.finished < len(self.step.outcomes):
+            self._finish_next()
+        self.launcher.all_enqueued()
+
+    @property
+    def is_low(self) -> bool:
+        """Whether parameters are low-precision copies now."""
+        return self._precision is not None and self._precision.is_low
+
+    def times_of(self, bucket: HeldBucket) -> BucketTimes | None:
+        """Returns a bucket's record, if the step is recorded."""
+        times = self.step.times
+        if times is None:
+            return None
+        if len(times.buckets) != len(self.buckets):
+            times.buckets = [
+                BucketTimes(number, one.nbytes, clock=clock_of(one.buffer.device))
+                for number, one in enumerate(self.buckets)
+            ]
+        return times.buckets[bucket.number]
+
+
+# ---- parameters that no rank uses
+
+
+class LeftAlone:
+    """Finds them for the hook's state, which keeps what it has sent for them.
+
+    A gradient that is its bucket's view has the result, used or not, and is not left alone.
+
+    Args:
+        buckets: of the model, as they are now.
+        as_view: gradients are views of the buckets.
+        launcher: has the hook, whose state may not ask.
+    """
+
+    def __init__(
+        self, buckets: Sequence[HeldBucket], usage: Usage, launcher: Launcher, *, as_view: bool
+    ) -> None:
+        self._buckets, self._as_view = buckets, as_view
+        self._usage, self._launcher = usage, launcher
+
+    def in_views(self) -> list[int]:
+        """Returns unused parameters whose gradient gets the bucket's result all the same.
+
+        The ranks tell each other, for one without inputs (join) cannot see it.
+        """
+        if not (self._as_view and self._launcher.events.wants_left_alone):
+            return []
+        used = self._usage.used
+        return [
+            index
+            for bucket in self._buckets
+            for slot, index in enumerate(bucket.members)
+            if not used.is_used(index) and bucket.is_in_view(slot)
+        ]
+
+    def within(self, bucket: HeldBucket, unused: Sequence[bool] | None) -> list[nn.Parameter]:
+        """Returns those of one bucket.
+
+        Args:
+            unused: by slot, whether no rank uses the parameter; None: all are in use.
+        """
+        if unused is None or not self._launcher.events.wants_left_alone:
+            return []
+        finds, used = self._usage.finds, self._usage.used
+        return [
+            bucket.parameters[slot]
+            for slot, index in enumerate(bucket.members)
+            if unused[slot] and not (used.in_views(index) if finds else bucket.is_in_view(slot))
+        ]

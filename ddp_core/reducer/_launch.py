@@ -1,0 +1,428 @@
+"""A full bucket goes out: to the hook, or to a plain all-reduce; and is waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_core._torch import AnyFuture, profiler_runs
+from ddp_core.exchange._clocks import event_after, put
+from ddp_core.exchange._collectives import AllReduce, SparseSum
+from ddp_core.exchange._errors import CollectiveError, PeerError
+from ddp_core.exchange._shared_store import group_timeout
+from ddp_core.exchange._task import RoundRecord
+from ddp_core.reducer._autograd import NO_BACKWARD
+from ddp_core.reducer._buckets import HeldBucket, as_numbers
+from ddp_core.reducer._failures import (
+    FailureBoard,
+    FutureNotDone,
+    Place,
+    Watch,
+    failed,
+    never_completed,
+    wait_for_future,
+    wait_for_work,
+)
+from ddp_core.reducer._plan import BucketCaps
+from ddp_core.reducer._timeline import BucketTimes, StepTimes
+
+__all__ = [
+    "CommHook",
+    "Launcher",
+    "Outcome",
+    "ReducerSettings",
+    "Step",
+    "StepEvents",
+    "name_of",
+    "named_range",
+]
+
+
+CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
+
+
+class Outcome:
+    """Holds what a launched bucket is waited for: a work handle, a hook's future, or nothing.
+
+    Args:
+        device: of the bucket.
+    """
+
+    __slots__ = ("_happened", "device", "future", "work")
+
+    def __init__(self, device: torch.device, *, work: Any = None, future: Any = None) -> None:
+        self.device, self.work, self.future = device, work, future
+        self._happened: Callable[[], bool] | None = None
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was sent."""
+        return self.work is None and self.future is None
+
+    def is_done(self) -> bool:
+        """Whether waiting for it would return at once."""
+        if self.future is not None:
+            if not self.future.done() or self.device.type == "cpu":
+                return bool(self.future.done())
+            # On a GPU the future is complete when its work is enqueued: the caller's stream would
+            # wait for it, and backward with it.
+            if self._happened is None:
+                self._happened = event_after(self.future, self.device)
+            return self._happened()
+        return self.work is None or self.work.is_completed()
+
+
+class Launcher:
+    """Starts and ends the exchange of buckets; an error says in which step and bucket.
+
+    Args:
+        group: ranks to average over.
+        name: of the reducer, the same on all ranks.
+        device: of the buckets.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device) -> None:
+        self.group = group
+        self.hook: tuple[CommHook, Any] | None = None
+        self.events = StepEvents()  # told to the hook's state
+        self.takes_gradients = False  # the hook's state keeps what was averaged
+        self.hook_name: str | None = None
+        self.step = 0  # synchronised backward passes
+        self.attempt = 0  # the same, counting those that raised
+        self.error = ""  # the latest one's words
+        self._told = False  # by another rank, in this step, that it has failed
+        self._board = FailureBoard(group, name)
+        self.abandonments = self._board.abandonments
+        self._device = device
+        self._side: Any = None  # the stream of messages, made when it is needed first
+        # Where waiting does not keep the host, a thread looks at the board.
+        self._watch = None if device.type == "cpu" else Watch(group, device, self._board)
+        self._thread = 0  # that of the training loop
+
+    def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
+        """Sets what exchanges buckets from now on; None: a plain all-reduce."""
+        self.hook = hook
+        self.hook_name = None if hook is None else name_of(hook[0])
+        self.events = StepEvents(None if hook is None else hook[1])
+        self.takes_gradients = hook is not None and getattr(hook[1], "takes_gradients", False)
+
+    def tells(self, state: object) -> bool:
+        """Whether this hook's state hears of the end of each step."""
+        return self.hook is not None and self.hook[1] is state
+
+    def step_begins(self) -> None:
+        """Hears, on the thread of the training loop, of a forward pass that is over."""
+        self.attempt += 1
+        self._thread, self._told = threading.get_ident(), False
+        if self._watch is not None:
+            self._watch.check()
+
+    def all_enqueued(self) -> None:
+        """Hears that all buckets were waited for: on a GPU, that its stream waits for them."""
+        if self._watch is not None:
+            self._watch.all_enqueued()
+
+    def step_abandoned(self, launched: int | None) -> None:
+        """Hears that the step will not land; of so many buckets, if its backward pass began."""
+        self._forget()
+        if launched is not None:
+            self.abandonments.note(self.step, launched, told=self._told)
+        self.events.step_abandoned()
+
+    def _forget(self) -> None:
+        if self._watch is not None:
+            self._watch.forget()
+
+    def _place(self, bucket: int = -1) -> Place:
+        return Place(self.attempt, self.step, bucket)
+
+    def launch(self, bucket: HeldBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
+        """Starts the exchange of a full bucket."""
+        if times is not None:
+            times.mark("launched")
+        try:
+            if self._watch is not None:
+                self._watch.launched(self._place(bucket.number), self._thread)
+            with named_range("launch", bucket.number):
+                if self.hook is None:
+                    return self._all_reduce(bucket, times)
+                return self._run_hook(bucket, is_last, times)
+        except Exception as error:
+            self._report(bucket, error)
+            raise
+
+    def _all_reduce(self, bucket: HeldBucket, times: BucketTimes | None) -> Outcome:
+        try:
+            # A group that rounds (commhooks.process_group) leaves complex numbers alone.
+            numbers = as_numbers(bucket.buffer, bucket.parameters[0])
+            work: Any = AllReduce(numbers, "sum").issue(self.group)
+        except RuntimeError as error:
+            raise failed(error, "all_reduce", self.step, bucket.number) from error
+        if times is not None:
+            _record(work, bucket, self.step, times)
+        return Outcome(bucket.buffer.device, work=work)
+
+    def _run_hook(self, bucket: HeldBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
+        assert self.hook is not None
+        hook, state = self.hook
+        handed = bucket.as_grad_bucket(is_last=is_last)
+        if times is not None:
+            handed.note = times.rounds.append
+        future = hook(state, handed)
+        # The futures of collectives are of the C++ class, Python's is one of its subclasses.
+        if not isinstance(future, AnyFuture):
+            raise TypeError(
+                f"the communication hook {name_of(hook)} returns a "
+                f"torch.futures.Future[Tensor], got {type(future).__name__}"
+            )
+        if times is not None:
+            _when_done(future, bucket.buffer.device, _stamp(times, None))
+        return Outcome(bucket.buffer.device, future=future)
+
+    def finish(self, bucket: HeldBucket, outcome: Outcome, times: BucketTimes | None) -> Tensor:
+        """Waits for a bucket's exchange and returns its flat averaged gradient.
+
+        Raises:
+            CollectiveError: it failed, here or on another rank; says in which round.
+        """
+        if times is not None:
+            times.mark("wait_began")
+        place = self._place(bucket.number)
+        try:
+            if self._watch is not None:
+                self._watch.check()
+            result = bucket.buffer
+            with named_range("wait", bucket.number):
+                if outcome.future is not None:
+                    result = wait_for_future(outcome.future, self._board, place)
+                elif outcome.work is not None:
+                    wait_for_work(outcome.work, bucket.buffer.device, self._board, place)
+        except Exception as error:
+            told = self._board.look(place)
+            self._report(bucket, error)
+            raise failed(error, "the exchange", self.step, bucket.number, told) from error
+        if times is not None:
+            times.mark("wait_ended")
+        return result
+
+    def await_work(self, work: dist.Work, device: torch.device, *, after: int = -1) -> None:
+        """Waits for another collective of the step, sent after bucket ``after``."""
+        wait_for_work(work, device, self._board, self._place(after))
+
+    def beside(self) -> AbstractContextManager[object]:
+        """Returns a stream that waits for messages, which are read while a GPU computes."""
+        if self._device.type == "cpu":
+            return nullcontext()
+        module = torch.get_device_module(self._device.type)
+        if self._side is None:
+            self._side = module.Stream(self._device)
+        beside: AbstractContextManager[object] = module.stream(self._side)
+        return beside
+
+    def await_message(self, work: dist.Work, device: torch.device, what: str) -> None:
+        """Waits for a small message of the step, which an error names.
+
+        Raises:
+            CollectiveError: it failed.
+        """
+        try:
+            self.await_work(work, device)
+        except RuntimeError as error:
+            raise failed(error, what, self.step, 0) from error
+
+    def await_futures(self, futures: list[Any]) -> None:
+        """Waits for futures of the buffer hook."""
+        for future in futures:
+            wait_for_future(future, self._board, self._place(), of_tensor=False)
+
+    def settle(self, bucket: HeldBucket, outcome: Outcome) -> None:
+        """Waits until the exchange of an abandoned step does not write any more.
+
+        Raises:
+            RuntimeError: a hook keeps its future open for longer than collectives may take.
+        """
+        if outcome.future is not None:
+            self._settle_future(outcome.future, f"for bucket {bucket.number}", bucket.number)
+            return
+        with contextlib.suppress(CollectiveError):  # the step has raised already
+            self.finish(bucket, outcome, None)
+
+    def settle_futures(self, futures: list[Any]) -> None:
+        """Waits in the same way for futures of the buffer hook."""
+        for future in futures:
+            self._settle_future(future, "for buffers")
+
+    def _settle_future(self, future: Any, purpose: str, bucket: int = -1) -> None:
+        limit, place = group_timeout(self.group), self._place(bucket)
+        try:
+            wait_for_future(future, self._board, place, of_tensor=False, limit=limit)
+        except FutureNotDone:
+            raise never_completed(purpose, limit) from None
+        except Exception:  # the step has raised already
+            return
+
+    def _report(self, bucket: HeldBucket, error: Exception) -> None:
+        """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
+        self._forget()
+        self._told |= isinstance(error, PeerError)
+        if not isinstance(error, PeerError):
+            self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
+
+    def report(self, text: str) -> None:
+        """Tells the other ranks that this one will not go on; the logging data have it, too."""
+        self._forget()
+        self.error = text
+        self._board.report(self.attempt, f"step {self.step}, {text}")
+
+
+def name_of(hook: Any) -> str:
+    """Returns what a hook is called."""
+    name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
+    return name
+
+
+def _when_done(future: Any, device: torch.device, call: Callable[[object], None]) -> None:
+    """Calls back when a future is completed, on a stream that waits for its work."""
+    if device.type == "cpu":
+        future.add_done_callback(call)
+    else:
+        future.then(call)  # the other way promises no stream
+
+
+def _record(work: Any, bucket: HeldBucket, step: int, times: BucketTimes) -> None:
+    """Records the all-reduce of a bucket."""
+    nbytes, device = bucket.nbytes, bucket.buffer.device
+    record = RoundRecord(step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0)
+    put(record, "issued", times.clock.now())
+    times.rounds.append(record)
+    # A sparse sum is written when it is waited for: on a GPU there is no earlier end of it.
+    if not (isinstance(work, SparseSum) and device.type != "cpu"):
+        _when_done(work.get_future(), device, _stamp(times, record))
+
+
+def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object], None]:
+    def stamp(_: object) -> None:
+        now = times.clock.now()
+        put(times, "decoded", now)
+        ends = record
+        if ends is None and not times.rounds:  # a hook that does not tell its rounds
+            nbytes = times.nbytes
+            ends = RoundRecord(0, times.bucket, 0, "hook", nbytes, nbytes, 0.0)
+            put(ends, "issued", times.moments.get("launched", times.launched))
+            times.rounds.append(ends)
+        if ends is not None:
+            put(ends, "done", now)
+            put(ends, "finished", now)
+
+    return stamp
+
+
+_NOTHING = nullcontext()
+
+
+def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[object]:
+    """Returns a range of the profiler, if one runs.
+
+    Args:
+        bucket: whose range it is, if it is one's.
+    """
+    # Asked at every call: `record_function` itself takes microseconds without a profiler, too.
+    if not profiler_runs():
+        return _NOTHING
+    title = name if bucket is None else f"{name}: bucket {bucket}"
+    return torch.autograd.profiler.record_function(f"DistributedDataParallel.{title}")
+
+
+# ---- settings, and the facts of a step
+
+
+@dataclass
+class ReducerSettings:
+    """Says how a reducer works; see the arguments of DistributedDataParallel."""
+
+    caps: BucketCaps
+    find_unused: bool = False
+    static_graph: bool = False
+    as_view: bool = False
+    skip_unused: bool = False
+    dtype: torch.dtype | None = None  # of the buckets; the parameters' own by default
+
+
+@dataclass(slots=True)
+class Step:
+    """Holds the facts of one synchronised step; the next one has a new one."""
+
+    expecting: bool = False  # gradients are to be reduced
+    is_open: bool = False  # a backward pass is under way, or has raised
+    is_plain: bool = False  # an arrival is nothing but an arrival
+    prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
+    recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
+    was_nested: bool = False  # it ended with a reentrant pass within another
+    complete: bool = True  # all gradients were reduced, or none is to be
+    marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
+    unused: list[int] = field(default_factory=list)  # those that backward does not come to
+    unused_marked: bool = False
+    unused_known: bool = True  # the ranks will have told each other, where anybody asks
+    used: bytearray = field(default_factory=bytearray)  # here, by parameter, once it has landed
+    calls: list[int] = field(default_factory=list)  # of the hooks (static graph), to come
+    called: list[int] = field(default_factory=list)  # parameters by call, where a graph is learned
+    needed: list[bool] | None = None  # buckets that a rank needs; None: all are sent
+    scale: float | None = None  # of gradients that go into a bucket; None: the hook scales
+    divisor: int = 0  # not known yet
+    launched: int = 0  # buckets
+    finished: int = 0  # buckets
+    outcomes: list[Outcome] = field(default_factory=list)
+    left_alone: list[nn.Parameter] = field(default_factory=list)  # no rank uses them
+    abandoned: bool = False  # the hook's state was told so
+    times: StepTimes | None = None
+
+
+# ---- what the state of a hook is told
+
+
+class StepEvents:
+    """Calls the methods that a hook's state has; looked up once, when the hook is set.
+
+    Of every synchronised step that has begun, a state hears exactly one end: ``step_landed`` or
+    ``step_abandoned``. See ``DistributedDataParallel.register_comm_hook`` for what each means.
+    """
+
+    def __init__(self, state: Any = None) -> None:
+        # Looked up once: every step asks for them, and most states have none.
+        self._no_more_buckets: Callable[[], object] | None = _method(state, "no_more_buckets")
+        self._step_landed: Callable[[Sequence[nn.Parameter]], object] | None
+        self._step_landed = _method(state, "step_landed")
+        self._step_abandoned: Callable[[], object] | None = _method(state, "step_abandoned")
+
+    @property
+    def wants_left_alone(self) -> bool:
+        """Whether anybody looks at the parameters whose gradients were not written."""
+        return self._step_landed is not None
+
+    def no_more_buckets(self) -> None:
+        """Tells that backward has ended well: the step's last bucket was launched."""
+        if self._no_more_buckets is not None:
+            self._no_more_buckets()
+
+    def step_landed(self, left_alone: Sequence[nn.Parameter]) -> None:
+        """Tells that all gradients were written, but for those of ``left_alone``."""
+        if self._step_landed is not None:
+            self._step_landed(left_alone)
+
+    def step_abandoned(self) -> None:
+        """Tells that the step's results will not be used."""
+        if self._step_abandoned is not None:
+            self._step_abandoned()
+
+
+def _method(state: Any, name: str) -> Any:
+    found = getattr(state, name, None)
+    return found if callable(found) else None

@@ -1,0 +1,324 @@
+"""Gradients that do not come as agreed, or are not averaged: errors that say what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ddp_core.exchange._errors import listed
+from ddp_core.reducer._autograd import NO_BACKWARD, backward_number
+from ddp_core.reducer._launch import Launcher, Step
+from ddp_core.reducer._optimizer import before_every_step
+from ddp_core.reducer._parameters import Trained
+from ddp_core.reducer._unused import Usage
+
+__all__ = [
+    "GraphErrors",
+    "Unreduced",
+    "changed_error",
+    "full_precision_error",
+    "late_error",
+    "local_error",
+    "twice_error",
+    "unused_error",
+]
+
+
+class GraphErrors:
+    """Raises on this rank, after it has told the others, which would wait for it.
+
+    Args:
+        parameters: of the model, which messages name.
+        launcher: tells the other ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Trained], launcher: Launcher) -> None:
+        self._parameters, self._launcher = parameters, launcher
+        self._rank = launcher.group.rank()
+
+    def changed(self, indices: Sequence[int], *, came: bool) -> NoReturn:
+        """Raises since a static graph is not one; see :func:`changed_error`."""
+        self._raise(changed_error(self._names(indices), self._rank, came=came))
+
+    def twice(self, index: int) -> NoReturn:
+        """Raises since a gradient came twice."""
+        self._raise(twice_error(self._parameters[index].name, index))
+
+    def full_precision(self, index: int) -> NoReturn:
+        """Raises since a gradient came for a parameter as it was with full precision."""
+        self._raise(full_precision_error(self._parameters[index].name))
+
+    def only_backward(self) -> NoReturn:
+        """Raises since backward is within ``no_sync`` or ``hold``, and its forward pass was not."""
+        self._raise(
+            "a backward pass is within no_sync() or hold(), and its forward pass was outside: the "
+            "forward pass decides, so gradients would be averaged all the same. Put the forward "
+            "pass inside as well, or leave the context out"
+        )
+
+    def loaded(self) -> NoReturn:
+        """Raises since backward would use other buckets than those of the loaded state."""
+        self._raise(
+            f"a state was loaded between the forward pass and backward of step "
+            f"{self._launcher.step}: this step would be exchanged in other buckets than those "
+            f"of the state. Load it before the forward pass"
+        )
+
+    def unused(self, missing: Sequence[int], *, finds: bool) -> NoReturn:
+        """Raises since parameters got no gradient. Others are not told: their backward is over."""
+        text = unused_error(missing, self._names(missing), self._rank, finds=finds)
+        frozen = [i for i in missing if not self._parameters[i].parameter.requires_grad]
+        if frozen:
+            text += (
+                f". Frozen since the model was wrapped: {_shown(self._names(frozen))}; wrap the "
+                f"module again after freezing"
+            )
+        self._launcher.error = text
+        raise RuntimeError(text)
+
+    def _raise(self, message: str) -> NoReturn:
+        self._launcher.report(message)
+        raise RuntimeError(message)
+
+    def _names(self, indices: Sequence[int]) -> list[str]:
+        return [self._parameters[index].name for index in indices]
+
+
+def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
+    """Returns what users of DistributedDataParallel know, with the names."""
+    # torch's words: users search for them.
+    text = (
+        "Expected to have finished reduction in the prior iteration before starting a new one. "
+        "This error indicates that your module has parameters that were not used in producing "
+        "loss. "
+    )
+    if finds:
+        text += (
+            "find_unused_parameters=True is set: make sure that all `forward` outputs take part "
+            "in the loss, and that backward runs once for every forward. "
+        )
+    else:
+        text += (
+            "You can enable unused parameter detection by passing the keyword argument "
+            "`find_unused_parameters=True` to DistributedDataParallel, and by making sure all "
+            "`forward` function outputs participate in calculating loss. "
+        )
+    return (
+        f"{text}Parameters which did not receive grad for rank {rank}: {_shown(names)}. "
+        f"Parameter indices which did not receive grad for rank {rank}: {list(missing)}"
+    )
+
+
+def changed_error(names: Sequence[str], rank: int, *, came: bool) -> str:
+    """Returns what users of a static graph know, with the names.
+
+    Args:
+        names: parameters that are not used as in the first step.
+        came: whether they were used more often than there, or less.
+    """
+    first, then = ("unused", "used") if came else ("used", "unused")
+    verb = "came more often than" if came else "did not come as often as"
+    return (
+        f"Your training graph has changed in this iteration, e.g., one parameter is {first} in "
+        f"first iteration, but then got {then} in the second iteration. this is not compatible "
+        f"with static_graph set to True. On rank {rank} the gradients of these parameters {verb} "
+        f"in the first iteration: {_shown(names)}. Leave static_graph=True out, and set "
+        f"find_unused_parameters=True where parameters are unused; backward runs once for every "
+        f"forward"
+    )
+
+
+def late_error(name: str) -> str:
+    """Returns the message for a parameter that counted as unused before its gradient came."""
+    return (
+        f"the gradient of {name} came in a backward pass after the one that averaged this step's "
+        f"gradients, where it counted as unused, so it would stay this rank's own. With "
+        f"find_unused_parameters=True backward runs once for every forward: add the losses and "
+        f"call backward on the sum"
+    )
+
+
+def local_error(name: str, landed: bool, wrapper: str = "DistributedDataParallel") -> str:
+    """Returns the message for a gradient that came in no step.
+
+    Args:
+        landed: whether a step's gradients were averaged since the latest forward pass.
+        wrapper: the class that averages.
+    """
+    what = (
+        "after this step's gradients were averaged"
+        if landed
+        else f"without a forward pass of {wrapper}"
+    )
+    return (
+        f"the gradient of {name} came {what}: it would stay this rank's own, and ranks would drift "
+        f"apart. Compute the loss through the wrapper, not through its module; of several losses, "
+        f"or of several forward passes, add them and call backward once. Passes that are to stay "
+        f"on this rank go within no_sync() or hold()"
+    )
+
+
+def twice_error(name: str, index: int) -> str:
+    """Returns the message for a gradient that came twice."""
+    return (
+        f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} "
+        f"has been marked as ready twice. This means that its gradient came twice in one backward "
+        f"pass: it is used outside of the module's forward, or by several reentrant backward "
+        f"passes (activation checkpointing with use_reentrant=True of a shared layer, or with "
+        f"find_unused_parameters=True). Set static_graph=True if the graph does not change between "
+        f"steps, or use_reentrant=False"
+    )
+
+
+def _shown(names: Sequence[str]) -> str:
+    # A model may have thousands; torch names all of them on request only, too.
+    everything = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
+    return listed(names, len(names) if everything else 20)
+
+
+def full_precision_error(name: str) -> str:
+    """Returns the message for a parameter that the loss uses with full precision."""
+    return (
+        f"the loss uses the parameter {name} as it was before the forward pass, with full "
+        f"precision: with mixed_precision that gradient comes too late to be averaged. Compute "
+        f"the term (a penalty on the weights, say) after the forward pass, or under no_sync"
+    )
+
+
+# ---- gradients that are not averaged
+
+
+_HELD = "came within hold(): call reduce() after the last backward pass and before the step"
+_MIXED = (
+    "came in a backward pass outside of no_sync() whose forward pass was inside: the forward pass "
+    "decides, so it was not averaged. Put both inside, or both outside"
+)
+
+
+class Unreduced:
+    """Takes note of gradients that stay this rank's own, and raises where ranks would drift apart.
+
+    Within ``no_sync`` and ``hold`` gradients are this rank's own until they are averaged, and no
+    optimizer may step by what is held. Elsewhere each belongs to a step, which a forward pass of
+    the wrapper begins: one that comes in no step raises.
+
+    Args:
+        parameters: of the model.
+        errors: raises where passes contradict each other.
+
+    Attributes:
+        holding: whether passes are within ``hold``.
+        came: whether a gradient has come since gradients were averaged.
+        synchronises: says whether the module is outside of ``no_sync`` and ``hold`` now.
+        is_shared: says whether another wrapper has a parameter, too, and may average it.
+        forward_synchronised: whether the latest forward pass that recorded a graph was.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Trained],
+        usage: Usage,
+        errors: GraphErrors,
+    ) -> None:
+        self._parameters, self._usage, self._errors = parameters, usage, errors
+        self.holding = self.came = False
+        self.synchronises: Callable[[], bool] = _always
+        self.is_shared: Callable[[Tensor], bool] = _never
+        self._landed: Step | None = None  # the last step, until the next forward
+        self._landed_before: Step | None = None  # the last one at that forward
+        self.forward_synchronised = True
+        self._order: dict[int, None] = {}
+        self._why = ""  # no optimizer may step by gradients of now
+        # Of all optimizers, as nobody tells which ones have these parameters.
+        before_every_step(self._optimizer_steps)
+
+    @property
+    def order(self) -> list[int]:
+        """Returns parameters in the order of their last gradients within ``hold``."""
+        return list(self._order)
+
+    def gradient_came(self, index: int, step: Step) -> None:
+        """Takes note of a gradient that is not averaged now.
+
+        Raises:
+            RuntimeError: it would stay this rank's own, and nobody has asked for that.
+        """
+        self.came = True
+        if self.holding:
+            self._order.pop(index, None)
+            self._order[index] = None
+            self._why = self._why or _HELD
+        self._refuse_late(index)
+        # After an error of the same pass (in another thread of autograd) that one counts.
+        if self.holding or step.marked or not self.synchronises():
+            return
+        if not self.forward_synchronised:
+            self._why = self._why or _MIXED
+        elif not self.is_shared(self._parameters[index].parameter):
+            raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
+
+    def _refuse_late(self, index: int) -> None:
+        """Raises if a gradient contradicts what the ranks have agreed on in the last step."""
+        landed, name = self._landed, self._parameters[index].name
+        if landed is None:
+            return
+        if landed.was_nested or backward_number() == landed.recomputed_in != NO_BACKWARD:
+            raise RuntimeError(twice_error(name, index))
+        if index in landed.unused and self._usage.is_static:
+            self._errors.changed([index], came=True)
+        if self._usage.finds and not landed.used[index]:
+            raise RuntimeError(late_error(name))
+
+    def forward_begins(self) -> None:
+        """Counts a gradient that comes from now on as the next step's."""
+        self._landed_before, self._landed = self._landed, None
+
+    def forward_was_recomputed(self) -> None:
+        """Takes back what was noted of a forward pass: it was one within ``no_sync``, again."""
+        self._landed = self._landed_before
+        self.forward_synchronised = False
+
+    def pass_averages(self) -> None:
+        """Takes note of a backward pass that averages, with its first gradient."""
+        if self.forward_synchronised and not self.synchronises():
+            self._errors.only_backward()
+        self.averaging_begins()
+
+    def averaging_begins(self) -> None:
+        """Lets optimizers step again, those in backward first."""
+        self._why = ""
+
+    def step_landed(self, step: Step) -> None:
+        """Forgets what came before: it was averaged; what comes from now on is too late for it."""
+        self.came, self._landed = False, step
+        self._order.clear()
+
+    def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises before a step that would use gradients of this rank only."""
+        name = self._first_with_gradient(optimizer) if self._why else None
+        if name is not None:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step would use this rank's own gradient of {name}, "
+                f"and ranks would drift apart: it {self._why}. To drop such gradients call "
+                f"zero_grad(set_to_none=True)"
+            )
+
+    def _first_with_gradient(self, optimizer: torch.optim.Optimizer) -> str | None:
+        name_of = {id(one.parameter): one.name for one in self._parameters}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in name_of and parameter.grad is not None:
+                    return name_of[id(parameter)]
+        return None
+
+
+def _always() -> bool:
+    return True
+
+
+def _never(_: Tensor) -> bool:
+    return False

@@ -1,0 +1,359 @@
+"""The reducer: averages gradients step by step; see ``docs/design/reducer.md``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddp_core.exchange._errors import listed
+from ddp_core.reducer._autograd import NO_BACKWARD, Accumulators, backward_number
+from ddp_core.reducer._backward import Backward, History
+from ddp_core.reducer._buckets import HeldBucket, InstalledBuckets
+from ddp_core.reducer._failures import rebuild_failed
+from ddp_core.reducer._in_flight import InFlight, LeftAlone
+from ddp_core.reducer._launch import Launcher, ReducerSettings, Step
+from ddp_core.reducer._misuse import GraphErrors
+from ddp_core.reducer._parameters import Trained
+from ddp_core.reducer._plan import BucketPlan
+from ddp_core.reducer._precision import Precision
+from ddp_core.reducer._timeline import Timeline
+from ddp_core.reducer._unused import Usage
+
+__all__ = ["Reducer", "at_named_point", "reduce_at_point", "shadow", "vote"]
+
+
+logger = logging.getLogger("ddp_core")
+
+
+class Reducer:
+    """Averages the gradients of one model in backward.
+
+    It is told when forward passes begin and end; :class:`Backward` hears of gradients.
+
+    Args:
+        parameters: those that require a gradient, in registration order; the same on all ranks.
+        group: ranks to average over.
+        precision: exchanges parameters for low-precision ones, if given.
+        name: of this reducer, the same on all ranks; distinguishes reducers of one group.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Trained],
+        group: dist.ProcessGroup,
+        settings: ReducerSettings,
+        *,
+        precision: Precision | None = None,
+        name: str = "",
+    ) -> None:
+        self.parameters = list(parameters)
+        self.group, self.settings = group, settings
+        device = self.device = self.parameters[0].parameter.device
+        self.launcher = Launcher(group, name, device)
+        self.usage = Usage(len(self.parameters), settings, group, device)
+        self.plan = BucketPlan(self.parameters, settings.caps, group, device)
+        self.plan.static_graph = settings.static_graph
+        # As in torch: where parameters come and go, one step's order says nothing of the next.
+        self.plan.follows_arrival = settings.static_graph or not settings.find_unused
+        # A low-precision gradient is not of the dtype that its parameter has between steps.
+        as_view = settings.as_view and precision is None
+        self._installed = InstalledBuckets(
+            self.parameters,
+            dtype=settings.dtype,
+            as_view=as_view,
+            copies_at_once=precision is None,
+        )
+        self._installed.install(self.plan.initial())
+        self._errors = GraphErrors(self.parameters, self.launcher)
+        launcher, buckets = self.launcher, self.buckets
+        self.usage.used.wait_for = lambda work: launcher.await_work(
+            work, device, after=len(buckets) - 1
+        )
+        self.in_flight = InFlight(
+            self.buckets,
+            self.parameters,
+            launcher=self.launcher,
+            usage=self.usage,
+            errors=self._errors,
+            left_alone=LeftAlone(self.buckets, self.usage, self.launcher, as_view=as_view),
+            precision=precision,
+        )
+        self.history = History(self.buckets)
+        self.backward = Backward(
+            self.in_flight,
+            self._installed,
+            plan=self.plan,
+            history=self.history,
+            errors=self._errors,
+            precision=precision,
+        )
+
+    @property
+    def buckets(self) -> list[HeldBucket]:
+        """Returns the buckets in the order in which they are launched."""
+        return self._installed.list
+
+    @property
+    def accumulators(self) -> Accumulators:
+        """Returns autograd's nodes that write the gradients."""
+        return self.backward.accumulators
+
+    @property
+    def timeline(self) -> Timeline:
+        """Returns the recorded steps."""
+        return self.history.timeline
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a backward pass has begun to reduce gradients and has not finished."""
+        return self.in_flight.step.expecting and bool(self.in_flight.step.marked)
+
+    # ---- around forward
+
+    def prepare_for_forward(self) -> None:
+        """Drops what is left of an earlier step, and rebuilds buckets, before a forward pass.
+
+        Raises:
+            RuntimeError: the step before did not reduce all its gradients.
+        """
+        # Before the buckets change: the error names what did not come to the old ones.
+        self.check_finished()
+        if self.backward.has_raised:
+            self.in_flight.abandon()
+        self.backward.unreduced.forward_begins()
+        if self.backward.unreduced.holding:  # ranks may run different numbers of passes
+            # A forward pass outside had no backward pass: torch's class would average the next.
+            self.in_flight.step.expecting = False
+        else:
+            self.launcher.abandonments.agree()
+            self.rebuild()
+
+    def is_recomputed(self) -> bool:
+        """Whether a forward pass now is a part of the backward pass of a step under way.
+
+        Activation checkpointing runs it once more, for its activations only.
+        """
+        number, step = backward_number(), self.in_flight.step
+        if number == NO_BACKWARD or not step.expecting or self.backward.has_raised:
+            return False
+        step.recomputed_in = number
+        return True
+
+    def time_forward(self) -> None:
+        """Begins the step's record, if it is to be recorded."""
+        self.history.forward_begins(self.launcher.step)
+
+    def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
+        """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
+        self.in_flight.set_effective_ranks(work, static_world_size=static_world_size)
+
+    def prepare_for_backward(self, outputs: Sequence[Any] = ()) -> None:
+        """Begins a step, after a forward pass whose backward pass averages gradients."""
+        if not self.backward.unreduced.holding:  # else it is a trainer's call, before `reduce`
+            self.begin_step()
+
+    def begin_step(self) -> None:
+        """Begins a step, of a backward pass or of none."""
+        times = self.history.backward_begins()
+        self.launcher.step_begins()
+        self.in_flight.begin(
+            Step(
+                expecting=True,
+                complete=False,
+                prepared_in=backward_number(),
+                unused=list(self.usage.never),
+                calls=self.usage.calls(),
+                times=times,
+            )
+        )
+
+    def await_futures(self, futures: Sequence[Any]) -> None:
+        """Takes futures that are waited for at the end of backward (buffer hook)."""
+        self.in_flight.await_futures(futures)
+
+    # ---- between steps
+
+    def rebuild(self) -> None:
+        """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
+        self.plan.compare_loaded()  # outside of the try: its error says what to do
+        try:
+            members = self.plan.rebuild(self._installed.members)
+        except RuntimeError as error:
+            raise rebuild_failed(error, self.launcher.step) from error
+        if members is not None and members != self._installed.members:
+            self._installed.install(members)
+            logger.info("Reducer buckets have been rebuilt in this iteration.")
+
+    def keep_registered_buckets(self) -> None:
+        """Lays buckets out by registration, for good; all ranks call it, before the first step."""
+        self.plan.follows_arrival, self.plan.splits.ignored = False, True
+        self._installed.install(self.plan.initial())
+
+    def check_finished(self) -> None:
+        """Raises if the last backward pass did not reduce all its gradients."""
+        step = self.in_flight.step
+        begun = step.marked or (self.usage.learns and any(step.calls))
+        if begun and not step.complete and not step.is_open:
+            self.in_flight.tell_abandoned()
+            self._errors.unused(self.backward.missing(), finds=self.usage.finds)
+
+    def forget_step(self) -> None:
+        """Drops the step that is under way, if any; what was accumulated stays."""
+        if not self.in_flight.step.complete:
+            self.in_flight.abandon()
+
+    def drop_raised_step(self) -> None:
+        """Forgets, outside of backward, a step whose backward pass has raised."""
+        if self.in_flight.step.is_open and backward_number() == NO_BACKWARD:
+            self.in_flight.abandon()
+
+    def shadow(self, *, at_point: bool = False) -> None:
+        """Takes part in a backward pass or a ``reduce`` with zeros: there is no more input."""
+        shadow(self.in_flight, self.plan, at_point=at_point)
+
+    def follow(self, before: Reducer) -> None:
+        """Goes on where another reducer of the same model (with other ranks) has stopped."""
+        self.launcher.step = before.launcher.step
+        self.launcher.abandonments.first_step = before.launcher.step
+        self.history.timeline = before.timeline
+        self.history.on_recorded = before.history.on_recorded
+        self.in_flight.optimizer = before.in_flight.optimizer
+        self.backward.unreduced.holding = before.backward.unreduced.holding
+        # What the hook has asked for holds for these ranks, too; its buckets need not.
+        self.plan.request(before.plan.group_of, before.plan.caps)
+
+
+# ---- a step without a backward pass
+
+
+def reduce_at_point(backward: Backward, flight: InFlight, plan: BucketPlan) -> None:
+    """Averages the gradients that are in ``.grad``, as the end of a backward pass would.
+
+    Raises:
+        RuntimeError: no rank has accumulated anything, or a rank not for all parameters.
+    """
+    step, unreduced = flight.step, backward.unreduced
+    missing = [i for i, one in enumerate(flight.parameters) if one.parameter.grad is None]
+    came = unreduced.came and len(missing) < len(flight.parameters)
+    try:
+        with at_named_point(flight.usage):
+            vote(flight, came=came, missing=missing)
+            unreduced.averaging_begins()
+            flight.settle_scale()
+            _take_all(backward, flight, missing, unreduced.order or plan.arrival)
+            backward.finish(step)
+    except BaseException:
+        flight.abandon()
+        raise
+
+
+@contextmanager
+def at_named_point(usage: Usage) -> Iterator[None]:
+    """Makes ranks tell each other what they use as there is no backward pass to learn from."""
+    usage.at_point = True
+    try:
+        yield
+    finally:
+        usage.at_point = False
+
+
+def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = None) -> None:
+    """Finds out, on all ranks alike, whether there is something to average; all ranks call it.
+
+    Args:
+        came: whether this rank has accumulated anything.
+        missing: parameters that have no gradient here.
+
+    Raises:
+        RuntimeError: there is nothing, or a rank has no gradient of some of its parameters.
+    """
+    launcher, usage = flight.launcher, flight.usage
+    gone = [] if usage.finds else sorted({*(missing or ())} - {*usage.never})
+    lacks = came and bool(gone)
+    device = flight.buckets[0].buffer.device
+    with launcher.beside():
+        votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
+        work = dist.all_reduce(votes, group=launcher.group, async_op=True)
+        launcher.await_message(work, device, "agreeing on what to reduce")
+        ranks, lacking = votes.tolist()
+    if not ranks:
+        raise RuntimeError(
+            "reduce(): no rank has a gradient that came since gradients were averaged. Was it "
+            "called twice, or after a backward pass outside of hold(), which averages by itself?"
+        )
+    if lacking:
+        names = listed([flight.parameters[index].name for index in gone], 20)
+        raise RuntimeError(
+            f"reduce(): {lacking} of the ranks have no gradient of some parameters"
+            f"{f' (here {names})' if lacks else ''}. Set find_unused_parameters=True where passes "
+            f"do not use all parameters"
+        )
+
+
+def _take_all(backward: Backward, flight: InFlight, missing: list[int], known: list[int]) -> None:
+    """Counts all gradients as there, in the order in which they came; zeros where there is none."""
+    step, usage = flight.step, flight.usage
+    everything = range(len(flight.parameters))
+    if usage.finds:
+        if usage.has_old_marks:
+            usage.forget_old_marks(missing)
+        step.unused = missing
+    step.unused_marked = True
+    step.needed = usage.agree_on_needed(flight.buckets, everything)
+    for index in dict.fromkeys([*known, *everything]):
+        backward.mark_ready(step, index)
+
+
+# ---- a step without inputs
+
+
+def shadow(flight: InFlight, plan: BucketPlan, *, at_point: bool) -> None:
+    """Takes part in one backward pass, or one ``reduce``, with zero gradients."""
+    flight.begin(Step(complete=False))
+    flight.launcher.step_begins()
+    try:
+        if at_point:
+            with at_named_point(flight.usage):
+                vote(flight)
+                _exchange_zeros(flight, plan)
+        else:
+            _exchange_zeros(flight, plan)
+    except BaseException:
+        flight.tell_abandoned()
+        flight.begin(Step())
+        raise
+
+
+def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
+    """The collectives of the others' step, in their order: see `Backward.finish`."""
+    step, usage, launcher = flight.step, flight.usage, flight.launcher
+    if usage.finds:
+        usage.used.forget_step()
+    elif usage.learns:
+        usage.learn_of_others()
+    step.needed = usage.agree_on_needed(flight.buckets, range(len(flight.parameters)))
+    for bucket in flight.buckets:
+        bucket.clear()
+        step.outcomes.append(flight.send(bucket))
+    if usage.finds:
+        usage.used.all_reduce()
+    launcher.events.no_more_buckets()
+    # The results are not written: at the end of `join` all ranks take the model of one that has
+    # trained last.
+    for bucket, outcome in zip(flight.buckets, step.outcomes, strict=True):
+        if not outcome.is_skipped:
+            launcher.finish(bucket, outcome, None)
+            unused = usage.globally_unused(bucket.members)
+            step.left_alone += flight.left_alone.within(bucket, unused)
+    flight.wait_for_futures()
+    if usage.finds:
+        usage.used.finish_step()
+    launcher.step += 1
+    plan.step_ended(None)
+    flight.begin(Step())
+    launcher.events.step_landed(step.left_alone)

@@ -1,0 +1,251 @@
+"""Which parameters a step uses, on this rank and on any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddp_core.reducer._buckets import HeldBucket
+from ddp_core.reducer._launch import ReducerSettings
+
+__all__ = ["Usage", "UsedMap"]
+
+
+_IN_VIEW = 1 << 16  # beside the number of ranks that use a parameter, in one sum
+
+
+def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns host values on ``device``, without waiting for what a GPU has to do before."""
+    if device.type == "cpu":
+        return values
+    # A copy from pageable memory would wait for the whole backward pass. torch keeps pinned memory
+    # for the next step, and does not hand it out before the copy is over.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+class UsedMap:
+    """Holds one flag per parameter; all ranks' flags are summed only where a rank needs to know.
+
+    A parameter that no rank has used keeps its gradient as it is, so that an optimizer with
+    momentum or weight decay does not move it.
+
+    Attributes:
+        wait_for: waits for the sum.
+    """
+
+    def __init__(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._group, self._device = group, device
+        self._mine = bytearray(numel)  # a tensor takes a microsecond per entry from Python
+        self._counts: torch.Tensor | None = None
+        self._work: dist.Work | None = None
+        self._everywhere: list[int] | None = None
+        self.wait_for: Callable[[dist.Work], object] = dist.Work.wait
+
+    def mark(self, index: int) -> None:
+        """Takes note that this rank has used the parameter in this step (or within ``no_sync``)."""
+        self._mine[index] = 1
+
+    def unmark(self, indices: Sequence[int]) -> None:
+        """Takes note that this rank has not used these parameters after all."""
+        for index in indices:
+            self._mine[index] = 0
+
+    def local(self, in_views: Sequence[int] = ()) -> torch.Tensor:
+        """Returns a copy of this rank's flags.
+
+        Args:
+            in_views: flags that are marked, see ``all_reduce``.
+        """
+        flags = torch.frombuffer(self._mine, dtype=torch.uint8).to(torch.int32)
+        if in_views:
+            flags[list(in_views)] += _IN_VIEW
+        return to_device(flags, self._device)
+
+    def is_used(self, index: int) -> bool:
+        """Whether this rank has used this parameter."""
+        return bool(self._mine[index])
+
+    def any_used(self, members: Sequence[int]) -> bool:
+        """Whether this rank has used one of these parameters."""
+        return any(self._mine[index] for index in members)
+
+    def all_used(self, members: Sequence[int]) -> bool:
+        """Whether this rank has used all these parameters."""
+        return all(self._mine[index] for index in members)
+
+    def all_reduce(self, in_views: Sequence[int] = ()) -> None:
+        """Starts the sum over ranks; all ranks call it once a step, after the last bucket.
+
+        Args:
+            in_views: unused parameters whose gradient here is a view of the bucket all the same.
+        """
+        self._counts = self.local(in_views)
+        self._everywhere = None
+        self._work = dist.all_reduce(self._counts, group=self._group, async_op=True)
+
+    def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
+        """Returns, by parameter, whether no rank has used it; None if all are in use."""
+        if self.all_used(members):  # used here: no need to ask others
+            return None
+        sums = self._sums()
+        return [not sums[index] % _IN_VIEW for index in members]
+
+    def in_views(self, index: int) -> bool:
+        """Whether a rank's gradient of this parameter, which no rank uses, has the result."""
+        return self._sums()[index] >= _IN_VIEW
+
+    def _sums(self) -> list[int]:
+        if self._everywhere is None:
+            self.wait()
+            assert self._counts is not None
+            self._everywhere = self._counts.tolist()
+        return self._everywhere
+
+    def latest(self) -> torch.Tensor:
+        """Returns how many ranks have used each parameter, by the latest sum; before, own flags."""
+        if self._counts is None:
+            return self.local()
+        self.wait()
+        return self._counts % _IN_VIEW
+
+    def contradictions(self) -> list[int]:
+        """Returns parameters that this rank uses though the sum says that no rank does."""
+        unused = self.globally_unused(range(len(self._mine)))
+        return [index for index, gone in enumerate(unused or ()) if gone and self._mine[index]]
+
+    def wait(self) -> None:
+        """Waits for the sum."""
+        if self._work is not None:
+            self.wait_for(self._work)
+            self._work = None
+
+    def finish_step(self) -> bytearray:
+        """Ends the step; the next one starts with no parameter used. Returns this one's flags."""
+        self.wait()
+        return self.forget_step()
+
+    def forget_step(self) -> bytearray:
+        """Starts anew, with no parameter used. Returns the flags until now."""
+        mine, self._mine = self._mine, bytearray(len(self._mine))
+        return mine
+
+
+class Usage:
+    """Knows what ``find_unused_parameters``, ``static_graph`` and skipped buckets need.
+
+    Attributes:
+        counts: of a static graph, how often each parameter's hook is called in a step; None until
+            the first step is over.
+        never: of a static graph, the parameters whose hook is not called.
+        shadowed: the others learned theirs while this rank had no inputs.
+        has_old_marks: a step was abandoned after it had marked what it uses.
+        at_point: gradients are averaged without a backward pass, see ``named_point``.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        settings: ReducerSettings,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._numel, self._settings = numel, settings
+        self._group, self._device = group, device
+        self.used = UsedMap(numel, group, device)
+        self.counts: list[int] | None = None
+        self.never: list[int] = []
+        self.shadowed = False
+        self.has_old_marks = self.at_point = False
+
+    @property
+    def is_static(self) -> bool:
+        """Whether every step uses the same parameters in the same way."""
+        return self._settings.static_graph
+
+    @property
+    def finds(self) -> bool:
+        """Whether ranks tell each other at every step what they use, as autograd told them."""
+        if self._settings.static_graph:  # its first step may have no backward pass to learn from
+            return self.at_point and self.counts is None
+        return self._settings.find_unused
+
+    @property
+    def learns(self) -> bool:
+        """Whether this is the first step of a static graph."""
+        return self._settings.static_graph and self.counts is None
+
+    @property
+    def tracks(self) -> bool:
+        """Whether arrivals are written down."""
+        return self.finds or self.learns
+
+    @property
+    def needs_sink(self) -> bool:
+        """Whether outputs pass through the sink, see :mod:`ddp_core.ddp._forward`."""
+        # Without any gradient of its own, a rank would not hear of backward otherwise.
+        return self.tracks or (self._settings.static_graph and len(self.never) == self._numel)
+
+    def forget_old_marks(self, without_gradient: Sequence[int]) -> None:
+        """Counts what an abandoned step has used only where its gradients were kept."""
+        self.has_old_marks = False
+        self.used.unmark(without_gradient)
+
+    def calls(self) -> list[int]:
+        """Returns what the hooks' calls of a step count down from; zeros in the first step."""
+        if not self._settings.static_graph:
+            return []
+        return [0] * self._numel if self.counts is None else list(self.counts)
+
+    def learn(self, calls: list[int]) -> list[int]:
+        """Takes the first step's calls for those of all that follow.
+
+        Returns:
+            Parameters that this rank uses, though the ranks that learned before do not.
+        """
+        self.counts = list(calls)
+        self.never = [index for index, count in enumerate(calls) if not count]
+        if self.shadowed:  # the ranks have summed then, without this one's uses
+            return self.used.contradictions()
+        self.used.all_reduce()
+        return []
+
+    def learn_of_others(self) -> None:
+        """Learns on a rank without inputs, which counts in a first step of its own, later."""
+        if not self.shadowed:
+            self.shadowed = True
+            self.used.all_reduce()
+
+    def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
+        """Returns, by parameter, whether no rank has used it; None if all count as in use."""
+        if self.finds or self.counts is not None or self.shadowed:
+            return self.used.globally_unused(members)
+        return None
+
+    def agree_on_needed(
+        self, buckets: Sequence[HeldBucket], unused: Sequence[int]
+    ) -> list[bool] | None:
+        """Returns, by bucket, whether any rank has a gradient for it; None: all are sent.
+
+        All ranks call it once a step, before the first bucket.
+
+        Args:
+            unused: parameters to which this rank's backward pass does not come.
+        """
+        if not self._settings.skip_unused:
+            return None
+        if self._settings.static_graph and not self.finds:  # the first step's sum tells
+            gone = [self.globally_unused(bucket.members) for bucket in buckets]
+            return [one is None or not all(one) for one in gone]
+        if not self.finds:
+            return None
+        absent = set(unused)
+        # Used before now, under no_sync, or to be used by this backward pass.
+        mine = [
+            self.used.any_used(bucket.members) or not absent.issuperset(bucket.members)
+            for bucket in buckets
+        ]
+        votes = to_device(torch.tensor(mine, dtype=torch.int32, device="cpu"), self._device)
+        dist.all_reduce(votes, group=self._group)
+        return [bool(count) for count in votes.tolist()]
