@@ -291,7 +291,7 @@ def test_modules_that_users_do_not_import_begin_with_an_underscore(package: str)
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_package_lists_its_modules(package: str) -> None:
-    """But for the two at the top, which list their packages: one file holds torch's private names."""
+    """But for the two at the top, which list packages; ``_torch`` has torch's private names."""
     text = (ROOT / package / "__init__.py").read_text()
     names = {path.stem for path in (ROOT / package).glob("*.py")} - {
         "__init__",
