@@ -7,6 +7,27 @@ DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names of PyTor
 :mod:`commhooks.classic`, and can be imported from here.
 """
 
+# Packages, the lowest first; each lists its modules:
+#
+# core                what schemes are made of
+# wrappers            schemes around schemes
+# schemes             a file per scheme or family
+# checkpoint          the saved form of a state
+# verify              some steps compared with the dense mean and across ranks
+# hook                a scheme on a model: register, steps, state, ledger
+# collectives         schemes as functions
+# fsdp, hosts         FSDP2 and FSDP1; frameworks, a process group, torchft, Megatron
+# zero, local         sharded optimizers; DiLoCo
+# predict, auto       what compression would save; candidates in turns
+# report              pictures, traces and pages
+# research            simulation, laws, traces, budgets, baselines
+# classic             torch's hooks under torch's names
+# ddp_comm_hooks      the modules of torch's package of this name
+# optim               optimizers that belong to a scheme
+# cli                 the command line
+# kernels             ops: definition, CPU and CUDA side by side
+# errors, _torch, _version
+
 from __future__ import annotations
 
 from importlib import import_module

@@ -3,6 +3,13 @@
 Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """
 
+# Packages, the lowest first:
+#
+# exchange  collectives as requests, and what runs them
+# reducer   gradients in buckets, launched and waited for
+# ddp       DistributedDataParallel, with torch's names
+# _torch    the private names of torch that are used here
+
 from ddp_core.ddp._agreement import first_difference, module_facts
 from ddp_core.ddp._ddp import DistributedDataParallel
 from ddp_core.exchange._clocks import Clock, Moment, clock_of, event_after

@@ -1,5 +1,23 @@
 """Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
 
+# Modules, a .py, .cpp and .cu file for each op or family of ops:
+#
+# blockwise, requantize     int8, int4, fp8, onebit: codes of 1 to 8 bits, a scale for each block
+# rotated, hadamard, levels int4, eden: the same after a rotation
+# low_rank, orthonormal     powersgd, batched_powersgd, acpsgd
+# sparse, scatter           topk, dgc
+# random_k                  random_k
+# dct                       demo
+# votes                     signsgd
+# cast                      fp16 and bf16 with float32 sums
+# parts                     averaged error feedback; squared norms, for verification
+# affine                    torch's quantization hooks, by minimum and maximum
+# norms, shared             schemes of commhooks.research.baselines
+# finite, restore           whether a step is finite, and what its commit keeps
+# philox, segments          random bits; where blocks begin in a bucket
+# _blockwise, _blockwise_definition, _matrices, _tables, _tail  what these share
+# runtime                   how ops are declared, checked, built and called
+
 from .affine import dequantize_affine, quantize_affine
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, segments_for
 from .cast import scaled_cast

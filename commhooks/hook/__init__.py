@@ -11,10 +11,9 @@
 # _runner         which bucket belongs to which step, and when a step ends
 # _exchanges      buckets of all hosts, handed to the driver of their device
 # _coalesce       buckets that are held and exchanged together
-# _engine         the scheme, its memory, and the commit of a step
-# _ledger         bytes and times
-# _handshake      ranks compare facts before a collective call
-# _agreement      the facts
+# _engine         the scheme, its memory (core._memory), and the commit of a step
+# _ledger         sums of bytes and times (of each collective: ddp_core.exchange)
+# _handshake      ranks compare what they run before a collective call
 # _attachment     what notices that the hook is not called, or not on this model
 # _capture        torch.compile and CUDA graphs
 # _saving         state_dict and load_state_dict

@@ -276,8 +276,9 @@ class Engine:
             agree: agrees on whether the bucket is finite, in a round of its own, since no call of
                 :meth:`agreement` follows.
         """
+        # A generator: this runs when the driver asks for the first collective.
         step, finite = self._open, None
-        assert step is not None, "an exchange is launched before it runs"
+        assert step is not None, "begin_bucket comes before"
         try:
             # What a scheme takes goes to the scheme; other gradients are averaged uncompressed.
             if grad.is_sparse:

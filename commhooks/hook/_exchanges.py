@@ -300,7 +300,6 @@ class Exchanges:
             ).then(group.release)  # add_done_callback would not wait for CUDA streams
 
 
-def _record(ledger: Ledger, note: Callable[[RoundRecord], None] | None, row: RoundRecord) -> None:
+def _record(ledger: Ledger, note: Callable[[RoundRecord], None], row: RoundRecord) -> None:
     ledger.add(row)
-    if note is not None:
-        note(row)
+    note(row)

@@ -1,4 +1,4 @@
-"""Counts the bytes and times of collectives, and reports them as a table or in words."""
+"""Sums the bytes and times that collectives report, as a table or in words."""
 
 from __future__ import annotations
 

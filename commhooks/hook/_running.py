@@ -20,13 +20,12 @@ from commhooks.core._names import whole_name
 from commhooks.core._scheme import Scheme
 from commhooks.core._user_line import user_line
 from commhooks.errors import RegistrationError
-from commhooks.hook._agreement import facts_of, need_own_memory
 from commhooks.hook._attachment import AttachmentGuard, Attendance
 from commhooks.hook._binding import Binding
 from commhooks.hook._capture import need_bucket, need_no_capture
 from commhooks.hook._engine import Engine, Exactly, shared_and_rounded
 from commhooks.hook._exchanges import HookBucket, Step
-from commhooks.hook._handshake import handshake
+from commhooks.hook._handshake import facts_of, handshake, need_own_memory
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._parameters import Parameters
 from commhooks.hook._runner import Runner

@@ -1,4 +1,7 @@
-"""Defines error feedback: the residual of a step is added to the next gradient."""
+"""Defines error feedback: the residual of a step is added to the next gradient.
+
+A wrapper hands the residual to the scheme inside; ``Bucket.gradient``, or a kernel, adds it.
+"""
 
 from __future__ import annotations
 
