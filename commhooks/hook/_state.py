@@ -454,5 +454,5 @@ torch.serialization.add_safe_globals([HookState])
 
 def _report(name: str) -> Callable[..., Any]:
     """Returns a function of the reports, which are above hooks, and need more packages."""
-    found: Callable[..., Any] = resolve_name(f"commhooks.report.{name}")
+    found: Callable[..., Any] = resolve_name(f"commhooks.report._{name}")
     return found

@@ -15,7 +15,7 @@ import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import Scheme, make, scheme_names
 from commhooks.cli._tradeoff import SAME, cases_of
 from commhooks.predict import DEVICES, PRESETS, model, predict_steps
-from commhooks.predict import _planned as planned
+from commhooks.predict import planned
 
 __all__ = ["main"]
 

@@ -8,7 +8,7 @@ import torch
 
 from commhooks.core._scheme import Scheme
 from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds
-from commhooks.predict import _planned as planned
+from commhooks.predict import planned
 
 __all__ = ["LocalStep", "predict_local"]
 
