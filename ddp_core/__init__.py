@@ -12,7 +12,7 @@ Knows torch and no scheme: it takes hooks, and generators that yield collectives
 
 from ddp_core.ddp._agreement import first_difference, module_facts
 from ddp_core.ddp._ddp import DistributedDataParallel
-from ddp_core.exchange._clocks import Clock, Moment, clock_of, event_after
+from ddp_core.exchange._clocks import Clock, Timestamp, clock_of, event_after
 from ddp_core.exchange._collectives import (
     AllGather,
     AllReduce,
@@ -25,11 +25,11 @@ from ddp_core.exchange._collectives import (
 )
 from ddp_core.exchange._devices import (
     Turns,
-    borrow_memory,
     completed,
     future_on,
     on_device,
     on_device_of,
+    record_stream,
     stream_of,
 )
 from ddp_core.exchange._errors import (
@@ -80,7 +80,6 @@ __all__ = [
     "MissingPackageError",
     "MissingRankError",
     "MixedPrecision",
-    "Moment",
     "PeerError",
     "ReduceScatter",
     "Reducer",
@@ -91,10 +90,10 @@ __all__ = [
     "Streams",
     "Task",
     "Timeline",
+    "Timestamp",
     "Turns",
     "as_request",
     "borrow",
-    "borrow_memory",
     "call_after_backward",
     "clock_of",
     "completed",
@@ -110,6 +109,7 @@ __all__ = [
     "on_device",
     "on_device_of",
     "overlapped",
+    "record_stream",
     "shared_store",
     "simulate",
     "stream_of",

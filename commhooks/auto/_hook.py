@@ -12,12 +12,12 @@ from torch import nn
 
 from commhooks.auto._trials import Candidate, Trials
 from commhooks.checkpoint._form import read
-from commhooks.core._registry import need_known
+from commhooks.core._registry import check_known
 from commhooks.core._scheme import Scheme
 from commhooks.core._settings import fitting, from_json
 from commhooks.errors import CheckpointError, OptionError
 from commhooks.hook._ledger import Summary
-from commhooks.hook._sharded import need_shards
+from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._state import HookState, Tried
 from commhooks.predict._advise import error_of, made_candidates
 from commhooks.wrappers._feedback import without_flush
@@ -70,12 +70,12 @@ class AutoHook(HookState):
         history: int = 100_000,
         **unknown: Any,
     ) -> None:
-        need_known("'auto'", unknown, ("candidates", "error", "measure_steps"))
+        check_known("'auto'", unknown, ("candidates", "error", "measure_steps"))
         if candidates is None:
             candidates = CANDIDATES if model is not None else SHARDED_CANDIDATES
         made = made_candidates(candidates)
         for scheme in made.values() if shards_for else ():
-            need_shards(scheme, shards_for)
+            check_returns_shards(scheme, shards_for)
         steps = fitting("auto", "measure_steps", measure_steps, int)
         if steps < 1:
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")

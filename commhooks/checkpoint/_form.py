@@ -34,10 +34,10 @@ __all__ = [
     "Saved",
     "SavedBuckets",
     "StateDict",
+    "check_fields",
     "check_numbers",
     "checksum",
     "digest",
-    "need_fields",
     "rank_fields",
     "read",
     "read_memory",
@@ -270,7 +270,7 @@ def _check_common(state: object, call: str) -> None:
     _check_limits(state.get("bucket_bytes", []), call)
 
 
-def need_fields(state: object, fields: Collection[str], call: str) -> None:
+def check_fields(state: object, fields: Collection[str], call: str) -> None:
     """Raises unless ``state`` is a dict of these fields, and no others."""
     if not isinstance(state, Mapping) or set(state) != set(fields):
         raise CheckpointError(

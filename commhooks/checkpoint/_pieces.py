@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from commhooks.checkpoint._form import MemoryDict, Part, Saved
-from commhooks.core._names import padding_name, piece_of
+from commhooks.core._names import padding_name, split_shard_name
 from commhooks.errors import CheckpointError
 from ddp_core.exchange._errors import listed, ranks_in_words
 
@@ -37,7 +37,7 @@ def whole_values(
     whole: dict[str, Tensor] = {}
     pieces: dict[str, dict[int, Tensor]] = {}
     for name, value in values.items():
-        parameter, number = piece_of(name)
+        parameter, number = split_shard_name(name)
         if number is None or parameter not in shapes:
             whole[name] = value
         else:

@@ -15,18 +15,18 @@ import torch.distributed as dist
 from commhooks.errors import CheckpointError
 
 __all__ = [
-    "Cut",
-    "cut_of",
-    "need_placement",
+    "ShardSpec",
+    "check_placement",
     "piece_here",
     "read_placement",
+    "shard_spec_of",
     "stored_placement",
 ]
 
 _ALONG = re.compile(r" along dimension (\d{1,9})")
 
 
-class Cut(NamedTuple):
+class ShardSpec(NamedTuple):
     """Says which piece of a parameter a rank trains, and who has the others.
 
     Attributes:
@@ -39,20 +39,20 @@ class Cut(NamedTuple):
     between: frozenset[tuple[int, ...]] = frozenset()
 
 
-def cut_of(spec: Any) -> Cut:
+def shard_spec_of(spec: Any) -> ShardSpec:
     """Returns how a parameter is cut.
 
     Args:
         spec: see :func:`piece_here`.
     """
     if spec is None:
-        return Cut()
+        return ShardSpec()
     between = frozenset(
         tuple(dist.get_process_group_ranks(spec.mesh.get_group(dim)))
         for dim, placement in enumerate(spec.placements)
         if spec.mesh.size(dim) > 1 and not placement.is_replicate()
     )
-    return Cut(piece_here(spec), between)
+    return ShardSpec(piece_here(spec), between)
 
 
 def piece_here(spec: Any) -> str:
@@ -123,7 +123,7 @@ def read_placement(stored: object, what: str) -> dict[str, str]:
     return {name: piece for piece, names in ordered for name in names}
 
 
-def need_placement(
+def check_placement(
     call: str, stored: object, here: Mapping[str, str], find: Callable[[str], str]
 ) -> None:
     """Raises CheckpointError unless a state is of the pieces that this rank trains.

@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from commhooks.checkpoint._form import MemoryDict, Part, Saved, StateDict, read
-from commhooks.core._names import whole_name
+from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError
 from commhooks.wrappers._feedback import RESIDUAL
@@ -165,7 +165,7 @@ def with_own_pieces(
     for part in saved.parts:
         values = (name for of_key in part.memory.values() for name in of_key)
         names = values if kept is None else kept[part.global_rank]
-        wholes = dict.fromkeys(find(whole_name(name)) for name in names)
+        wholes = dict.fromkeys(find(parameter_name(name)) for name in names)
         pieces = {find(name): its for name, its in (part.placement or {}).items()}
         other = [name for name in wholes if pieces.get(name, "") != here.get(name, "")]
         if other and part.placement is not None:

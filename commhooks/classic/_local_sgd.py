@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.checkpoint._form import MAX_STEP, check_numbers, need_fields
+from commhooks.checkpoint._form import MAX_STEP, check_fields, check_numbers
 from commhooks.classic._hook_access import group_of
 from commhooks.classic._launch import BucketFuture, Wires, cast_payloads, classic_hook
 from commhooks.classic._owner import Group, Owner, owner_of
@@ -105,7 +105,7 @@ class PostLocalSGDState:
     def __setstate__(self, saved: dict[str, Any]) -> None:
         # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
         flags = ("post_local_gradient_allreduce", "had_subgroup")
-        need_fields(saved, ("start_localSGD_iter", "iter", *flags), _PICKLE)
+        check_fields(saved, ("start_localSGD_iter", "iter", *flags), _PICKLE)
         whole = {"start_localSGD_iter": (-MAX_STEP, MAX_STEP), "iter": (0, MAX_STEP)}
         check_numbers(saved, whole, _PICKLE)
         if not all(type(saved[flag]) is bool for flag in flags):

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._torch import comm_hooks
-from commhooks.checkpoint._form import MAX_STEP, check_numbers, need_fields, read, whole_number
+from commhooks.checkpoint._form import MAX_STEP, check_fields, check_numbers, read, whole_number
 from commhooks.classic._hook_access import memory_of
 from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
 from commhooks.classic._owner import Group
@@ -283,9 +283,9 @@ class PowerSGDState(CompressionStats):
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
-        need_fields(saved, ("settings", "iter", "numel", "saved"), _PICKLE)
+        check_fields(saved, ("settings", "iter", "numel", "saved"), _PICKLE)
         settings, numel, states = saved["settings"], saved["numel"], saved["saved"]
-        need_fields(settings, SETTINGS, _PICKLE)
+        check_fields(settings, SETTINGS, _PICKLE)
         check_numbers(saved, {"iter": (0, MAX_STEP)}, _PICKLE)
         if not _is_pair(numel) or not all(whole_number(one, 0, MAX_STEP) for one in numel):
             raise CheckpointError(f"{_PICKLE} is damaged: its 'numel' are no two numbers")
@@ -313,20 +313,20 @@ class PowerSGDState(CompressionStats):
 
     # ---- called by ddp_core.DistributedDataParallel, which finds these methods on a hook's state
 
-    def no_more_buckets(self) -> None:
+    def backward_finished(self) -> None:
         """Forwards that the backward pass has ended."""
         if (hook := self._on_models.told_hook()) is not None:
-            hook.no_more_buckets()
+            hook.backward_finished()
 
-    def step_landed(self, left_alone: Sequence[Tensor] = ()) -> None:
+    def gradients_written(self, left_alone: Sequence[Tensor] = ()) -> None:
         """Forwards that the averaged gradients were written, except those of ``left_alone``."""
         if (hook := self._on_models.told_hook()) is not None:
-            hook.step_landed(left_alone)
+            hook.gradients_written(left_alone)
 
-    def step_abandoned(self) -> None:
+    def step_aborted(self) -> None:
         """Forwards that the backward pass of the step has raised."""
         if (hook := self._on_models.told_hook()) is not None:
-            hook.step_abandoned()
+            hook.step_aborted()
 
     # ---- for the hooks
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from commhooks.cli._arguments import (
+    check_folders,
     listed,
-    need_folders,
     note_of,
     schemes_of,
     settings_of,
@@ -57,7 +57,7 @@ def advise_on(
     Raises:
         typer.BadParameter: an argument is wrong.
     """
-    need_folders(out)
+    check_folders(out)
     try:
         computing, links = device_of(device), fabric_of(fabric)
         workload = workload_of(model, timeline, batch, computing, accumulate=accumulate)

@@ -23,11 +23,11 @@ from commhooks.predict._planned import PredictionError
 from commhooks.predict._workload import Workload, load_workload
 
 __all__ = [
+    "check_folders",
     "fabrics_of",
     "listed",
     "load_files",
     "made",
-    "need_folders",
     "note_of",
     "numbers_of",
     "schemes_of",
@@ -89,7 +89,7 @@ def sentence(error: BaseException, path: Path | None = None) -> str:
 # ---- what predictions share
 
 
-def need_folders(*files: Path | None) -> None:
+def check_folders(*files: Path | None) -> None:
     """Raises if a file that is to be written is a folder, or its folder does not exist."""
     for path in files:
         if path is None:

@@ -18,7 +18,7 @@ import typer
 
 import commhooks
 from commhooks.cli import on_start
-from commhooks.cli._arguments import need_folders
+from commhooks.cli._arguments import check_folders
 from commhooks.core._settings import shown
 from commhooks.predict._in_script import ORDER
 
@@ -42,7 +42,7 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
             "commhooks headroom needs a POSIX system (Linux, macOS): it ends a script's processes "
             "as one group, which this system does not have"
         )
-    need_folders(out)
+    check_folders(out)
     if out is not None:
         out.touch()  # now: a wrong path costs no measurement
     whole = [sys.executable, *command] if command[0].endswith(".py") else list(command)

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from commhooks.cli._arguments import need_folders
+from commhooks.cli._arguments import check_folders
 from commhooks.predict._fabric import Link, save_fabric
 from commhooks.predict._link import LinkReport, link_report, modelled
 
@@ -34,7 +34,7 @@ def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | Non
         budget_s: seconds of the measurement.
         device: of the tensors; "cuda" where each rank has a GPU, by default.
     """
-    need_folders(out)
+    check_folders(out)
     if "RANK" not in os.environ:
         return _with_local_ranks(out, budget_s, device)
     local, mates = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])

@@ -14,9 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from commhooks.cli._arguments import (
+    check_folders,
     fabrics_of,
     listed,
-    need_folders,
     note_of,
     numbers_of,
     schemes_of,
@@ -108,7 +108,7 @@ def simulate(options: Options) -> None:
     Raises:
         typer.BadParameter: an argument is wrong.
     """
-    need_folders(options.csv, options.plot)
+    check_folders(options.csv, options.plot)
     try:
         if options.plot is not None:
             check_format(options.plot)  # now: a wrong ending costs no prediction

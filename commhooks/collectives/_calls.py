@@ -20,9 +20,9 @@ from commhooks.core._scheme import Scheme, slots_of
 from commhooks.core._settings import from_json, is_shape
 from commhooks.core._slot import Slot, number_of
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook._capture import need_no_capture
+from commhooks.hook._capture import refuse_cuda_graph
 from commhooks.hook._engine import Engine
-from commhooks.hook._exchanges import Exchanges, Step
+from commhooks.hook._exchanges import ExchangeLauncher, Step
 from commhooks.hook._parameters import Parameter, Parameters
 from commhooks.hook._state import HookState
 from ddp_core import (
@@ -30,10 +30,10 @@ from ddp_core import (
     AllReduce,
     Exchange,
     ReduceScatter,
-    borrow_memory,
     clock_of,
     completed,
     event_after,
+    record_stream,
 )
 from ddp_core._torch import not_traced
 
@@ -402,9 +402,9 @@ class Calls(HookState):
         if not call.given.numel():  # on every rank, so that nobody waits for it
             return completed(call.into)
         if not call.is_plain(self.scheme):
-            need_no_capture(device, self.scheme, agreed=self.agreed)
+            refuse_cuda_graph(device, self.scheme, agreed=self.agreed)
         if not self.agreed:
-            self.binding.also_on = device
+            self.binding.exchange_device = device
             self.agree(f"{self._called}.{call.kind}, the first call or the first after loading")
         if keeps:
             self._wait_for(name)
@@ -418,7 +418,7 @@ class Calls(HookState):
         step = Step(at, self.binding.group(), holds=False, timed=self.ledger.times(at))
         step.clock = clock_of(device, timed=step.timed)
         exchange = call.exchange(engine, Layout([name], [call.given.shape]), number, agree=agree)
-        future = Exchanges(engine, self.drivers, self.ledger).start(
+        future = ExchangeLauncher(engine, self.drivers, self.ledger).start(
             step,
             self._counted(engine, call, exchange, async_op),
             bucket=number,
@@ -437,7 +437,7 @@ class Calls(HookState):
         if async_op:
             # On a GPU the caller may give its tensors back before a side stream has read them.
             for tensor in (call.given, call.into):
-                borrow_memory(tensor)
+                record_stream(tensor)
         result = yield from exchange
         self.engine.skipped += engine.skipped
         # Else the caller's stream has waited. A future keeps its value's memory until a GPU has

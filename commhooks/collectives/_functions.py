@@ -11,7 +11,7 @@ from torch import Tensor
 from commhooks.collectives._calls import Call, Calls, Handle, sums
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
-from commhooks.hook._binding import need_group
+from commhooks.hook._binding import check_process_group
 from commhooks.wrappers._make import describe
 from ddp_core._torch import not_traced
 
@@ -214,7 +214,7 @@ def collectives_of(
     Raises:
         RegistrationError: there is no process group, or the scheme keeps memory between calls.
     """
-    need_group(group)
+    check_process_group(group)
     close_idle()
     group = group or dist.group.WORLD
     if group is None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.kernels import restore
-from ddp_core import Turns, borrow_memory
+from ddp_core import Turns, record_stream
 
 __all__ = ["FlatValues", "Initial", "Memory", "Place", "share_storage", "staged_in"]
 
@@ -81,7 +81,7 @@ class FlatValues:
         for name, view in zip(layout.names, layout.views(flat), strict=True):
             old = self.get(key, name)
             if old is not None:
-                borrow_memory(old)
+                record_stream(old)
             # A value of another shape is of other settings; ``initial`` may still use it.
             if old is not None and old.shape == view.shape:
                 view.copy_(old)
@@ -102,7 +102,7 @@ class FlatValues:
             for name in old.names:
                 value = self.get(key, name)
                 if value is not None and name not in layout.names:
-                    borrow_memory(value)
+                    record_stream(value)
                     loose[name] = value.clone()
                 where.pop(name, None)
             self._free(key, old)
@@ -117,7 +117,7 @@ class FlatValues:
         for name in layout.names:
             value = self.get(key, name)
             if value is not None and name not in names:
-                borrow_memory(value)
+                record_stream(value)
                 self._loose[key][name] = value.clone()
             self._where[key].pop(name)
         self._free(key, layout)

@@ -12,12 +12,12 @@ from commhooks._torch import WRAPPERS
 __all__ = [
     "is_padding",
     "padding_name",
+    "parameter_name",
     "piece_name",
-    "piece_of",
     "plain_name",
     "plain_names",
     "renamed",
-    "whole_name",
+    "split_shard_name",
 ]
 
 T = TypeVar("T")
@@ -52,11 +52,11 @@ def piece_name(name: str, rank: int) -> str:
     return f"{name}#{rank}"
 
 
-def piece_of(name: str) -> tuple[str, int | None]:
+def split_shard_name(name: str) -> tuple[str, int | None]:
     """Returns parameter and rank of the name of a piece; the name itself and None of others.
 
     Example:
-        >>> piece_of("layer.weight#3")
+        >>> split_shard_name("layer.weight#3")
         ('layer.weight', 3)
     """
     found = _PIECE.fullmatch(name)
@@ -73,7 +73,7 @@ def is_padding(name: str) -> bool:
     return name.endswith("#padding")
 
 
-def whole_name(name: str) -> str:
+def parameter_name(name: str) -> str:
     """Returns the name of the parameter that a name, or that of a piece, is of."""
     return name.partition("#")[0]
 

@@ -9,15 +9,15 @@ from dataclasses import MISSING, fields
 from typing import Any, TypeVar
 
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import checked, need_dataclass, shown
+from commhooks.core._settings import check_dataclass, checked, shown
 from commhooks.errors import OptionError, SchemeError, UnknownSchemeError
 
 __all__ = [
     "BASELINES",
     "build",
+    "check_known",
     "factory_of",
     "import_of_class",
-    "need_known",
     "options_of",
     "register_scheme",
     "scheme_names",
@@ -148,7 +148,7 @@ def options_of(factory: Factory) -> dict[str, Any] | None:
     An option without a default has ``inspect.Parameter.empty``.
     """
     if isinstance(factory, type):
-        need_dataclass(factory)
+        check_dataclass(factory)
         defaults = {}
         for setting in fields(factory):
             if setting.init:
@@ -187,7 +187,7 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     factory = factory_of(name)
     known = options_of(factory)
     if known is not None:
-        need_known(f"scheme {name!r}", options, [*known, *wrapper_options])
+        check_known(f"scheme {name!r}", options, [*known, *wrapper_options])
         empty = inspect.Parameter.empty
         missing = [key for key, value in known.items() if value is empty and key not in options]
         if missing:
@@ -207,7 +207,7 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     return built
 
 
-def need_known(what: str, options: Iterable[str], every: Sequence[str]) -> None:
+def check_known(what: str, options: Iterable[str], every: Sequence[str]) -> None:
     """Raises OptionError unless all ``options`` of ``what`` are among ``every``."""
     for option in options:
         if option not in every:

@@ -30,6 +30,7 @@ from commhooks.errors import OptionError
 
 __all__ = [
     "Bound",
+    "check_dataclass",
     "check_seed",
     "check_settings",
     "checked",
@@ -37,7 +38,6 @@ __all__ = [
     "fitting",
     "from_json",
     "is_shape",
-    "need_dataclass",
     "printable",
     "shown",
 ]
@@ -115,7 +115,7 @@ def fitting(call: str, name: str, value: Any, annotation: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=1024)
-def need_dataclass(kind: Any) -> None:
+def check_dataclass(kind: Any) -> None:
     """Raises unless a scheme class is a frozen dataclass, whose settings are part of its repr.
 
     Ranks and checkpoints compare schemes by that text.

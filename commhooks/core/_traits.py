@@ -70,8 +70,8 @@ class Traits(NamedTuple):
             no meaning. "local": the gradient of this rank (the no-op scheme).
         agrees: every rank gets the same bits. False: averages over some ranks only (gossip).
         coalesce: all buckets of a step travel in one exchange.
-        starts_dense: name of the setting that counts the dense steps at the start; "" for none.
-        most_entries: number of entries that an exchange may have, at most. Larger buckets are cut
+        dense_warmup: name of the setting that counts the dense steps at the start; "" for none.
+        max_bucket_numel: number of entries that an exchange may have. Larger buckets are cut
             between parameters: before the first step is over, both DistributedDataParallel classes
             may put a whole model into one bucket. Schemes whose places are 32 bits declare it.
         shards: returns this rank's shard of the mean alone where ``bucket.shards`` asks for no more
@@ -93,8 +93,8 @@ class Traits(NamedTuple):
     returns: Returns = "mean"
     agrees: bool = True
     coalesce: bool = False
-    starts_dense: str = ""
-    most_entries: int = sys.maxsize
+    dense_warmup: str = ""
+    max_bucket_numel: int = sys.maxsize
     shards: bool = False
     per_parameter: bool = False
     keeps_zeros: bool = False
@@ -127,7 +127,7 @@ def worst(traits: Iterable[Traits]) -> Traits:
         returns=max((choice.returns for choice in choices), key=order.index),
         agrees=all(choice.agrees for choice in choices),
         coalesce=any(choice.coalesce for choice in choices),
-        most_entries=min(choice.most_entries for choice in choices),
+        max_bucket_numel=min(choice.max_bucket_numel for choice in choices),
         shards=all(choice.shards for choice in choices),
         per_parameter=all(choice.per_parameter for choice in choices),
         keeps_zeros=all(choice.keeps_zeros for choice in choices),

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from types import FrameType
 
-__all__ = ["user_line"]
+__all__ = ["user_stacklevel"]
 
 _OURS = ("commhooks", "ddp_core")
 
 
-def user_line() -> int:
+def user_stacklevel() -> int:
     """Returns the ``stacklevel`` of the nearest line outside of this package.
 
     For a call of ``warnings.warn`` to which several public functions lead.

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.hook._parameters import Parameters
-from commhooks.hook._sharded import need_shards
+from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._state import HookState
 from commhooks.verify import Verification
 
@@ -45,7 +45,7 @@ def fit_to_host(
     """
     hook.attendance.dismiss()  # the host's guard says where it would not run
     if shards_for:
-        need_shards(hook.scheme, shards_for)
+        check_returns_shards(hook.scheme, shards_for)
         hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
     hook.binding.adopt_sharded(model, known, group, device, values)
     hook._verify_with(verification)

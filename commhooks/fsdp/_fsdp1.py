@@ -27,7 +27,7 @@ from commhooks._torch import (
     is_in_fsdp1_backward,
     set_fsdp1_hook,
 )
-from commhooks.checkpoint._placement import Cut, cut_of
+from commhooks.checkpoint._placement import ShardSpec, shard_spec_of
 from commhooks.core._layout import Layout, equal_shards
 from commhooks.core._names import is_padding, padding_name, plain_name
 from commhooks.core._scheme import Scheme
@@ -77,12 +77,12 @@ def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
     ]
 
 
-def cuts_in(name: str, unit: Any) -> dict[str, Cut]:
+def cuts_in(name: str, unit: Any) -> dict[str, ShardSpec]:
     """Returns how tensor parallelism cuts the parameters in a unit's flat gradient."""
     flat = flat_parameter(unit)
     # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
     found = zip(_names(name, flat), dtensor_specs_in(flat), strict=True)
-    return {one: cut_of(spec) for one, spec in found if hasattr(spec, "placements")}
+    return {one: shard_spec_of(spec) for one, spec in found if hasattr(spec, "placements")}
 
 
 def _prefix(name: str) -> str:
@@ -135,9 +135,9 @@ def register_on_fsdp1(
         present, state = fsdp1_hook(unit)
         return present is reduce_unit and state[0] is hook
 
-    need_ready = partial(_need_ready, FullyShardedDataParallel.fsdp_modules(model))
+    check_ready = partial(_check_ready, FullyShardedDataParallel.fsdp_modules(model))
     model.register_forward_pre_hook(
-        HostGuard(model, hook, units, _units, has_hook, need_ready, _held)
+        HostGuard(model, hook, units, _units, has_hook, check_ready, _held)
     )
     return hook
 
@@ -174,7 +174,7 @@ def _held(model: nn.Module) -> list[Tensor]:
     return [*flat, *(one for each in flat for one in flat_originals(each))]
 
 
-def _need_ready(units: list[Any]) -> None:
+def _check_ready(units: list[Any]) -> None:
     """Raises if the last backward pass has raised, and FSDP1 takes the next one for a part of it.
 
     The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.

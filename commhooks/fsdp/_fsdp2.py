@@ -10,8 +10,8 @@ group of parameters. In backward FSDP2 calls it with the flat gradient (``input_
 up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``HookBucket`` of them, and
 ``average`` starts the hook's exchange, waits for it, and leaves the mean of this rank's shard in
 ``output_tensor``. The exchange is ``Engine.exchange``, which runs the scheme; beside tensor
-parallelism ``Exactly`` cuts the bucket in two before, and averages exactly what is not cut between
-those ranks. What FSDP2 divides by itself, before or after, is undone last.
+parallelism ``ExactParameters`` cuts the bucket in two before, and averages exactly what is not cut
+between those ranks. What FSDP2 divides by itself, before or after, is undone last.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from commhooks._torch import (
     owner_of,
     size_before,
 )
-from commhooks.checkpoint._placement import cut_of
+from commhooks.checkpoint._placement import shard_spec_of
 from commhooks.core._layout import Layout, equal_shards
 from commhooks.core._names import piece_name, plain_names
 from commhooks.core._scheme import Scheme
 from commhooks.core._settings import check_seed
 from commhooks.core._slot import number_of
-from commhooks.core._user_line import user_line
+from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp._fit import fit_to_host
 from commhooks.hook._attachment import HostGuard
@@ -66,7 +66,7 @@ from commhooks.hook._sharded import (
 from commhooks.hook._state import HookState
 from commhooks.verify import Verification
 from commhooks.wrappers._make import describe
-from ddp_core import borrow_memory
+from ddp_core import record_stream
 from ddp_core.exchange._errors import listed
 
 __all__ = [
@@ -75,9 +75,9 @@ __all__ = [
     "FSDP2Module",
     "Replacement",
     "SchemeReduceScatter",
+    "check_between",
+    "check_free",
     "groups_of",
-    "need_between",
-    "need_free",
     "parameter_of",
     "register_on_fsdp2",
     "replica_ranks",
@@ -234,7 +234,7 @@ def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
     policy = group.mp_policy
     dtype = policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
     trained = parameter.sharded_param.requires_grad
-    cut = cut_of(dtensor_spec_before(parameter))
+    cut = shard_spec_of(dtensor_spec_before(parameter))
     return ShardedParameter(
         name, size_before(parameter), dtype, parameter.fsdp_placement.dim, trained, cut
     )
@@ -312,7 +312,7 @@ class BetweenNodes(Replacement):
     def __call__(self, reduced: Tensor) -> None:
         # FSDP2 keeps what its own all-reduce works on, and gives this back to the stream of the
         # reduce-scatter, which does not wait for the present one.
-        borrow_memory(reduced)
+        record_stream(reduced)
         layout = self._module.layout(self._known, reduced.numel(), 1)
         units = self._module.reduced_units(reduced) if _keeps_units(self.hook) else 1.0
         if units != 1:
@@ -353,11 +353,11 @@ def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
             f"and ranks drift apart. Call fully_shard(model) before register; average parameters "
             f"that you left out on purpose (ignored_params)",
             RuntimeWarning,
-            stacklevel=user_line(),
+            stacklevel=user_stacklevel(),
         )
 
 
-def need_free(found: FSDP2Model, kind: type[Replacement]) -> None:
+def check_free(found: FSDP2Model, kind: type[Replacement]) -> None:
     """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
     for module in found.modules:
         present, hook = getattr(module.group, kind.place), kind.hook_of(module.group)
@@ -374,7 +374,7 @@ def need_free(found: FSDP2Model, kind: type[Replacement]) -> None:
             )
 
 
-def need_between(between: object) -> None:
+def check_between(between: object) -> None:
     """Raises unless there are replicas to average over, or none were given."""
     if between is not None and not isinstance(between, DeviceMesh | dist.ProcessGroup):
         raise RegistrationError(
@@ -438,12 +438,12 @@ def register_on_fsdp2(
         RegistrationError: the model or the scheme cannot run so; see ``fsdp2_checks``.
         MismatchError: the ranks differ.
     """
-    need_between(between)
+    check_between(between)
     found = FSDP2Model.of(model)
     warn_of_others(model, found)
     kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]
     kind, other_kind = kinds if between is None else reversed(kinds)
-    need_free(found, kind)
+    check_free(found, kind)
     group = shard_ranks(found) if between is None else replica_ranks(found, between)
 
     if between is not None and found.ranks.size() > 1:
@@ -514,8 +514,8 @@ def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGu
 
     # Looked up once: a model may have thousands of modules.
     states = [fsdp2_state(one) for one in model.modules() if isinstance(one, FSDPModule)]
-    need_ready = partial(_need_ready, states)
-    return HostGuard(model, hook, groups_of(model), groups_of, has_hook, need_ready, _held)
+    check_ready = partial(_check_ready, states)
+    return HostGuard(model, hook, groups_of(model), groups_of, has_hook, check_ready, _held)
 
 
 def _held(model: nn.Module) -> list[Tensor]:
@@ -524,7 +524,7 @@ def _held(model: nn.Module) -> list[Tensor]:
     return [one.sharded_param for group in groups for one in group.fsdp_params]
 
 
-def _need_ready(states: list[Any]) -> None:
+def _check_ready(states: list[Any]) -> None:
     """Raises if the last backward pass has raised, and FSDP2 takes the next one for a part of it.
 
     It would compute with parameters that it gathered before, and leave gradients unreduced.

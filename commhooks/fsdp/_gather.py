@@ -29,7 +29,7 @@ from commhooks._torch import (
     fsdp2_gather,
     set_fsdp2_gather,
 )
-from commhooks.checkpoint._placement import cut_of
+from commhooks.checkpoint._placement import shard_spec_of
 from commhooks.collectives._calls import Call, write_into
 from commhooks.collectives._functions import Collectives
 from commhooks.core._dense import Dense
@@ -191,7 +191,7 @@ class Packing:
         So all is packed without tensor parallelism, and where it cuts all or none of a group: in
         the latter case its ranks pack equal messages.
         """
-        cuts = [cut_of(dtensor_spec_before(one)).between for one in group.fsdp_params]
+        cuts = [shard_spec_of(dtensor_spec_before(one)).between for one in group.fsdp_params]
         every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
         numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
         return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))

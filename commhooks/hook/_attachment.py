@@ -35,7 +35,7 @@ from ddp_core.reducer._optimizer import before_every_step
 
 __all__ = [
     "AttachmentGuard",
-    "Attendance",
+    "CallMonitor",
     "ForwardGuard",
     "HostGuard",
     "ShardedParameters",
@@ -53,7 +53,7 @@ _IS_TRAINED, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
 _WATCHED = 16
 
 
-class Attendance:
+class CallMonitor:
     """Counts the calls of a hook; notices gradients that come without one.
 
     Torch's class does not tell what its reducer does with a gradient, so some are watched: after
@@ -182,7 +182,7 @@ class Attendance:
             return
         # What is registered may stand for the state, and call it (torchft).
         named = [hook[1] for hook in comm_hooks(ddp)]
-        self._counts = all(getattr(one, "stands_for", one) is state for one in named)
+        self._counts = all(getattr(one, "hook_state", one) is state for one in named)
         if isinstance(ddp, CoreDDP):
             if self.calls or self._trained:
                 self._stop()
@@ -434,7 +434,7 @@ class HostGuard(ForwardGuard):
         units: the parts of the model that the host reduces one by one, by name; all have the hook.
         present: returns those that a model has now.
         has_hook: whether one of them has the hook still.
-        need_ready: raises if the host cannot begin a pass, since the one before has raised.
+        check_ready: raises if the host cannot begin a pass, since the one before has raised.
         held: returns parameters that the host has taken out of the model for a while.
     """
 
@@ -445,12 +445,12 @@ class HostGuard(ForwardGuard):
         units: Mapping[str, Any],
         present: Callable[[nn.Module], Mapping[str, Any]],
         has_hook: Callable[[Any], bool],
-        need_ready: Callable[[], None],
+        check_ready: Callable[[], None],
         held: Callable[[nn.Module], Iterable[Tensor]],
     ) -> None:
         self._parameters = ShardedParameters(model, held)
         self._hook, self._units = hook, dict(units)
-        self._present, self._has_hook, self._need_ready = present, has_hook, need_ready
+        self._present, self._has_hook, self._check_ready = present, has_hook, check_ready
         self._looks = True
 
     def pass_begins(self, module: nn.Module) -> None:
@@ -471,5 +471,5 @@ class HostGuard(ForwardGuard):
         self._looks = False
         # Activation checkpointing runs forward passes within backward.
         if backward_number() == NO_BACKWARD:
-            self._need_ready()
+            self._check_ready()
         self._hook.forward_begins()

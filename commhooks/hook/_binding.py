@@ -18,7 +18,7 @@ from commhooks.hook._parameters import Parameters, find_owner, values_of
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import on_device, on_device_of
 
-__all__ = ["Binding", "Origin", "need_group"]
+__all__ = ["Binding", "Origin", "check_process_group"]
 
 
 class Origin(NamedTuple):
@@ -34,7 +34,7 @@ class Origin(NamedTuple):
     placement: Mapping[str, str] | None
 
 
-def need_group(group: object) -> None:
+def check_process_group(group: object) -> None:
     """Raises if ``group`` is neither a process group that this rank is in, nor None."""
     if group is None or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
@@ -57,7 +57,7 @@ class Binding:
     Attributes:
         parameters: the model's parameters, by name.
         static_graph: whether the model was made with ``static_graph=True``.
-        also_on: the device of what is exchanged, where that is not the parameters'.
+        exchange_device: the device of what is exchanged, where that is not the parameters'.
         beside: groups of ranks that have other parts of the same gradients (HSDP): with the hook's
             group they agree on whether a step was finite.
         shards: the ranks that keep the other shards of what this rank keeps; None: it keeps whole
@@ -68,7 +68,7 @@ class Binding:
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.parameters = Parameters()
         self.static_graph = False
-        self.also_on: torch.device | None = None
+        self.exchange_device: torch.device | None = None
         self.beside: list[dist.ProcessGroup] = []
         self.shards: dist.ProcessGroup | None = None
         self.pickled_on: Origin | None = None
@@ -126,7 +126,7 @@ class Binding:
         """
         self._shards_of = values
         self._model, self.parameters, self._process_group = weakref.ref(model), parameters, group
-        self.also_on = device
+        self.exchange_device = device
 
     def forget_model(self) -> None:
         """Allows the hook to adopt another model."""
@@ -170,13 +170,13 @@ class Binding:
         if follows and model is not None and not isinstance(model, CoreDDP):
             move_to_group(model, group)
 
-    def moves_itself(self, group: dist.ProcessGroup) -> CoreDDP | None:
+    def core_model_to_move(self, group: dist.ProcessGroup) -> CoreDDP | None:
         """Returns the model if it is ``ddp_core``'s, is to follow to ``group``, and has not yet."""
         model = self.model
         moves = isinstance(model, CoreDDP) and self._follows_model
         return model if moves and model.process_group is not group else None
 
-    def core_telling(self, state: object) -> CoreDDP | None:
+    def notifying_core(self, state: object) -> CoreDDP | None:
         """Returns the model if it is ``ddp_core``'s and reports its steps to ``state``."""
         model = self.model
         told = isinstance(model, CoreDDP) and model.reducer.launcher.tells(state)
@@ -193,14 +193,14 @@ class Binding:
         """Returns the types of the devices that the model's parameters are on."""
         model = self.model
         used = {parameter.device.type for parameter in model.parameters()} if model else set()
-        also = set() if self.also_on is None else {self.also_on.type}
+        also = set() if self.exchange_device is None else {self.exchange_device.type}
         return (used - {"meta"}) | also  # there parameters are before they are made
 
     def on_device(self) -> AbstractContextManager[object]:
         """Makes the device current on which gradients, or named tensors, are exchanged."""
         model = self.model
-        if self.also_on is not None:
-            return on_device(self.also_on)
+        if self.exchange_device is not None:
+            return on_device(self.exchange_device)
         return on_device_of(model.parameters() if model else ())
 
     def may_leave_alone(self, bucket: Any) -> bool:

@@ -12,12 +12,12 @@ from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.schemes.noop import Noop
 from commhooks.wrappers._base import Coalesced
 from commhooks.wrappers._cast import Cast
-from commhooks.wrappers._make import brief
+from commhooks.wrappers._make import short_repr
 
-__all__ = ["need_bucket", "need_no_capture"]
+__all__ = ["refuse_cuda_graph", "refuse_python_reducer"]
 
 
-def need_bucket(bucket: Any) -> None:
+def refuse_python_reducer(bucket: Any) -> None:
     """Raises if torch.compile calls a hook with something that is no bucket."""
     if isinstance(bucket, tuple):
         raise HookNotAttachedError(
@@ -27,7 +27,7 @@ def need_bucket(bucket: Any) -> None:
         )
 
 
-def need_no_capture(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
+def refuse_cuda_graph(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
     """Raises if a tensor on ``device`` comes while a CUDA graph is captured, unless that is right.
 
     A replay runs the same kernels with the same arguments. The number of the step, from which
@@ -42,9 +42,9 @@ def need_no_capture(device: torch.device, scheme: Scheme, *, agreed: bool) -> No
     call = "commhooks: this step is being captured in a CUDA graph"
     if not _is_same_in_every_step(scheme):
         raise RegistrationError(
-            f"{call}, and replays would repeat what {brief(scheme)} has kept, drawn or chosen in "
-            f"it. Run the steps without capture, or use a scheme that does the same in every step: "
-            f"'allreduce', 'fp16' or 'bf16'"
+            f"{call}, and replays would repeat what {short_repr(scheme)} has kept, drawn or chosen "
+            f"in it. Run the steps without capture, or use a scheme that does the same in every "
+            f"step: 'allreduce', 'fp16' or 'bf16'"
         )
     if not agreed:
         raise RegistrationError(

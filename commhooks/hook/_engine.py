@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint._placement import Cut
+from commhooks.checkpoint._placement import ShardSpec
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
 from commhooks.core._dense import Dense
 from commhooks.core._layout import Layout, Span
 from commhooks.core._memory import Memory
-from commhooks.core._names import is_padding, whole_name
+from commhooks.core._names import is_padding, parameter_name
 from commhooks.core._scheme import Scheme, slots_of, walk
 from commhooks.core._settings import check_seed
 from commhooks.core._slot import Counters, StepInfo
@@ -34,13 +34,13 @@ from commhooks.wrappers._parts import Part, whole_of
 from ddp_core import AllReduce, Exchange
 from ddp_core._torch import sparse_values
 
-__all__ = ["Engine", "Exactly", "shared_and_rounded"]
+__all__ = ["Engine", "ExactParameters", "replicated_parameters"]
 
 
 # ---- parameters that no scheme may round
 
 
-def shared_and_rounded(scheme: Scheme, parameters: Parameters) -> frozenset[str]:
+def replicated_parameters(scheme: Scheme, parameters: Parameters) -> frozenset[str]:
     """Returns the names of parameters that ranks share, and that a scheme would round differently.
 
     A rank shares a parameter with those between which it is not cut, while some other parameter is:
@@ -53,7 +53,7 @@ def shared_and_rounded(scheme: Scheme, parameters: Parameters) -> frozenset[str]
     return frozenset(
         name
         for name in parameters.shapes
-        if not is_padding(name) and cuts.get(whole_name(name), Cut()).between != every
+        if not is_padding(name) and cuts.get(parameter_name(name), ShardSpec()).between != every
     )
 
 
@@ -75,7 +75,7 @@ def _rounds_alone(scheme: Scheme) -> bool:
     return True
 
 
-class Exactly:
+class ExactParameters:
     """Averages some parameters of a bucket exactly, and the others by a scheme.
 
     The exact ones travel in a message of their own. In one with the others, whose sizes may differ
@@ -151,7 +151,7 @@ class Engine:
         self.onward: Engine | None = None  # averages the means of this one further
         self.notes_finite = False  # for an engine that averages before this one
         self.counts = True  # steps that are not finite, where no memory depends on that
-        self.exactly = Exactly()  # the parameters that no scheme may round
+        self.exactly = ExactParameters()  # the parameters that no scheme may round
         self._lock = threading.Lock()  # backward's thread ends steps, the lanes' finishes exchanges
         self._open: _Step | None = None
 

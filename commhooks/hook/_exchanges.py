@@ -21,7 +21,7 @@ from ddp_core import Clock, Drivers, Exchange, GradBucket, RoundRecord, Streams,
 from ddp_core._torch import version_of
 from ddp_core.exchange._clocks import HOST
 
-__all__ = ["Exchanges", "Gradient", "HookBucket", "Step", "gradients_of", "left_alone"]
+__all__ = ["ExchangeLauncher", "Gradient", "HookBucket", "Step", "gradients_of", "left_alone"]
 
 
 @dataclass(eq=False)
@@ -152,7 +152,7 @@ class Gradient:
     version: int | None  # of ``.grad``, which every write in place raises; None: no gradient
     bucket: int  # address of the bucket's memory
 
-    def was_left_alone(self) -> bool:
+    def was_skipped(self) -> bool:
         """Whether DistributedDataParallel left ``.grad`` as it was, since no rank used it."""
         # torch's class does not tell, so its writes are looked for (docs/design/steps.md). All
         # ranks decide the same, since torch agrees on what was used, so no message is needed.
@@ -176,7 +176,7 @@ def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Gradient]
 
 def left_alone(step: Step) -> list[Tensor]:
     """Returns the parameters whose ``.grad`` was not written in the step."""
-    return [gradient.parameter for gradient in step.gradients if gradient.was_left_alone()]
+    return [gradient.parameter for gradient in step.gradients if gradient.was_skipped()]
 
 
 # ---- what starts exchanges
@@ -185,7 +185,7 @@ def left_alone(step: Step) -> list[Tensor]:
 Future = torch.futures.Future
 
 
-class Exchanges:
+class ExchangeLauncher:
     """Starts exchanges of one hook.
 
     Args:
@@ -219,7 +219,7 @@ class Exchanges:
             dense_sends: see :class:`ddp_core.Task`.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
-        # ``ends_later`` ``step_landed`` commits: backward may raise after the last bucket.
+        # ``ends_later`` ``gradients_written`` commits: backward may raise after the last bucket.
         commits = is_last and not step.ends_later
         self._engine.begin_bucket(object(), is_last=commits)
         task = Task(
@@ -274,7 +274,7 @@ class Exchanges:
 
     def start_cut(self, step: Step, bucket: HookBucket) -> Future[Tensor]:
         """Exchanges a bucket that is too large for the scheme, in parts."""
-        parts = Coalescer(self._engine.traits.most_entries)
+        parts = Coalescer(self._engine.traits.max_bucket_numel)
         future = parts.hold(bucket.number, bucket.gradient, bucket.find_layout)
         self.start_groups(step, parts.one_by_one(), is_last=bucket.is_last, note=bucket.note)
         return future

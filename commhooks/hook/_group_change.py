@@ -76,11 +76,11 @@ class _Told(NamedTuple):
 
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
-    fault = _need_between_steps(hook)
+    fault = _check_between_steps(hook)
     hook.bind()  # a hook that has never run may not know its model
     # First of all: none of what follows needs the ranks before, which may be gone.
     if not fault:
-        hook.runner.step_abandoned()
+        hook.runner.step_aborted()
         hook.drivers.abandon()
         if hook.verification is not None:
             hook.verification.abandon()
@@ -97,7 +97,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         told = [_Told(*one) for one in handshake(CALL, {_FAULT: fault}, group, tells=tuple(mine))]
         if fault:
             raise RegistrationError(f"{CALL}: {fault}")
-        source, stayed = _who_goes_on(told)
+        source, stayed = _surviving_ranks(told)
         hook.follow_plan(told[source].plan, told[source].scheme)
         change = _describe(told, source, stayed)
         # Whether these are others than before; their order does not matter.
@@ -114,7 +114,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     return change
 
 
-def _need_between_steps(hook: Running) -> str:
+def _check_between_steps(hook: Running) -> str:
     """Returns why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return "the hook was closed; register another"
@@ -132,7 +132,7 @@ def _need_between_steps(hook: Running) -> str:
     return ""
 
 
-def _who_goes_on(told: Sequence[_Told]) -> tuple[int, list[int]]:
+def _surviving_ranks(told: Sequence[_Told]) -> tuple[int, list[int]]:
     """Returns the rank whose values all take, and the ranks that have memory of the same run."""
 
     def family(of: _Told) -> list[int]:
@@ -207,7 +207,7 @@ def _exchange(
     if rank == change.source:
         if change.joined or change.behind:
             sent |= {key for key in own if key not in resizes}
-        core = hook.binding.core_telling(hook)
+        core = hook.binding.notifying_core(hook)
         layout = hook.continuation.saved(None).layout if core is None else ()
         part = {
             "run": uuid.uuid4().hex,
@@ -270,10 +270,10 @@ def _go_on(
     hook.binding.pickled_on = None
     # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
     # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.
-    is_core = hook.binding.core_telling(hook) is not None
+    is_core = hook.binding.notifying_core(hook) is not None
     regroups = not is_core and bool(change.joined or change.behind or given["regroups"])
     continuation.loaded = SavedBuckets(given["layout"] if regroups else ())
-    continuation.handed_over = not regroups
+    continuation.buckets_restored = not regroups
     hook.runner.regrouping.restore(given["layout"], regroups=regroups)
     hook.agreed = False
     hook.binding.change_group(group)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks._version import __version__
 from commhooks.checkpoint._form import SavedBuckets, digest
 from commhooks.checkpoint._ranks import resizes_of
-from commhooks.core._names import whole_name
+from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.hook._binding import Binding
@@ -35,7 +35,7 @@ from ddp_core import (
 from ddp_core.exchange._errors import ranks_in_words
 from ddp_core.exchange._shared_store import MeetingPoint
 
-__all__ = ["MEETING", "facts_of", "forget", "handshake", "need_own_memory", "roll_call"]
+__all__ = ["MEETING", "check_memory_origin", "forget", "handshake", "handshake_fields", "roll_call"]
 
 
 _EVERYONE = "everyone came"
@@ -182,7 +182,7 @@ def handshake(
 _OWN = "its own"
 
 
-def facts_of(
+def handshake_fields(
     scheme: Scheme, engine: Engine, binding: Binding, loaded: SavedBuckets
 ) -> dict[str, Any]:
     """Returns the facts that must be the same on all ranks, by the name used in messages.
@@ -214,13 +214,13 @@ def facts_of(
             fact for inside in walk(scheme) for fact in inside.environment(engine.world_size)
         ],
         "parameters": [
-            f"{name} {tuple(shape)} {dtype} {pieces.get(whole_name(name), '')}".rstrip()
+            f"{name} {tuple(shape)} {dtype} {pieces.get(parameter_name(name), '')}".rstrip()
             for name, shape, dtype, _ in binding.parameters
         ],
     }
 
 
-def need_own_memory(engine: Engine, binding: Binding) -> None:
+def check_memory_origin(engine: Engine, binding: Binding) -> None:
     """Raises CheckpointError if a pickled state is of another rank, or of other pieces."""
     whose = _origin(engine, binding)
     if whose != _OWN:
@@ -243,7 +243,7 @@ def _origin(engine: Engine, binding: Binding) -> str:
         if error is not None:
             return f"of another model or scheme: {key!r} of {name!r} {error}"
     if origin.placement is not None:
-        for name in dict.fromkeys(whole_name(name) for _, name, _ in engine.memory.items()):
+        for name in dict.fromkeys(parameter_name(name) for _, name, _ in engine.memory.items()):
             its, own = origin.placement.get(name, "all"), pieces.get(name, "all")
             if its != own:
                 return f"of a rank that trained {its} of {name!r}, where this one trains {own}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from ddp_core import Moment, RoundRecord, needs
+from ddp_core import RoundRecord, Timestamp, needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -190,7 +190,7 @@ class Ledger:
         if isinstance(history, bool) or not isinstance(history, int) or history < 1:
             raise ValueError(f"Ledger(history=...) is a number of rows, 1 or more, got {history!r}")
         self._rows: deque[RoundRecord] = deque(maxlen=history)
-        self._backward_end: dict[int, float | Moment] = {}
+        self._backward_end: dict[int, float | Timestamp] = {}
         self._unsettled: deque[RoundRecord] = deque(maxlen=history)
         self.steps = 0
         self.also_times: Callable[[int], bool] | None = None  # further steps, see ``times``
@@ -225,7 +225,7 @@ class Ledger:
         while self._unsettled and self._unsettled[0].settle():  # devices work in order
             self._unsettled.popleft()
 
-    def launched_last(self, step: int, now: float | Moment) -> None:
+    def launched_last(self, step: int, now: float | Timestamp) -> None:
         """Notes when a step's last bucket was launched: from then on, waiting is exposed."""
         self._settle()  # here, so that events are not kept for longer than a step
         self._backward_end[step] = now
@@ -238,7 +238,7 @@ class Ledger:
     def launched_last_at(self, step: int) -> float:
         """Returns when a step's last bucket was launched; NaN if that is not kept, or not known."""
         end = self._backward_end.get(step, math.nan)
-        return end.seconds() if isinstance(end, Moment) else end
+        return end.seconds() if isinstance(end, Timestamp) else end
 
     def rewind(self, step: int) -> None:
         """Forgets the rows from ``step`` on: the run goes on from there. Totals stay."""
@@ -375,13 +375,13 @@ def _decoding(row: RoundRecord) -> float:
     return 0.0 if seconds < 0 else seconds
 
 
-def _known(moment: Moment) -> float | Moment:
+def _known(moment: Timestamp) -> float | Timestamp:
     """Returns the time of a moment, if it is known, else the moment."""
     seconds = moment.seconds()
     return moment if math.isnan(seconds) else seconds
 
 
-def _exposed(rows: Iterable[RoundRecord], ends: dict[int, float | Moment]) -> dict[int, float]:
+def _exposed(rows: Iterable[RoundRecord], ends: dict[int, float | Timestamp]) -> dict[int, float]:
     """Returns the seconds that each row keeps its step waiting, by ``id`` of the row.
 
     Overlapping waits are counted once. ``ends`` says when each step's last bucket was launched;
@@ -395,12 +395,12 @@ def _exposed(rows: Iterable[RoundRecord], ends: dict[int, float | Moment]) -> di
         end = ends.get(row.step)
         if row.waited_for:
             end = row.resumed
-        if isinstance(end, Moment):
+        if isinstance(end, Timestamp):
             end = ends[row.step] = _known(end)
         if end is None:
             exposed[id(row)] = 0.0
             continue
-        if isinstance(end, Moment) or math.isnan(row.finished + row.resumed + end):
+        if isinstance(end, Timestamp) or math.isnan(row.finished + row.resumed + end):
             exposed[id(row)] = math.nan
             continue
         begin = max(covered.get(row.step, end), row.resumed)

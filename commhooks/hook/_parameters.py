@@ -18,7 +18,7 @@ from commhooks._torch import (
     reducer_buckets,
     wrapped_parameters,
 )
-from commhooks.checkpoint._placement import Cut, cut_of
+from commhooks.checkpoint._placement import ShardSpec, shard_spec_of
 from commhooks.core._layout import Layout
 from commhooks.core._names import is_padding, plain_name, plain_names
 from commhooks.core._slot import Slot
@@ -133,7 +133,7 @@ class Parameters:
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        self.cuts: dict[str, Cut] = {}
+        self.cuts: dict[str, ShardSpec] = {}
         self._names = {} if model is None else _names_by_id(model)
         self._aliases = {} if model is None else _aliases(model, self._names)
         ignored = set() if model is None else _ignored(model)
@@ -164,7 +164,7 @@ class Parameters:
         real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
         order = memory_order(real)
         name = self._names[id(parameter)]
-        self.cuts[name] = cut_of(dtensor_spec(parameter))
+        self.cuts[name] = shard_spec_of(dtensor_spec(parameter))
         shape = torch.Size(real.shape[dimension] for dimension in order)
         return Parameter(name, shape, real.dtype, order)
 
@@ -229,12 +229,12 @@ class Parameters:
         """Returns a view of ``value``, which has the parameter's dimensions, in memory order."""
         return value.permute(self._order(name, value))
 
-    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_checkpoint_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values shaped as their parameters, in the form in which states hold them."""
         # In the parameter's own dimensions: a run with another memory format may load it.
         return {name: self.in_order(name, value).contiguous() for name, value in values.items()}
 
-    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values of a state, in the form in which buckets hold them."""
         return {
             name: self.in_memory_order(name, value)

@@ -46,7 +46,7 @@ def to_pickle(hook: Running) -> dict[str, Any]:
     origin = _origin(hook)
     placement = None if origin is None else origin.placement
     memory: MemoryDict = {}
-    buckets = hook.continuation.saved(hook.binding.core_telling(hook))
+    buckets = hook.continuation.saved(hook.binding.notifying_core(hook))
     # Copies: values are views of flat buffers, and a saved view brings the whole buffer along.
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()

@@ -173,7 +173,7 @@ def register(
     found = resolve_name("commhooks.hosts:host_of")(model)
     if found is not None:
         host, registers = found
-        _need_defaults(
+        _check_defaults(
             process_group=process_group,
             layout=layout,
             verify=verify if host == "DDP" else None,
@@ -252,7 +252,7 @@ def _make_state(scheme: str | Scheme) -> Callable[..., HookState]:
     return partial(HookState, scheme)
 
 
-def _need_defaults(**arguments: object) -> None:
+def _check_defaults(**arguments: object) -> None:
     given = [f"{name}={value!r}" for name, value in arguments.items() if value is not None]
     if given:
         raise RegistrationError(

@@ -3,9 +3,9 @@
 A step is one synchronised backward pass, and the autograd engine reports its end: the first bucket
 of a pass queues a callback, which runs when all gradients have been computed; that callback queues
 a second one, which runs when DistributedDataParallel has written the averages. Neither runs if
-backward raises. ``ddp_core`` reports the same by name: ``no_more_buckets``, ``step_landed``,
-``step_abandoned``. Without a backward pass (join, local steps) the last bucket ends the step.
-See ``docs/design/steps.md``.
+backward raises. ``ddp_core`` reports the same by name: ``backward_finished``,
+``gradients_written``, ``step_aborted``. Without a backward pass (join, local steps) the last bucket
+ends the step. See ``docs/design/steps.md``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from commhooks.hook._binding import Binding
 from commhooks.hook._coalesce import Coalescer, Names
 from commhooks.hook._engine import Engine
-from commhooks.hook._exchanges import Exchanges, HookBucket, Step, gradients_of, left_alone
+from commhooks.hook._exchanges import ExchangeLauncher, HookBucket, Step, gradients_of, left_alone
 from commhooks.hook._ledger import Ledger
 from ddp_core import Drivers, call_after_backward, clock_of
 from ddp_core._torch import backward_number, current_node
 
-__all__ = ["Regrouping", "Runner"]
+__all__ = ["Runner", "SavedLayoutReplay"]
 
 
 # The step of a process from which on torch's DistributedDataParallel has rebuilt its buckets.
 REBUILT_IN, STATIC_REBUILT_IN = 2, 3
 
 
-class Regrouping:
+class SavedLayoutReplay:
     """Decides in which buckets to exchange until DistributedDataParallel has rebuilt its own.
 
     Attributes:
@@ -90,8 +90,8 @@ class Runner:
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
         self._binding = binding
-        self._exchanges = Exchanges(engine, drivers, ledger)
-        self.regrouping = Regrouping()
+        self._exchanges = ExchangeLauncher(engine, drivers, ledger)
+        self.regrouping = SavedLayoutReplay()
         self._coalescer = Coalescer()
         self._step: Step | None = None
         self._onward: Runner | None = None  # of a hook that averages the means of this one further
@@ -120,7 +120,7 @@ class Runner:
             # inside backward for all of them.
             step.parameters += len(bucket.origin.parameters())
             is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
-        elif gradient.numel() > engine.traits.most_entries:
+        elif gradient.numel() > engine.traits.max_bucket_numel:
             future = self._exchanges.start_cut(step, bucket)
         else:
             exchange = engine.exchange(
@@ -145,12 +145,12 @@ class Runner:
             )
 
         if is_last:
-            self.no_more_buckets()
+            self.backward_finished()
             if not step.ends_later:
                 self._close(step)
         return future
 
-    def no_more_buckets(self) -> None:
+    def backward_finished(self) -> None:
         """Starts the exchange of buckets that were held back; all buckets of the step have come."""
         step = self._step
         if step is None or step.complete:
@@ -160,13 +160,14 @@ class Runner:
             self._exchange_held(step)
         self._ledger.launched_last(step.number, step.clock.now())
 
-    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+    def gradients_written(self, left_alone: Iterable[Tensor] = ()) -> None:
         """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
         step = self._step
         if step is None:
             return
         if self._inward is not None:
-            self._inward.step_landed()  # first: its verdict takes flags of the step that ends here
+            # First: its verdict takes flags of the step that ends here.
+            self._inward.gradients_written()
         for runner in (self, self._onward):
             if self._engine.keeps_memory and runner is not None:
                 runner._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
@@ -179,7 +180,7 @@ class Runner:
         self._onward, other._inward = other, self
         self._engine.onward, other._engine.notes_finite = other._engine, True
 
-    def step_abandoned(self) -> None:
+    def step_aborted(self) -> None:
         """Drops the step, whose backward pass has raised."""
         self._step = None
         self._engine.abandon()
@@ -203,9 +204,9 @@ class Runner:
         # After an inner pass (activation checkpointing) no callback is left for the outer one.
         # ``ddp_core`` reports the end itself, so there the outer pass has raised.
         if step.paused and not step.told:
-            self.step_landed(left_alone(step))
+            self.gradients_written(left_alone(step))
         else:
-            self.step_abandoned()
+            self.step_aborted()
 
     @property
     def under_way(self) -> bool:
@@ -244,7 +245,7 @@ class Runner:
             return step
         goes_on = this_pass in step.passes or step.paused
         if bucket.origin is not None or step.told or not goes_on:
-            self.step_abandoned()
+            self.step_aborted()
             return None
         if bucket.key not in step.buckets:
             # A model of several FSDP2 roots reduces some of their gradients in callbacks, of which
@@ -252,7 +253,7 @@ class Runner:
             return step
         # A module that is reduced twice in a pass, since it is called twice (docs/design/hosts.md).
         # Memory has one value a step, so the first one is committed before.
-        self.step_landed()
+        self.gradients_written()
         return None
 
     def _pass_ended(self, step: Step) -> None:
@@ -264,13 +265,13 @@ class Runner:
         if nested and not step.complete:
             step.paused = True
             return
-        self.no_more_buckets()
+        self.backward_finished()
         # Queued behind the callback in which DistributedDataParallel writes ``.grad``.
         call_after_backward(partial(self._landed, step))
 
     def _landed(self, step: Step) -> None:
         if step is self._step:
-            self.step_landed(left_alone(step))
+            self.gradients_written(left_alone(step))
 
     def _close(self, step: Step) -> None:
         self._step = None
@@ -278,7 +279,7 @@ class Runner:
 
     def _exchange_held(self, step: Step) -> None:
         wanted, coalesces = self.regrouping.wanted, self._engine.traits.coalesce
-        self._coalescer.most = self._engine.traits.most_entries
+        self._coalescer.most = self._engine.traits.max_bucket_numel
         groups = self._coalescer.groups_like(wanted, merged=coalesces) if wanted else None
         if groups is not None:
             step.regrouped = wanted

@@ -16,41 +16,41 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import forward_pre_hooks
 from commhooks.checkpoint._form import SavedBuckets
-from commhooks.core._names import whole_name
+from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme
-from commhooks.core._user_line import user_line
+from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import RegistrationError
-from commhooks.hook._attachment import AttachmentGuard, Attendance
+from commhooks.hook._attachment import AttachmentGuard, CallMonitor
 from commhooks.hook._binding import Binding
-from commhooks.hook._capture import need_bucket, need_no_capture
-from commhooks.hook._engine import Engine, Exactly, shared_and_rounded
+from commhooks.hook._capture import refuse_cuda_graph, refuse_python_reducer
+from commhooks.hook._engine import Engine, ExactParameters, replicated_parameters
 from commhooks.hook._exchanges import HookBucket, Step
-from commhooks.hook._handshake import facts_of, handshake, need_own_memory
+from commhooks.hook._handshake import check_memory_origin, handshake, handshake_fields
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._parameters import Parameters
 from commhooks.hook._runner import Runner
-from commhooks.verify import Verification, need_verifiable
+from commhooks.verify import Verification, check_verifiable
 from commhooks.wrappers._per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers, MismatchError, MissingRankError
 
-__all__ = ["Continuation", "Running"]
+__all__ = ["Running", "SavedBucketLayout"]
 
 
-class Continuation:
+class SavedBucketLayout:
     """Saves which buckets a run has, and restores them in another run.
 
     Attributes:
         loaded: the buckets of the state that was loaded last.
-        handed_over: whether the model has taken these buckets, or cannot take any.
+        buckets_restored: whether the model has taken these buckets, or cannot take any.
     """
 
     def __init__(self, binding: Binding, runner: Runner) -> None:
         self.binding, self.runner = binding, runner
         self.loaded = SavedBuckets()
-        self.handed_over = True
+        self.buckets_restored = True
 
-    def to_come(self, agreed: bool) -> SavedBuckets:
+    def pending_buckets(self, agreed: bool) -> SavedBuckets:
         """Returns the loaded buckets until the ranks have compared them and a step was taken."""
         return self.loaded if self.runner.regrouping.wanted or not agreed else SavedBuckets()
 
@@ -61,7 +61,7 @@ class Continuation:
             core: the model, if it is ``ddp_core``'s.
         """
         # Before the model has the loaded buckets, its own are not those of the run that goes on.
-        if self.runner.regrouping.wanted or not self.handed_over:
+        if self.runner.regrouping.wanted or not self.buckets_restored:
             return self.loaded
         if core is None:
             return SavedBuckets(self.runner.regrouping.layout)
@@ -71,7 +71,7 @@ class Continuation:
 
     def hold(self, buckets: SavedBuckets) -> None:
         """Holds the buckets of an unpickled state until there is a model."""
-        self.loaded, self.handed_over = buckets, False
+        self.loaded, self.buckets_restored = buckets, False
         self.runner.regrouping.restore(buckets.layout, regroups=True)
 
     def take_up(
@@ -86,7 +86,7 @@ class Continuation:
         # torch's class takes no buckets: the runner exchanges in the saved ones until torch has
         # rebuilt its own. ``ddp_core`` lays out the saved buckets at once.
         self.runner.regrouping.restore(buckets.layout, regroups=core is None)
-        self.loaded, self.handed_over = buckets, core is not None
+        self.loaded, self.buckets_restored = buckets, core is not None
         if core is None:
             return
         find = self.binding.parameters.name
@@ -147,8 +147,8 @@ class Running:
         self.binding = Binding(process_group)
         self.drivers = Drivers(scheme.traits.rounds)
         self.runner = Runner(self.engine, self.drivers, self.ledger, self.binding)
-        self.continuation = Continuation(self.binding, self.runner)
-        self.attendance = Attendance()
+        self.continuation = SavedBucketLayout(self.binding, self.runner)
+        self.attendance = CallMonitor()
         self.verification: Verification | None = None
         self.agreed = False
         self._closed = False
@@ -209,10 +209,10 @@ class Running:
                 "wrap the model in a new DistributedDataParallel, or close after training"
             )
         if not isinstance(bucket, HookBucket):
-            need_bucket(bucket)
+            refuse_python_reducer(bucket)
             bucket = HookBucket.of(bucket, self.binding)
         if not bucket.gradient.is_cpu:
-            need_no_capture(bucket.gradient.device, self.scheme, agreed=self.agreed)
+            refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.agreed)
         if not self.attendance.calls:
             self._guard_model()
         self.attendance.came(is_last=bucket.is_last)
@@ -226,14 +226,14 @@ class Running:
         binding.check_group()
         group = self._group_of_ranks()
         if self.verification is not None:
-            need_verifiable(bucket.gradient.device)
+            check_verifiable(bucket.gradient.device)
             self.verification.step_begins(self.step)
             self.verification.first_bucket_comes(self.step, self.scheme)
         return Step(
             self.step,
             group,
             finds_unused=binding.may_leave_alone(bucket.origin),
-            told=binding.core_telling(self) is not None,
+            told=binding.notifying_core(self) is not None,
         )
 
     def _guard_model(self) -> None:
@@ -246,21 +246,21 @@ class Running:
 
     # ---- what ddp_core calls
 
-    def no_more_buckets(self) -> None:
+    def backward_finished(self) -> None:
         """Starts the exchange of buckets that were held back; backward has ended."""
-        self.runner.no_more_buckets()
+        self.runner.backward_finished()
 
-    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+    def gradients_written(self, left_alone: Iterable[Tensor] = ()) -> None:
         """Ends the step: the averaged gradients are in ``.grad``.
 
         Args:
             left_alone: parameters that no rank has used, whose gradient was not written.
         """
-        self.runner.step_landed(left_alone)
+        self.runner.gradients_written(left_alone)
 
-    def step_abandoned(self) -> None:
+    def step_aborted(self) -> None:
         """Drops the step, whose backward pass has raised."""
-        self.runner.step_abandoned()
+        self.runner.step_aborted()
 
     def attached_to_model(self, model: nn.Module) -> None:
         """Adopts the model on which the hook runs from the next step on.
@@ -275,8 +275,8 @@ class Running:
             binding.forget_model()
             self._adopt(model)
             nothing_loaded = continuation.loaded == SavedBuckets()
-            continuation.handed_over = self.agreed or nothing_loaded
-        if not continuation.handed_over:
+            continuation.buckets_restored = self.agreed or nothing_loaded
+        if not continuation.buckets_restored:
             self._take_up(continuation.loaded)
 
     def forward_begins(self) -> None:
@@ -309,7 +309,7 @@ class Running:
 
     def _take_up(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
-        core = self.binding.core_telling(self)
+        core = self.binding.notifying_core(self)
         self.continuation.take_up(buckets, core, self._agree_after_load)
 
     # ---- model and ranks
@@ -337,8 +337,8 @@ class Running:
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """Returns the facts that must be the same on all ranks."""
-        to_come = self.continuation.to_come(self.agreed)
-        facts = facts_of(scheme, self.engine, self.binding, to_come)
+        pending_buckets = self.continuation.pending_buckets(self.agreed)
+        facts = handshake_fields(scheme, self.engine, self.binding, pending_buckets)
         return facts | {
             "verify": getattr(self.verification, "every", None),
             "action of verify": getattr(self.verification, "action", None),
@@ -367,9 +367,9 @@ class Running:
         self._run = (told[0], self._run[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
-        need_own_memory(self.engine, self.binding)
+        check_memory_origin(self.engine, self.binding)
         self._send_exactly(self.scheme)
-        self.agreed = self.continuation.handed_over = True
+        self.agreed = self.continuation.buckets_restored = True
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
             self.drivers.open_lanes(self.binding.group())
@@ -389,19 +389,19 @@ class Running:
 
         Warns where ``scheme`` returns something else than a mean, whose place a mean cannot take.
         """
-        shared = shared_and_rounded(scheme, self.parameters)
+        shared = replicated_parameters(scheme, self.parameters)
         if shared and scheme.traits.returns != "mean":
-            names = sorted({whole_name(name) for name in shared})
+            names = sorted({parameter_name(name) for name in shared})
             warnings.warn(
                 f"{scheme} rounds the gradients of {', '.join(names[:3])} ({len(names)} "
                 f"parameters that ranks of tensor parallelism have in common) together with those "
                 f"of pieces, differently on each of these ranks, where these parameters drift "
                 f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",
                 RuntimeWarning,
-                stacklevel=user_line(),
+                stacklevel=user_stacklevel(),
             )
             shared = frozenset()
-        exactly = self.engine.exactly = Exactly(shared)
+        exactly = self.engine.exactly = ExactParameters(shared)
         self.drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
 
     def _meet(

@@ -35,10 +35,10 @@ from commhooks.checkpoint._ranks import (
     structure,
     with_own_pieces,
 )
-from commhooks.core._names import is_padding, piece_of, whole_name
+from commhooks.core._names import is_padding, parameter_name, split_shard_name
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.core._slot import Slot, StepInfo
-from commhooks.core._user_line import user_line
+from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook._handshake import handshake
 from commhooks.hook._running import Running
@@ -56,17 +56,17 @@ from ddp_core.exchange._devices import as_bytes
 __all__ = [
     "Kept",
     "Loaded",
-    "as_kept",
-    "as_saved",
     "carried",
+    "check_receiver",
     "gather_states",
-    "need_receiver",
     "needed_fields",
     "needs_joining",
     "prepare",
     "resharded",
     "save",
     "take_up",
+    "to_bucket_layout",
+    "to_checkpoint_layout",
 ]
 
 
@@ -89,19 +89,20 @@ def carried(hook: Running, scheme: Scheme) -> set[str]:
     return {slot.key for slot in slots if hook.parameters.carries(slot)}
 
 
-def as_saved(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
+def to_checkpoint_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
     """Returns memory in the form in which states hold it."""
     whole, known = carried(hook, scheme), hook.parameters
     return {
-        key: known.as_saved(values) if key in whole else values for key, values in memory.items()
+        key: known.to_checkpoint_layout(values) if key in whole else values
+        for key, values in memory.items()
     }
 
 
-def as_kept(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
+def to_bucket_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
     """Returns the memory of a state in the form in which this rank's buckets hold it."""
     whole, known = carried(hook, scheme), hook.parameters
     return {
-        key: known.as_kept(values) if key in whole else known.of_here(values)
+        key: known.to_bucket_layout(values) if key in whole else known.of_here(values)
         for key, values in memory.items()
     }
 
@@ -117,7 +118,7 @@ def needs_joining(hook: Running, scheme: Scheme, kept: Iterable[Kept], leader: i
     # A hook within nodes knows pieces of these names, too, but saves and loads whole parameters.
     if hook.binding.shards is None:
         here = {}
-    pieces = [one for one in kept if one.key in whole and piece_of(one.name)[1] is not None]
+    pieces = [one for one in kept if one.key in whole and split_shard_name(one.name)[1] is not None]
     if len({one.leader for one in pieces}) > 1:
         own = [one for one in pieces if one.leader == leader]
     else:
@@ -146,7 +147,7 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
     )
     if needs_joining(hook, scheme, kept, leader):
         saved = of_one_group(saved, known.saved_shapes, whole)
-    here = set(map(whole_name, known.shapes))
+    here = set(map(parameter_name, known.shapes))
     names: dict[str, set[str]] = {}
     for part in parts_of_group(saved.parts, leader).values():
         for key in part.memory.keys() - whole:
@@ -155,7 +156,7 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
     foreign = {
         key
         for key, theirs in names.items()
-        if not known.takes(theirs) and set(map(whole_name, theirs)) <= here
+        if not known.takes(theirs) and set(map(parameter_name, theirs)) <= here
     }
     if foreign:
         _tell(hook, sorted(foreign))
@@ -171,7 +172,7 @@ def _tell(hook: Running, foreign: list[str]) -> None:
             f"other pieces of the parameters: that begins anew. Residuals, momenta and all else "
             f"that is shaped as the parameters is carried over",
             RuntimeWarning,
-            stacklevel=user_line(),
+            stacklevel=user_stacklevel(),
         )
 
 
@@ -215,7 +216,7 @@ def gather_states(
     if state is None:
         raise RegistrationError(f"{call}: {fault}")
     # After the handshake all ranks have the same ``to``, so all raise.
-    need_receiver(call, to, group)
+    check_receiver(call, to, group)
     (field,) = (key for key in state if key not in common)
     part = state[field]
     tensors = [
@@ -247,7 +248,7 @@ def gather_states(
     return whole if to in (None, group.rank()) else {}
 
 
-def need_receiver(call: str, to: int | None, group: dist.ProcessGroup) -> None:
+def check_receiver(call: str, to: int | None, group: dist.ProcessGroup) -> None:
     """Raises ValueError unless ``to`` is a rank of ``group``, or None."""
     if to is not None and not (type(to) is int and 0 <= to < group.size()):
         raise ValueError(
@@ -375,7 +376,7 @@ def _gathered(
             with suppress(MismatchError, RegistrationError):
                 gather_states(call, None, str(error), group, to)
         raise
-    need_receiver(call, to, group)
+    check_receiver(call, to, group)
     if not node:
         return {}
     whole = _of_a_node(hook, node, dist.get_process_group_ranks(shards)[0])
@@ -404,7 +405,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
 def _own_state(hook: Running) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
-    buckets = hook.continuation.saved(hook.binding.core_telling(hook))
+    buckets = hook.continuation.saved(hook.binding.notifying_core(hook))
     # A pending flush shows in the memory. The saved scheme has to be equal on all ranks, and to
     # the scheme that the next run registers.
     scheme = without_flush(hook.scheme)
@@ -453,7 +454,7 @@ def _saved_memory(hook: Running) -> MemoryDict:
     values = _declared(hook, hook.scheme, hook.step, _initial)
     for key, name, tensor in hook.engine.memory.items():
         values.setdefault(key, {})[name] = tensor.detach().clone()
-    return as_saved(hook, hook.scheme, values)
+    return to_checkpoint_layout(hook, hook.scheme, values)
 
 
 def _declared(hook: Running, scheme: Scheme, step: int, make: MakeInitial) -> MemoryDict:
@@ -537,7 +538,7 @@ def prepare(
     # Check the memory of all ranks that this one reads, and select its share.
     def check(memory: MemoryDict) -> None:
         # Shapes are compared in memory order, as parameters lie in buckets.
-        memory = as_kept(hook, scheme, memory)
+        memory = to_bucket_layout(hook, scheme, memory)
         keeper = scheme if keeps_residual(scheme) else FlushResidual(scheme)
         shapes = hook.parameters.shapes
         check_memory(memory, keeper, shapes, declared, same_settings=same_settings)
@@ -553,7 +554,7 @@ def prepare(
     memory = {
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
     }
-    memory = as_kept(hook, scheme, memory)
+    memory = to_bucket_layout(hook, scheme, memory)
     # Also on a rank that has nothing to flush, so that all ranks run the same scheme.
     if RESIDUAL in memory and not keeps_residual(scheme):
         scheme = FlushResidual(scheme)

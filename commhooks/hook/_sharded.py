@@ -8,15 +8,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint._placement import Cut
+from commhooks.checkpoint._placement import ShardSpec
 from commhooks.core._layout import Layout
 from commhooks.core._names import (
     is_padding,
     padding_name,
+    parameter_name,
     piece_name,
-    piece_of,
     plain_name,
-    whole_name,
+    split_shard_name,
 )
 from commhooks.core._scheme import Scheme, walk
 from commhooks.core._slot import Slot
@@ -28,7 +28,7 @@ __all__ = [
     "OwnShards",
     "ShardedParameter",
     "ShardedParameters",
-    "need_shards",
+    "check_returns_shards",
 ]
 
 
@@ -49,7 +49,7 @@ class ShardedParameter(NamedTuple):
     dtype: torch.dtype
     dim: int
     trained: bool
-    cut: Cut = Cut()
+    cut: ShardSpec = ShardSpec()
 
 
 class ShardedParameters(Parameters):
@@ -117,7 +117,7 @@ class ShardedParameters(Parameters):
     def takes(self, names: Collection[str]) -> bool:
         ranks: dict[str, set[int]] = {}
         for name in names:
-            parameter, rank = piece_of(name)
+            parameter, rank = split_shard_name(name)
             if self._world_size == 1 and rank is None:
                 rank = 0
             if rank is None or parameter not in self._sharded:
@@ -131,10 +131,10 @@ class ShardedParameters(Parameters):
         return {
             name: value
             for name, value in values.items()
-            if name in self._by_name or whole_name(name) not in self._sharded
+            if name in self._by_name or parameter_name(name) not in self._sharded
         }
 
-    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_checkpoint_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         saved = {}
         for name, parameter in self._sharded.items():
             if self._name(name, 0) not in values:
@@ -150,7 +150,7 @@ class ShardedParameters(Parameters):
                 saved[padding_name(name)] = rest.contiguous()
         return saved
 
-    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         kept = {}
         for name, value in values.items():
             if is_padding(name):
@@ -204,7 +204,7 @@ class OwnShards(ShardedParameters):
     def _ranks(self) -> Iterable[int]:
         return (self._rank,)
 
-    def as_saved(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_checkpoint_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(values)
 
 
@@ -235,8 +235,8 @@ class FlatParameters(Parameters):
     def __len__(self) -> int:
         return len(self._trained)
 
-    def as_kept(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = super().as_kept(values)
+    def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        kept = super().to_bucket_layout(values)
         for piece in self._trained:
             if is_padding(piece.name):
                 saved = values.get(piece.name)
@@ -249,7 +249,7 @@ class FlatParameters(Parameters):
 # ---- schemes
 
 
-def need_shards(scheme: Scheme, host: str, call: str = "register") -> None:
+def check_returns_shards(scheme: Scheme, host: str, call: str = "register") -> None:
     """Raises RegistrationError unless a scheme can return one shard of the mean alone.
 
     Args:

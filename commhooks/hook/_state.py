@@ -20,15 +20,15 @@ from commhooks.errors import RegistrationError
 from commhooks.hook import _group_change as group_change
 from commhooks.hook import _pickling as pickling
 from commhooks.hook import _saving as saving
-from commhooks.hook._binding import need_group
+from commhooks.hook._binding import check_process_group
 from commhooks.hook._group_change import GroupChange
 from commhooks.hook._handshake import MEETING, handshake
 from commhooks.hook._parameters import names_of, shared_buffers
 from commhooks.hook._running import Running
-from commhooks.hook._sharded import need_shards
-from commhooks.verify._equal import need_equal, state_of
+from commhooks.hook._sharded import check_returns_shards
+from commhooks.verify._equal import check_equal, state_of
 from commhooks.wrappers._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
-from commhooks.wrappers._make import brief, describe, make
+from commhooks.wrappers._make import describe, make, short_repr
 from commhooks.wrappers._per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -84,7 +84,7 @@ class HookState(Running):
         history: int = 100_000,
         **options: Any,
     ) -> None:
-        need_group(process_group)
+        check_process_group(process_group)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = fitting("HookState", "history", history, int)
@@ -120,7 +120,7 @@ class HookState(Running):
             raise RegistrationError("HookState.switch: the hook was closed; register another")
         built = make(scheme, **options)
         if self.shards_for:
-            need_shards(built, self.shards_for, "HookState.switch")
+            check_returns_shards(built, self.shards_for, "HookState.switch")
         if self.runner.under_way:
             raise RegistrationError(
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
@@ -215,7 +215,7 @@ class HookState(Running):
         if optimizer is not None:
             told |= state_of(optimizer, names_of(model))
         with self.binding.on_device():
-            need_equal(call, told, partial(handshake, call, {}, self.binding.group(), MEETING))
+            check_equal(call, told, partial(handshake, call, {}, self.binding.group(), MEETING))
 
     # ---- other ranks
 
@@ -260,8 +260,8 @@ class HookState(Running):
                 "HookState.change_group(group): takes the process group of the ranks from now on, "
                 "got None; torch.distributed.group.WORLD is the default group"
             )
-        need_group(group)
-        core = self.binding.moves_itself(group)
+        check_process_group(group)
+        core = self.binding.core_model_to_move(group)
         if core is not None:
             core.change_group(group)  # which calls this method again
             return self._changes[-1]
@@ -298,7 +298,7 @@ class HookState(Running):
 
     def summary(self, steps: int = 100) -> str:
         """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
-        name = brief(without_flush(self.scheme))
+        name = short_repr(without_flush(self.scheme))
         world_size = max(self.engine.world_size, 1)
         return self.ledger.summary(
             *(name, world_size, steps), since=self._since, dense=self.compared_with
@@ -389,7 +389,7 @@ class HookState(Running):
     def __repr__(self) -> str:
         # A state that was made only to be looked at need not be registered: no warning at the end.
         self.attendance.excused = True
-        return f"HookState({brief(self.scheme)}, step={self.step})"
+        return f"HookState({short_repr(self.scheme)}, step={self.step})"
 
     def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
         """Returns copies of the tensors, numbers and strings that a later run continues from.

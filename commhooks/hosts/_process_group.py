@@ -24,7 +24,7 @@ from commhooks.core._dense import Dense
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.core._settings import check_seed, fitting
 from commhooks.errors import RegistrationError
-from commhooks.hook._binding import need_group
+from commhooks.hook._binding import check_process_group
 from commhooks.hook._handshake import MEETING, handshake
 from commhooks.wrappers._make import describe, make
 from ddp_core import group_timeout, made_in_time
@@ -78,7 +78,7 @@ def process_group(
         >>> group = commhooks.process_group("int8")
         >>> model = DistributedDataParallel(module, process_group=group)
     """
-    need_group(group)
+    check_process_group(group)
     inside = group or dist.group.WORLD
     if inside is None:
         raise RegistrationError(
@@ -90,7 +90,7 @@ def process_group(
             f"torch.distributed that runs no scheme (init_process_group or new_group)"
         )
     built = make(scheme, **options)
-    _need_no_memory("process_group", built)
+    _check_no_memory("process_group", built)
     least, seed = fitting("process_group", "least", least, int), check_seed(seed)
     facts = {"scheme and options": describe(built), "least": least, "seed": seed}
     handshake("commhooks.process_group", facts, inside, MEETING)
@@ -131,7 +131,7 @@ def _create(_: Any, given: Any) -> SchemeGroup:
     return made
 
 
-def _need_no_memory(call: str, scheme: Scheme) -> None:
+def _check_no_memory(call: str, scheme: Scheme) -> None:
     """Raises RegistrationError if a scheme keeps memory by name, since a group knows no names."""
     if slots_of(scheme):
         raise RegistrationError(
@@ -147,7 +147,7 @@ class _UnnamedCalls(Collectives):
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next call on, which keeps no memory."""
         built = make(scheme, **options)
-        _need_no_memory("process_group(...).hook.switch", built)
+        _check_no_memory("process_group(...).hook.switch", built)
         super().switch(built)
 
 

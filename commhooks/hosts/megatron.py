@@ -13,7 +13,7 @@ from commhooks._torch import coalesced_calls
 from commhooks.collectives._functions import reduce_scatter
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
-from commhooks.hook._attachment import Attendance
+from commhooks.hook._attachment import CallMonitor
 from commhooks.wrappers._make import describe, make
 
 __all__ = ["ReduceScatter"]
@@ -55,7 +55,7 @@ class ReduceScatter:
                 f"{why if memory else 'averages whole buckets, not shards of them'}; int8, fp8, "
                 f"eden, fp16 and bf16 do neither, nor does int4 with error_feedback=False"
             )
-        self._attendance = Attendance()
+        self._attendance = CallMonitor()
         what = f"commhooks.hosts.megatron.ReduceScatter({describe(self._scheme)})"
         self._attendance.report_at_the_end_of(self, what, _ADVICE)
 

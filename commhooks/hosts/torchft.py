@@ -66,12 +66,12 @@ class _Follower:
     """Takes the hook along to the manager's group before a step's first bucket.
 
     Attributes:
-        stands_for: the hook that it calls.
+        hook_state: the hook that it calls.
     """
 
     def __init__(self, manager: Any, hook: HookState) -> None:
         self._manager, self._hook = manager, hook
-        self.stands_for = hook
+        self.hook_state = hook
         self._group: Any = None
 
     def start(self, bucket: Any) -> Future[Tensor]:
@@ -87,7 +87,7 @@ class _Follower:
                 return mean.then(lambda future: self._outcome(future, buffer, share))
         except Exception as error:
             manager.report_error(error)
-        self._hook.step_abandoned()  # the manager commits no step with an error
+        self._hook.step_aborted()  # the manager commits no step with an error
         return completed(buffer)
 
     def _follow(self) -> None:

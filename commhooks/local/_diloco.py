@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import comm_hooks
 from commhooks.checkpoint._form import MAX_STEP, digest, tensor_error, whole_number
-from commhooks.checkpoint._placement import need_placement, stored_placement
+from commhooks.checkpoint._placement import check_placement, stored_placement
 from commhooks.core._scheme import Scheme
 from commhooks.core._settings import fitting
 from commhooks.errors import CheckpointError
@@ -149,7 +149,7 @@ def check_state(
             "damaged. Load an older checkpoint"
         )
     placement = state.get("placement", [] if version == VERSION else None)
-    need_placement("DiLoCo.load_state_dict", placement, known.placement, known.find)
+    check_placement("DiLoCo.load_state_dict", placement, known.placement, known.find)
     return state
 
 
@@ -320,7 +320,7 @@ class DiLoCo:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        _need_local(model)
+        _check_local(model)
         settings = checked(
             every=every,
             fragments=fragments,
@@ -333,7 +333,7 @@ class DiLoCo:
         self.steps = self.outer_steps = 0
         self._settings = settings
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
-        _need_average(self.hook.scheme)
+        _check_averages(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
         self.hook.attendance.dismiss()
         self.hook.stays = STAYS
@@ -357,7 +357,7 @@ class DiLoCo:
             number = self.steps // apart % len(self._fragments)
             # Fragments of several dtypes are buckets of one step of the hook: all start before the
             # first is waited for (docs/design/steps.md).
-            _need_average(self.hook.scheme)  # again: ``hook.switch`` takes any scheme
+            _check_averages(self.hook.scheme)  # again: ``hook.switch`` takes any scheme
             for fragment in self._fragments[number]:
                 fragment.measure()
                 self._pending.append(Pending(fragment, self.hook.start(fragment), self.delay))
@@ -492,7 +492,7 @@ def _is_finite(mean: Tensor) -> bool:
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
-def _need_average(scheme: Scheme) -> None:
+def _check_averages(scheme: Scheme) -> None:
     """Raises unless a scheme gives every rank the same average: outer parameters stay equal."""
     if scheme.traits.returns == "mean" and scheme.traits.agrees:
         return
@@ -503,7 +503,7 @@ def _need_average(scheme: Scheme) -> None:
     )
 
 
-def _need_local(model: object) -> None:
+def _check_local(model: object) -> None:
     """Raises if ``model`` averages gradients; a hook of another library is not known."""
     if not isinstance(model, nn.Module):
         raise TypeError(

@@ -88,7 +88,7 @@ class Simulation:
         for mean in means:
             # A hook does the same: the first step of a resumed run exchanges the buckets of the run
             # that was saved, whatever buckets it has.
-            most = self.engines[0].traits.most_entries
+            most = self.engines[0].traits.max_bucket_numel
             coalescer, pieces = Coalescer(most), mean.split([layout.numel for layout in layouts])
             for index, (piece, layout) in enumerate(zip(pieces, layouts, strict=True)):
                 coalescer.hold(index, piece, partial(_same, layout))

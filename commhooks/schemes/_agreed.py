@@ -30,7 +30,7 @@ class Agreed(Scheme):
 
     ratio: float = 0.01
 
-    traits = Traits(error=Biased(), most_entries=INT32_PLACES, keeps_zeros=True)
+    traits = Traits(error=Biased(), max_bucket_numel=INT32_PLACES, keeps_zeros=True)
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)

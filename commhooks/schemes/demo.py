@@ -55,7 +55,7 @@ class DeMo(Scheme):
     sign: bool = True
 
     # Tiles of small matrices are padded, so that their places are more than entries.
-    traits = Traits(returns="update", most_entries=INT32_PLACES // 2)
+    traits = Traits(returns="update", max_bucket_numel=INT32_PLACES // 2)
     keeps = (_MOMENTUM,)
 
     def __post_init__(self) -> None:

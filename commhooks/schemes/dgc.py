@@ -86,7 +86,7 @@ class DGC(Scheme):
     warmup_steps: int = 0
     sampled: bool = True
 
-    traits = Traits(returns="update", most_entries=INT32_PLACES)
+    traits = Traits(returns="update", max_bucket_numel=INT32_PLACES)
     keeps = (_MOMENTUM, _UNSENT)
 
     def __post_init__(self) -> None:

@@ -72,12 +72,12 @@ class Hierarchical(Scheme):
     @property
     def traits(self) -> Traits:
         inside, between = self.inside.error, self.between.error
-        most = min(codec.traits.most_entries for codec in (self.inside, self.between))
+        most = min(codec.traits.max_bucket_numel for codec in (self.inside, self.between))
         codecs = (self.inside.traits, self.between.traits)
         return Traits(
             rounds=4,
             error=composed(inside, between, between),
-            most_entries=most,
+            max_bucket_numel=most,
             per_parameter=all(codec.per_parameter for codec in codecs),
             keeps_zeros=all(codec.keeps_zeros for codec in codecs),
         )

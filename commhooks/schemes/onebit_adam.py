@@ -12,7 +12,7 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits
 from commhooks.schemes.quantized import Blockwise
-from commhooks.wrappers._base import need_own_keys
+from commhooks.wrappers._base import check_own_keys
 from commhooks.wrappers._feedback import ErrorFeedback
 from ddp_core import AllReduce
 
@@ -66,7 +66,7 @@ class OneBitMomentum(Scheme):
                 f"OneBitMomentum(compressed={type(self._inner).__name__}(...)): momenta are "
                 f"averaged, and that scheme gives something else"
             )
-        need_own_keys(self)
+        check_own_keys(self)
 
     @property
     def _inner(self) -> Scheme:
@@ -79,8 +79,8 @@ class OneBitMomentum(Scheme):
         return Traits(
             rounds=max(1, inner.rounds),
             returns="update",
-            starts_dense="freeze_step",
-            most_entries=inner.most_entries,
+            dense_warmup="freeze_step",
+            max_bucket_numel=inner.max_bucket_numel,
         )
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:

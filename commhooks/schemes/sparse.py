@@ -51,7 +51,7 @@ class TopK(PackedCodec):
 
     @property
     def traits(self) -> Traits:
-        return super().traits._replace(most_entries=INT32_PLACES)
+        return super().traits._replace(max_bucket_numel=INT32_PLACES)
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)

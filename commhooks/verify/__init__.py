@@ -9,6 +9,6 @@
 # _equal         values that have to be equal on all ranks
 
 from commhooks.verify._judge import Finding, Verified
-from commhooks.verify._verification import Verification, need_verifiable, verification_of
+from commhooks.verify._verification import Verification, check_verifiable, verification_of
 
-__all__ = ["Finding", "Verification", "Verified", "need_verifiable", "verification_of"]
+__all__ = ["Finding", "Verification", "Verified", "check_verifiable", "verification_of"]

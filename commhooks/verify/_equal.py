@@ -20,11 +20,11 @@ from commhooks.errors import RegistrationError, VerificationError
 from ddp_core.exchange._errors import ranks_in_words
 
 __all__ = [
+    "check_equal",
     "hashes",
     "hashes_of",
     "keeps_equal",
     "local_part",
-    "need_equal",
     "odd_ones",
     "others_in_words",
     "state_of",
@@ -163,7 +163,7 @@ def others_in_words(which: Sequence[int], count: int) -> str:
 # ---- once, on request
 
 
-def need_equal(
+def check_equal(
     call: str, told: Mapping[str, Any], gather: Callable[..., list[dict[str, str]]]
 ) -> None:
     """Raises on every rank if ranks have other values; all ranks call it.

@@ -16,7 +16,7 @@ from commhooks.verify._equal import odd_ones, others_in_words
 from commhooks.verify._measure import ROWS, Measurement, ShardMeasurement
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
-from commhooks.wrappers._make import brief
+from commhooks.wrappers._make import short_repr
 from commhooks.wrappers._schedules import running_at
 from ddp_core.exchange._errors import ranks_in_words
 
@@ -102,7 +102,7 @@ class Law(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _name_of(scheme: Scheme) -> str:
-    return brief(without_flush(scheme))
+    return short_repr(without_flush(scheme))
 
 
 def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:

@@ -11,7 +11,7 @@ from torch import Tensor
 from commhooks._torch import foreach_norms
 from commhooks.core._layout import Layout, Span
 from commhooks.core._memory import Memory, staged_in
-from commhooks.core._names import is_padding, whole_name
+from commhooks.core._names import is_padding, parameter_name
 from commhooks.core._scheme import Scheme
 from commhooks.kernels import squared_norms
 from commhooks.verify._equal import hashes
@@ -245,11 +245,11 @@ class ShardMeasurement(Measurement):
         super().__init__(bucket, layout, gradient, scheme, step)
         self.shards, self._rank = shards, rank
         # Rows are of whole parameters: of all pieces, there would be ranks times as many.
-        names = [whole_name(name) for name in layout.names if not is_padding(name)]
+        names = [parameter_name(name) for name in layout.names if not is_padding(name)]
         self.names = [*dict.fromkeys(names)]
         numbers = {name: number for number, name in enumerate(self.names)}
         self._owners = {
-            piece: numbers[whole_name(name)]
+            piece: numbers[parameter_name(name)]
             for piece, name in enumerate(layout.names)
             if not is_padding(name)
         }
@@ -338,4 +338,4 @@ class ShardMeasurement(Measurement):
         first, size = self.layout.offsets[number], self.layout.sizes[number]
         spans = enumerate(self.shards)
         ranks = [rank for rank, (a, b) in spans if a < first + size and first < b]
-        return whole_name(self.layout.names[number]), ranks
+        return parameter_name(self.layout.names[number]), ranks

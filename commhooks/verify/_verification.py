@@ -36,7 +36,7 @@ from ddp_core import AllReduce, LaneGroup, borrow, host_backend, is_gloo, needs
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Verification", "need_verifiable", "verification_of"]
+__all__ = ["Verification", "check_verifiable", "verification_of"]
 
 Action = Literal["warn", "raise"]
 _Warned = tuple[str, str, tuple[int, ...]]  # kind, parameter, ranks
@@ -195,7 +195,7 @@ class Verification:
             wrong, self._unraised = self._unraised, []
             if raises:
                 # All ranks beside this one come here in the same step, and raise as well.
-                _need_right(wrong, self._beside if untold else ())
+                _raise_findings(wrong, self._beside if untold else ())
 
     def close(self) -> None:
         """Warns of what was found, and gives back the process group.
@@ -212,7 +212,7 @@ class Verification:
             _warn_of(self._unraised, self._group.rank(), "warn", self._warned)
         if self._lent is not None:
             works = [work for one in self._pending for work in one.works]
-            self._lent.give_up(works) if works else self._lent.give_back()  # waits for no peer
+            self._lent.give_up(works) if works else self._lent.release_group()  # waits for no peer
         self._pending.clear()
         self._group = self._lent = None
 
@@ -300,7 +300,7 @@ def verification_of(verify: object, history: int) -> Verification | None:
     return verify
 
 
-def need_verifiable(device: torch.device) -> None:
+def check_verifiable(device: torch.device) -> None:
     """Raises while a CUDA graph is captured: replays would not compare what they compute."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RegistrationError(
@@ -350,7 +350,9 @@ class _VerifiedStep:
         if law.averages and self._sketches.numel():
             requests.append(AllReduce(self._sketches))
         if lent is not None:
-            lent.issued += len(requests)  # before: what fails to be issued leaves the group spoiled
+            lent.issued += len(
+                requests
+            )  # before: what fails to be issued leaves the group unusable
         self.works: list[Any] = [request.issue(group) for request in requests]
 
     def ready(self) -> bool:
@@ -409,7 +411,7 @@ def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
         work.wait()
     except Exception as error:
         if lent is not None:
-            lent.spoiled = True
+            lent.unusable = True
         raise CollectiveError(
             f"the verification of step {step} failed: {error}. A peer died, a link broke, or "
             f"the ranks do not run the same code",
@@ -486,7 +488,7 @@ def _count_of(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _need_right(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup]) -> None:
+def _raise_findings(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup]) -> None:
     """Raises VerificationError if something was found here, or by ranks beside this one.
 
     Args:

@@ -11,10 +11,10 @@ from commhooks.core._bucket import Bucket, SchemeExchange
 from commhooks.core._scheme import Scheme, children, walk
 from commhooks.core._traits import Traits, worst
 
-__all__ = ["Choice", "Coalesced", "Wrapper", "need_own_keys", "need_scheme"]
+__all__ = ["Choice", "Coalesced", "Wrapper", "check_is_scheme", "check_own_keys"]
 
 
-def need_scheme(owner: object, scheme: object) -> None:
+def check_is_scheme(owner: object, scheme: object) -> None:
     """Raises unless ``scheme`` is a scheme; ``owner`` is the wrapper that is made."""
     if not isinstance(scheme, Scheme):
         name = type(owner).__name__
@@ -24,7 +24,7 @@ def need_scheme(owner: object, scheme: object) -> None:
         )
 
 
-def need_own_keys(owner: Scheme) -> None:
+def check_own_keys(owner: Scheme) -> None:
     """Raises if a scheme inside keeps its memory under the same keys as ``owner``.
 
     Both run in the same step, and each would overwrite the values of the other.
@@ -47,8 +47,8 @@ class Wrapper(Scheme):
     scheme: Scheme
 
     def __post_init__(self) -> None:
-        need_scheme(self, self.scheme)
-        need_own_keys(self)
+        check_is_scheme(self, self.scheme)
+        check_own_keys(self)
 
     @property
     def traits(self) -> Traits:

@@ -39,7 +39,7 @@ RESIDUAL = "residual"
 RESIDUAL_SLOT = Slot(RESIDUAL, resize="sum")
 
 
-def need_average(owner: Wrapper, scheme: Scheme) -> None:
+def check_averages(owner: Wrapper, scheme: Scheme) -> None:
     """Raises unless a scheme returns the average of gradients and keeps no residual itself.
 
     Feedback inside adds its residual to what it sends; feedback around it would take that for an
@@ -61,7 +61,7 @@ def need_average(owner: Wrapper, scheme: Scheme) -> None:
             )
 
 
-def need_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
+def check_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
     """Raises if the variance of an unbiased scheme makes the residual grow without bound.
 
     A residual e of noise of relative variance w is w |g + e|^2 on average: it converges for w < 1.
@@ -95,9 +95,9 @@ class Feedback(Wrapper):
         return self.scheme.traits._replace(error=Exact())
 
     def __post_init__(self) -> None:
-        need_average(self, self.scheme)
+        check_averages(self, self.scheme)
         super().__post_init__()
-        need_contraction(self, self.scheme, self.most_variance)
+        check_contraction(self, self.scheme, self.most_variance)
 
     @property
     def most_variance(self) -> float:

@@ -10,14 +10,14 @@ import torch
 
 from commhooks.core._registry import build, scheme_names
 from commhooks.core._scheme import Scheme, check_declarations, walk
-from commhooks.core._settings import fitting, need_dataclass
+from commhooks.core._settings import check_dataclass, fitting
 from commhooks.errors import OptionError
 from commhooks.wrappers._base import Coalesced
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import ErrorFeedback, Scaled
 from commhooks.wrappers._schedules import DelayedStart
 
-__all__ = ["brief", "describe", "make"]
+__all__ = ["describe", "make", "short_repr"]
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
@@ -76,7 +76,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         )
     for inside in walk(built):
         kind: Any = type(inside)
-        need_dataclass(kind)
+        check_dataclass(kind)
         check_declarations(inside)
     # From the inside out. The cast is inside feedback, which then keeps its rounding errors, too;
     # feedback is inside the delayed start, which sends dense gradients that need none.
@@ -113,15 +113,15 @@ def describe(scheme: Scheme) -> str:
     return repr(scheme)
 
 
-def brief(scheme: Scheme) -> str:
+def short_repr(scheme: Scheme) -> str:
     """Returns a registered name, or the class with the settings that are not the default.
 
     ``describe`` has all settings.
 
     Example:
-        >>> brief(make("int8"))
+        >>> short_repr(make("int8"))
         'int8'
-        >>> brief(make("powersgd", rank=4, start_step=100))
+        >>> short_repr(make("powersgd", rank=4, start_step=100))
         'DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=100)'
     """
     # Of two names for one scheme, that of ``switch("none")`` and of all pages.
@@ -146,7 +146,7 @@ def _shown(value: object) -> str:
         if field.default_factory is not MISSING:
             default = field.default_factory()
         if isinstance(setting, Scheme) and default is MISSING:
-            parts.append(brief(setting))
+            parts.append(short_repr(setting))
         elif setting != default:
             parts.append(f"{field.name}={_shown(setting)}")
     return f"{type(value).__name__}({', '.join(parts)})"

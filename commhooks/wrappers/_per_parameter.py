@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from commhooks.core._bucket import Bucket, SchemeExchange
-from commhooks.core._names import whole_name
+from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, walk
 from commhooks.core._settings import check_settings, shown
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits
-from commhooks.core._user_line import user_line
+from commhooks.core._user_line import user_stacklevel
 from commhooks.wrappers._base import Choice
 from commhooks.wrappers._feedback import flushing, keeps_residual
 from commhooks.wrappers._parts import Part, side_by_side, whole_of
@@ -87,7 +87,7 @@ class Rule:
 
     def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
         """Whether a parameter, or a rank's piece of it (FSDP2), meets all conditions."""
-        name = whole_name(name)
+        name = parameter_name(name)
         return (
             fnmatch.fnmatchcase(name, self.name)
             and self.min_dim <= len(shape) <= self.max_dim
@@ -197,8 +197,8 @@ def warn_of_idle_rules(
             after = [parameter for parameter in unclaimed if not rule.matches(*parameter)]
             if len(after) == len(unclaimed) and (rule.name != "*" or rule.role or rule.dtype):
                 hidden = any(rule.matches(*parameter) for parameter in facts)
-                names = list(dict.fromkeys(whole_name(name) for name, _, _ in facts))
-                warnings.warn(_idle(rule, names, hidden), stacklevel=user_line())
+                names = list(dict.fromkeys(parameter_name(name) for name, _, _ in facts))
+                warnings.warn(_idle(rule, names, hidden), stacklevel=user_stacklevel())
             unclaimed = after
 
 

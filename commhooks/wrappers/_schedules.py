@@ -13,16 +13,16 @@ from commhooks.core._scheme import Scheme, walk
 from commhooks.core._settings import fitting, shown
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits, worst
-from commhooks.wrappers._base import Choice, Coalesced, Wrapper, need_scheme
+from commhooks.wrappers._base import Choice, Coalesced, Wrapper, check_is_scheme
 from commhooks.wrappers._feedback import FlushResidual, flushing, keeps_residual, take_residual
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule", "running_at"]
 
 
-def need_no_start(owner: Scheme, scheme: Scheme) -> None:
+def check_no_start(owner: Scheme, scheme: Scheme) -> None:
     """Raises if a scheme inside counts its dense first steps itself, since it learns from them."""
     for inside in walk(scheme):
-        if setting := inside.traits.starts_dense:
+        if setting := inside.traits.dense_warmup:
             raise ValueError(
                 f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} is "
                 f"dense in its first steps itself, and needs them; set its {setting}"
@@ -49,7 +49,7 @@ class DelayedStart(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        need_no_start(self, self.scheme)
+        check_no_start(self, self.scheme)
         if self.start_step < 0:
             raise ValueError(
                 f"DelayedStart(start_step=...) is a number of steps, 0 or more, "
@@ -153,9 +153,9 @@ class Schedule(Choice):
                 f"ascending order, got steps {steps}"
             )
         for step, scheme in parts:
-            need_scheme(self, scheme)
+            check_is_scheme(self, scheme)
             if step:  # the first part runs from step 0, and so gets its dense steps
-                need_no_start(self, scheme)
+                check_no_start(self, scheme)
 
     @property
     def schemes(self) -> list[Scheme]:

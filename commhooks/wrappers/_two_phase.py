@@ -50,7 +50,7 @@ class TwoPhase(PackedCodec):
     def traits(self) -> Traits:
         inside = self.codec.traits
         return super().traits._replace(
-            returns=inside.returns, agrees=inside.agrees, most_entries=inside.most_entries
+            returns=inside.returns, agrees=inside.agrees, max_bucket_numel=inside.max_bucket_numel
         )
 
     def payload_bytes(self, n: int) -> int:

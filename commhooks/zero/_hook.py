@@ -80,14 +80,14 @@ class ZeroHook(HookState):
         whole = bucket.buffer()
         return super().start(HookBucket(number, whole, shard.layout, shard.spans, mean, then))
 
-    def step_landed(self, left_alone: Iterable[Tensor] = ()) -> None:
+    def gradients_written(self, left_alone: Iterable[Tensor] = ()) -> None:
         alone: Any = set(left_alone)
-        super().step_landed(alone)
+        super().gradients_written(alone)
         means, self._means = self._means, {}
         finite = self._owner.landed(means, alone)
         if not self.engine.keeps_memory:
             self.engine.skipped += not finite
 
-    def step_abandoned(self) -> None:
-        super().step_abandoned()
+    def step_aborted(self) -> None:
+        super().step_aborted()
         self._means = {}

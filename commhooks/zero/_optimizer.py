@@ -12,14 +12,14 @@ from commhooks._torch import comm_hooks
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook._attachment import AttachmentGuard
-from commhooks.hook._engine import shared_and_rounded
+from commhooks.hook._engine import replicated_parameters
 from commhooks.hook._handshake import MEETING
 from commhooks.hook._hook_function import comm_hook
 from commhooks.hook._parameters import Parameters, find_ddp
-from commhooks.hook._sharded import need_shards
+from commhooks.hook._sharded import check_returns_shards
 from commhooks.zero import _saving as saving
 from commhooks.zero._hook import ZeroHook
-from commhooks.zero._shard import InShards
+from commhooks.zero._shard import ShardedGrad
 from commhooks.zero._shards import Gather, Shards
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core.exchange._errors import listed
@@ -27,19 +27,19 @@ from ddp_core.exchange._errors import listed
 __all__ = [
     "Group",
     "ZeroOptimizer",
+    "check_elementwise",
+    "check_equal_values",
+    "check_known_use",
+    "check_model",
+    "check_none_accumulated",
     "groups_of",
-    "need_elementwise",
-    "need_equal_values",
-    "need_known_use",
-    "need_model",
-    "need_none_accumulated",
 ]
 
 
 Group = tuple[dict[str, Any], list[nn.Parameter]]  # settings, and whose they are
 
 
-def need_model(model: nn.Module) -> CoreDDP:
+def check_model(model: nn.Module) -> CoreDDP:
     """Returns the DistributedDataParallel that a ``ZeroOptimizer`` may serve.
 
     Raises:
@@ -78,7 +78,7 @@ def need_model(model: nn.Module) -> CoreDDP:
     return ddp
 
 
-def need_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
+def check_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
     """Raises unless ranks of tensor parallelism gather equal values of uncut parameters.
 
     Args:
@@ -88,7 +88,7 @@ def need_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
         RegistrationError: the codec would round them together with pieces of cut parameters, which
             differ between these ranks.
     """
-    shared = frozenset() if codec is None else shared_and_rounded(codec, parameters)
+    shared = frozenset() if codec is None else replicated_parameters(codec, parameters)
     if shared:
         raise RegistrationError(
             f"ZeroOptimizer(gather=...): {codec} rounds {listed(sorted(shared))} together "
@@ -98,7 +98,7 @@ def need_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
         )
 
 
-def need_known_use(ddp: CoreDDP) -> None:
+def check_known_use(ddp: CoreDDP) -> None:
     """Raises unless all that a step in backward needs is known there.
 
     Raises:
@@ -113,7 +113,7 @@ def need_known_use(ddp: CoreDDP) -> None:
         )
 
 
-def need_none_accumulated(ddp: CoreDDP) -> None:
+def check_none_accumulated(ddp: CoreDDP) -> None:
     """Raises if there are gradients of this rank alone, by which nothing may be stepped.
 
     Raises:
@@ -124,7 +124,7 @@ def need_none_accumulated(ddp: CoreDDP) -> None:
         return
     ddp.reducer.check_finished()  # names parameters that got no gradient, frozen ones, say
     for one in ddp.reducer.parameters:
-        if one.parameter.grad is not None and type(one.parameter.grad) is not InShards:
+        if one.parameter.grad is not None and type(one.parameter.grad) is not ShardedGrad:
             raise RegistrationError(
                 f"ZeroOptimizer.step: the gradient of {one.name} was not averaged: the last "
                 f"backward pass was within no_sync() or hold(), or its forward pass did not go "
@@ -164,7 +164,7 @@ def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
     return groups
 
 
-def need_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.device) -> None:
+def check_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.device) -> None:
     """Raises unless an optimizer steps two parts of a matrix as it steps the matrix.
 
     Args:
@@ -280,13 +280,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
         history: int = 100_000,
         **settings: Any,
     ) -> None:
-        ddp: Any = need_model(model)  # also of torch's class, for those who ask
+        ddp: Any = check_model(model)  # also of torch's class, for those who ask
         self._groups = groups_of(ddp, params)
-        need_elementwise(optimizer, {**settings, **self._groups[0][0]}, ddp.reducer.device)
+        check_elementwise(optimizer, {**settings, **self._groups[0][0]}, ddp.reducer.device)
         sends = Gather(gather)
         self.hook = ZeroHook(scheme, ddp, seed=seed, history=history)
-        need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
-        need_equal_values(sends.codec, self.hook.parameters)
+        check_returns_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
+        check_equal_values(sends.codec, self.hook.parameters)
         self._model = ddp
         names = self.hook.binding.names
         facts: dict[str, Any] = {
@@ -296,7 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             "in_backward": in_backward,
         }
         if in_backward:
-            need_known_use(ddp)
+            check_known_use(ddp)
             self.hook._further_rounds = 1  # the gather
         self.hook.agree("commhooks.ZeroOptimizer", facts, MEETING)
         ddp.register_comm_hook(self.hook, comm_hook)
@@ -360,7 +360,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        need_none_accumulated(self._model)
+        check_none_accumulated(self._model)
         if not self._shards.any_arrived:  # nothing trains, or something else does
             self._model._parts.known.check()
         self._shards.step()

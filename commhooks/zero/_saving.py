@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.checkpoint._placement import need_placement, stored_placement
+from commhooks.checkpoint._placement import check_placement, stored_placement
 from commhooks.errors import CheckpointError
 from commhooks.hook._parameters import Parameters
 from commhooks.hook._saving import gather_states
@@ -109,7 +109,9 @@ def gathered(
         for key, values in first["memory"].items():
             if name in values:
                 flat = torch.cat([part["memory"][key][name] for part in parts])
-                entries[key] = known.as_saved({name: flat.view(known.shapes[name])})[name]
+                entries[key] = known.to_checkpoint_layout({name: flat.view(known.shapes[name])})[
+                    name
+                ]
         end = last["about"][name]["end"]
         together[name] = {**first["about"][name], "end": end, "entries": entries}
     return together
@@ -136,7 +138,7 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], known: Parameters)
             f"release reads up to {_VERSION}: update commhooks"
         )
     placement = state.get("placement", [] if state["version"] == _VERSION else None)
-    need_placement("ZeroOptimizer.load_state_dict", placement, known.placement, known.find)
+    check_placement("ZeroOptimizer.load_state_dict", placement, known.placement, known.find)
     shapes = known.shapes
     wanted, found = ([group["names"] for group in one] for one in (groups, state["groups"]))
     if wanted != found:
@@ -175,7 +177,9 @@ def load_piece(
         )
     own = slice(begin - one["begin"], end - one["begin"])
     entries = {
-        key: known.as_kept({piece.name: value})[piece.name].reshape(-1)[own].to(piece.value.device)
+        key: known.to_bucket_layout({piece.name: value})[piece.name]
+        .reshape(-1)[own]
+        .to(piece.value.device)
         for key, value in one["entries"].items()
     }
     piece.value.detach().copy_(entries.pop("exact"))

@@ -15,24 +15,24 @@ from commhooks.errors import RegistrationError
 from ddp_core._torch import version_of
 from ddp_core.exchange._errors import listed
 
-__all__ = ["BucketShard", "InShards", "Piece", "StandIns", "copied"]
+__all__ = ["BucketShard", "Piece", "ShardedGrad", "ShardedGradPlaceholders", "copied"]
 
 
 _CONVERSIONS: tuple[Any, ...] = (Tensor.to, Tensor.type, Tensor.cuda, Tensor.cpu)
 _CONVERSIONS += (Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
-class InShards(Tensor):
+class ShardedGrad(Tensor):
     """Stands in ``.grad`` of a parameter, the mean of whose gradient lies in shards.
 
     Whoever reads it, such as ``torch.nn.utils.clip_grad_norm_``, gets an error instead of the
     gradient of this rank alone. Whoever drops it drops the mean.
     """
 
-    def __new__(cls, parameter: Tensor) -> InShards:
+    def __new__(cls, parameter: Tensor) -> ShardedGrad:
         # One entry of memory for all.
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
-        made: InShards = made_subclass(cls, nothing.expand(parameter.shape))
+        made: ShardedGrad = made_subclass(cls, nothing.expand(parameter.shape))
         return made
 
     @classmethod
@@ -53,7 +53,7 @@ class InShards(Tensor):
         )
 
 
-class StandIns:
+class ShardedGradPlaceholders:
     """Puts stand-ins in ``.grad``, and away again where gradients are to come."""
 
     def __init__(self) -> None:
@@ -63,19 +63,19 @@ class StandIns:
         """Lets parameters whose mean has arrived have one."""
         for parameter in parameters:
             if parameter not in left_alone:
-                parameter.grad = InShards(parameter)
+                parameter.grad = ShardedGrad(parameter)
                 self._away.discard(parameter)
 
     def make_room(self, parameters: Iterable[nn.Parameter]) -> None:
         """Empties ``.grad`` for another backward pass, without dropping the means."""
         for parameter in parameters:
-            if type(parameter.grad) is InShards:
+            if type(parameter.grad) is ShardedGrad:
                 parameter.grad = None
                 self._away.add(parameter)
 
     def stand(self, parameter: nn.Parameter) -> bool:
         """Whether nobody has dropped the stand-in of a parameter."""
-        return type(parameter.grad) is InShards or parameter in self._away
+        return type(parameter.grad) is ShardedGrad or parameter in self._away
 
     def forget(self) -> None:
         """Begins anew: all means were dropped."""
@@ -212,7 +212,7 @@ class BucketShard:
         self._before = self.exact.clone(), kept
         self._versions = self._present_versions()
 
-    def need_unwritten(self) -> None:
+    def check_unwritten(self) -> None:
         """Raises if a parameter was written since that copy; ``.data`` leaves no sign of it."""
         rows = zip(self.layout.names, self._versions, self._present_versions(), strict=False)
         written = [name for name, before, now in rows if before != now]

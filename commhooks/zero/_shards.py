@@ -21,7 +21,7 @@ from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
 from commhooks.wrappers._make import make
 from commhooks.zero._hook import ZeroHook
-from commhooks.zero._shard import BucketShard, Piece, StandIns
+from commhooks.zero._shard import BucketShard, Piece, ShardedGradPlaceholders
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Exchange, RoundRecord, Task
 from ddp_core._torch import foreach_copy
@@ -138,7 +138,7 @@ class Shards:
     def __init__(self, hook: ZeroHook, model: CoreDDP, gather: Gather, in_backward: bool) -> None:
         self._hook, self._model, self._gather = hook, model, gather
         self.in_backward, self.finite = in_backward, True
-        self._stand_ins = StandIns()
+        self._stand_ins = ShardedGradPlaceholders()
         self.told = nn.Parameter(torch.zeros(1, device=model.reducer.device))
         self.cut()
 
@@ -269,7 +269,7 @@ class Shards:
                 "backward pass, and this step was made: call zero_grad() after it"
             )
         for shard in arrived:
-            shard.need_unwritten()
+            shard.check_unwritten()
         if arrived and not self.in_backward:
             self._model._parts.before_collectives()
         shown = [self.told, *(piece.value for piece in self.pieces())]

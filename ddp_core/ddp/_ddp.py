@@ -246,12 +246,12 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         A state is told what becomes of each synchronised step, by those of these methods that it
         has when the hook is set:
 
-        ``no_more_buckets()``: backward has ended well, so no bucket follows. A hook that holds
+        ``backward_finished()``: backward has ended well, so no bucket follows. A hook that holds
         buckets back starts their exchange now at the latest; nothing was waited for yet.
-        ``step_landed(left_alone)``: the averaged gradients are in ``.grad``, but for those of
+        ``gradients_written(left_alone)``: the averaged gradients are in ``.grad``, but for those of
         the parameters in ``left_alone``: no rank has used them, and DistributedDataParallel
         leaves their ``.grad`` as it was. What the hook sent for those has not arrived.
-        ``step_abandoned()``: the step has begun and its results will not be used: backward, the
+        ``step_aborted()``: the step has begun and its results will not be used: backward, the
         hook or an exchange raised, or parameters got no gradient. It comes before the reducer
         waits for what it has launched, so that buckets held back can be let go.
 

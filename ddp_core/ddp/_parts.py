@@ -162,7 +162,7 @@ class Parts:
             reducer = known()
             if reducer is not None:
                 reducer.drop_raised_step()
-                reducer.launcher.abandonments.agree()
+                reducer.launcher.abort_agreement.agree()
 
     def synchronise_buffers(self, *, joins: bool, awaits: bool, candidate: bool = True) -> None:
         """Makes buffers equal on all ranks.

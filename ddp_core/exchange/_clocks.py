@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOST", "UNKNOWN", "Clock", "Moment", "Timed", "clock_of", "event_after", "put"]
+__all__ = ["HOST", "UNKNOWN", "Clock", "Timed", "Timestamp", "clock_of", "event_after", "put"]
 
 # Elapsed times are float32: within seconds of the event that they count from they are exact to
 # microseconds.
 _ORIGIN_SECONDS = 1.0
 
 
-class Moment:
+class Timestamp:
     """Holds a point in the work of a device; its time is known when the device has come there."""
 
     __slots__ = ("_event", "_origin", "_seconds")
 
-    def __init__(self, event: Any, origin: Moment | None, seconds: float = math.nan) -> None:
+    def __init__(self, event: Any, origin: Timestamp | None, seconds: float = math.nan) -> None:
         self._event, self._origin, self._seconds = event, origin, seconds
 
     def seconds(self) -> float:
@@ -42,7 +42,7 @@ class Moment:
 class Clock:
     """Tells the time; this one that of the host."""
 
-    def now(self) -> float | Moment:
+    def now(self) -> float | Timestamp:
         """Returns the present moment of the current stream, or of the host."""
         return time.perf_counter()
 
@@ -57,17 +57,17 @@ class _DeviceClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device.type)
-        self._origin: Moment | None = None
+        self._origin: Timestamp | None = None
         self._origin_set = 0.0
 
-    def now(self) -> Moment:
+    def now(self) -> Timestamp:
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         host, before = time.perf_counter(), self._origin
         if before is None:
-            self._origin, self._origin_set = Moment(event, None, host), host
+            self._origin, self._origin_set = Timestamp(event, None, host), host
             return self._origin
-        moment = Moment(event, before)
+        moment = Timestamp(event, before)
         if host - self._origin_set > _ORIGIN_SECONDS:
             before.seconds()  # known by now, so that it lets go of the origin before it
             self._origin, self._origin_set = moment, host
@@ -101,7 +101,7 @@ class Timed:
     """
 
     __slots__ = ()
-    moments: dict[str, Moment]
+    moments: dict[str, Timestamp]
 
     def settle(self) -> bool:
         """Fills in the times that are known by now; whether all are."""
@@ -113,9 +113,9 @@ class Timed:
         return not self.moments
 
 
-def put(record: Timed, name: str, now: float | Moment) -> None:
+def put(record: Timed, name: str, now: float | Timestamp) -> None:
     """Sets a time of a record, which may become known later."""
-    if isinstance(now, Moment):
+    if isinstance(now, Timestamp):
         record.moments[name] = now
         now = math.nan
     setattr(record, name, now)

@@ -12,11 +12,11 @@ from torch import Tensor
 __all__ = [
     "Turns",
     "as_bytes",
-    "borrow_memory",
     "completed",
     "future_on",
     "on_device",
     "on_device_of",
+    "record_stream",
     "stream_of",
 ]
 
@@ -60,7 +60,7 @@ def completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
     return future
 
 
-def borrow_memory(tensor: Tensor) -> None:
+def record_stream(tensor: Tensor) -> None:
     """Keeps the memory of a tensor from others until the current stream has read it.
 
     An allocator hands memory that is given back to the stream that has asked for it, which does

@@ -83,7 +83,7 @@ class LaneGroup:
     Attributes:
         issued: collectives so far. Where ranks differ in it, the next ones would not match.
         answered: how many of them have ended.
-        spoiled: one of them failed.
+        unusable: one of them failed.
     """
 
     name: str
@@ -91,11 +91,11 @@ class LaneGroup:
     pool: _Pool
     issued: int = 0
     answered: int = 0
-    spoiled: bool = False
+    unusable: bool = False
 
-    def give_back(self) -> None:
+    def release_group(self) -> None:
         """Lets the next hook have it."""
-        if self.spoiled or self.issued != self.answered or self.pool.closed:
+        if self.unusable or self.issued != self.answered or self.pool.closed:
             self.pool.drop(self)
         else:
             self.pool.free[self.name] = self
@@ -106,7 +106,7 @@ class LaneGroup:
         Args:
             works: collectives that may be under way.
         """
-        self.spoiled = True
+        self.unusable = True
         ends = [_end_of(work) for work in works]
         if ends:
             self.pool.bury(self, lambda: [end.wait() for end in ends])

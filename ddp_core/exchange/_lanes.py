@@ -105,9 +105,9 @@ def _shut_down(
             thread.join(timeout=_PATIENCE)
             if thread.is_alive():  # it may yet issue something
                 for one in lent:
-                    one.spoiled = True
+                    one.unusable = True
     while lent:
-        lent.pop().give_back()
+        lent.pop().release_group()
 
 
 class Lanes:
@@ -235,7 +235,7 @@ class Lanes:
         lent = self._lanes[task.round].lent
         if lent is not None:
             lent.answered += 1
-            lent.spoiled |= error is not None
+            lent.unusable |= error is not None
         return self._go_on(task, task.advance(None if error is None else task.failed(error)))
 
     def _go_on(self, task: Task, request: Collective | None) -> _Completion | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_core.exchange._clocks import HOST, Clock, Moment, Timed, put
+from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, put
 from ddp_core.exchange._collectives import Collective, as_request
 from ddp_core.exchange._errors import CollectiveError, RoundsError
 
@@ -40,7 +40,7 @@ class RoundRecord(Timed):
     finished: float = 0.0  # decoding ended (last round only; else equal to done)
     dense_wire_bytes: float = 0.0  # what one rank would send without compression
     waited_for: bool = False  # the host of the hook did nothing else meanwhile
-    moments: dict[str, Moment] = field(default_factory=dict, repr=False)
+    moments: dict[str, Timestamp] = field(default_factory=dict, repr=False)
 
 
 @dataclass(eq=False)

@@ -16,10 +16,10 @@ from ddp_core.reducer._autograd import (
     call_after_backward,
     is_nested,
 )
-from ddp_core.reducer._buckets import HeldBucket, InstalledBuckets
-from ddp_core.reducer._in_flight import InFlight
+from ddp_core.reducer._buckets import BucketBase, InstalledBuckets
+from ddp_core.reducer._in_flight import StepExchange
 from ddp_core.reducer._launch import Step
-from ddp_core.reducer._misuse import GraphErrors, Unreduced
+from ddp_core.reducer._misuse import GraphErrors, LocalGradients
 from ddp_core.reducer._plan import BucketPlan
 from ddp_core.reducer._precision import Precision
 from ddp_core.reducer._timeline import StepTimes, Timeline
@@ -40,7 +40,7 @@ class Backward:
 
     def __init__(
         self,
-        flight: InFlight,
+        flight: StepExchange,
         installed: InstalledBuckets,
         *,
         plan: BucketPlan,
@@ -52,7 +52,7 @@ class Backward:
         self._parameters, self._usage = flight.parameters, flight.usage
         self._plan, self._history, self._errors = plan, history, errors
         self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
-        self.unreduced = Unreduced(flight.parameters, flight.usage, errors)
+        self.unreduced = LocalGradients(flight.parameters, flight.usage, errors)
         self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
 
     @property
@@ -206,7 +206,7 @@ class Backward:
         step.expecting = False
         if step.times is not None:
             step.times.mark("backward_ended")
-        flight.launcher.events.no_more_buckets()
+        flight.launcher.events.backward_finished()
         if self._precision is not None:
             self._precision.restore()
         flight.finish_all()
@@ -219,13 +219,13 @@ class Backward:
         unused = set(step.unused)
         arrived = [index for index in step.marked if index not in unused]
         self._plan.step_ended(arrived + step.unused)
-        self._history.step_landed(step)
+        self._history.gradients_written(step)
         step.outcomes = []  # their tensors are not needed any more, the step is kept
-        self.unreduced.step_landed(step)
+        self.unreduced.gradients_written(step)
         self._flight.launcher.step += 1
         # The state is told last, when the reducer is between two steps.
         self._flight.begin(Step())
-        self._flight.launcher.events.step_landed(step.left_alone)
+        self._flight.launcher.events.gradients_written(step.left_alone)
 
     def missing(self) -> list[int]:
         """Returns the parameters whose gradients have not come in this step."""
@@ -248,7 +248,7 @@ class History:
         same_unused: they were the same in every step.
     """
 
-    def __init__(self, buckets: Sequence[HeldBucket]) -> None:
+    def __init__(self, buckets: Sequence[BucketBase]) -> None:
         self.timeline = Timeline()
         self.on_recorded: Callable[[], None] | None = None
         self.first_sizes = [bucket.nbytes for bucket in buckets]
@@ -269,7 +269,7 @@ class History:
             times.mark("backward_began")
         return times
 
-    def step_landed(self, step: Step) -> None:
+    def gradients_written(self, step: Step) -> None:
         """Takes note of a step whose gradients were averaged."""
         if self.unused is not None and self.unused != step.unused:
             self.same_unused = False

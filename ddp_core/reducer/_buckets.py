@@ -16,8 +16,8 @@ from ddp_core.reducer._grad_bucket import GradBucket
 from ddp_core.reducer._parameters import Trained
 
 __all__ = [
+    "BucketBase",
     "FlatBucket",
-    "HeldBucket",
     "InstalledBuckets",
     "SparseBucket",
     "as_numbers",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 
-class HeldBucket(ABC):
+class BucketBase(ABC):
     """Holds a bucket of a reducer; a hook gets a :class:`ddp_core.GradBucket` of it.
 
     Args:
@@ -184,7 +184,7 @@ logger = logging.getLogger("ddp_core")
 LARGE = 1 << 14
 
 
-class FlatBucket(HeldBucket):
+class FlatBucket(BucketBase):
     """Holds gradients of several parameters in one flat tensor.
 
     Args:
@@ -366,7 +366,7 @@ def _warn_of_create_graph() -> None:
 # ---- sparse gradients
 
 
-class SparseBucket(HeldBucket):
+class SparseBucket(BucketBase):
     """Holds the gradient of an embedding; the buffer becomes the gradient.
 
     Args:
@@ -442,8 +442,8 @@ class InstalledBuckets:
     ) -> None:
         self._parameters, self._dtype, self._as_view = parameters, dtype, as_view
         self._copies_at_once = copies_at_once
-        self.list: list[HeldBucket] = []
-        self.place: dict[int, tuple[HeldBucket, FlatBucket | None]] = {}
+        self.list: list[BucketBase] = []
+        self.place: dict[int, tuple[BucketBase, FlatBucket | None]] = {}
 
     @property
     def members(self) -> list[list[int]]:
@@ -461,14 +461,14 @@ class InstalledBuckets:
             for index in one:
                 self.place[index] = bucket, self._at_once(bucket, index)
 
-    def _bucket(self, number: int, members: Sequence[int]) -> HeldBucket:
+    def _bucket(self, number: int, members: Sequence[int]) -> BucketBase:
         if self._parameters[members[0]].sparse:
             return SparseBucket(members, self._parameters, number=number)
         return FlatBucket(
             members, self._parameters, number=number, dtype=self._dtype, as_view=self._as_view
         )
 
-    def _at_once(self, bucket: HeldBucket, index: int) -> FlatBucket | None:
+    def _at_once(self, bucket: BucketBase, index: int) -> FlatBucket | None:
         if self._copies_at_once and isinstance(bucket, FlatBucket) and bucket.is_large(index):
             return bucket
         return None

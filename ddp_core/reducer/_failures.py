@@ -29,7 +29,7 @@ from ddp_core.exchange._shared_store import (
 
 __all__ = [
     "SLICE",
-    "Abandonments",
+    "AbortAgreement",
     "FailureBoard",
     "FutureNotDone",
     "Place",
@@ -64,7 +64,7 @@ class FailureBoard:
         name: distinguishes boards of one group; the same on all ranks.
 
     Attributes:
-        abandonments: steps that ranks have dropped, see :class:`Abandonments`.
+        abort_agreement: steps that ranks have dropped, see :class:`AbortAgreement`.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -72,7 +72,7 @@ class FailureBoard:
         self._name = name
         self._reported = -1  # the attempt of the last report
         self._store = shared_store(group)  # without one, failures time out instead
-        self.abandonments = Abandonments(group, self._store, name)
+        self.abort_agreement = AbortAgreement(group, self._store, name)
 
     def report(self, attempt: int, text: str) -> None:
         """Tells the other ranks; never raises. The first report of an attempt counts."""
@@ -91,7 +91,7 @@ class FailureBoard:
             return None
         text = self._store.peek(text_of(self._key(place.attempt)), _SLICE)
         if not text or text.startswith(f"rank {self._rank}:"):
-            return self.abandonments.look(place.step, place.bucket)
+            return self.abort_agreement.look(place.step, place.bucket)
         return text
 
     def check(self, place: Place) -> None:
@@ -199,7 +199,7 @@ def never_completed(purpose: str, limit: timedelta | None) -> RuntimeError:
     return RuntimeError(
         f"a step was abandoned, and the future that the hook returned {purpose} was not completed "
         f"within {limit}, the process group's timeout. A hook that holds buckets back lets them go "
-        f"in a method step_abandoned() of its state, see register_comm_hook"
+        f"in a method step_aborted() of its state, see register_comm_hook"
     )
 
 
@@ -235,7 +235,7 @@ class _Dropped(NamedTuple):
     told: bool  # by another rank, that it has failed
 
 
-class Abandonments:
+class AbortAgreement:
     """Compares, through the process group's store, the steps that ranks have dropped.
 
     Not by a collective: the ranks that did not raise are in another one. All of a rank's dropped

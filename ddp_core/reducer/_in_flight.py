@@ -11,7 +11,7 @@ from torch import nn
 
 from ddp_core.exchange._clocks import clock_of
 from ddp_core.exchange._errors import CollectiveError
-from ddp_core.reducer._buckets import HeldBucket
+from ddp_core.reducer._buckets import BucketBase
 from ddp_core.reducer._launch import Launcher, Outcome, Step, named_range
 from ddp_core.reducer._misuse import GraphErrors
 from ddp_core.reducer._optimizer import OptimizersInBackward
@@ -21,12 +21,12 @@ from ddp_core.reducer._timeline import BucketTimes
 from ddp_core.reducer._unused import Usage
 
 __all__ = [
-    "InFlight",
-    "LeftAlone",
+    "StepExchange",
+    "UnusedGradients",
 ]
 
 
-class InFlight:
+class StepExchange:
     """Launches a model's buckets in the step under way, and waits for them.
 
     Args:
@@ -45,13 +45,13 @@ class InFlight:
 
     def __init__(
         self,
-        buckets: list[HeldBucket],
+        buckets: list[BucketBase],
         parameters: Sequence[Trained],
         *,
         launcher: Launcher,
         usage: Usage,
         errors: GraphErrors,
-        left_alone: LeftAlone,
+        left_alone: UnusedGradients,
         precision: Precision | None,
     ) -> None:
         self.buckets, self.parameters = buckets, parameters
@@ -99,7 +99,7 @@ class InFlight:
         if not step.complete and not step.abandoned:
             step.abandoned = True
             begun = step.is_open or step.marked or step.outcomes
-            self.launcher.step_abandoned(len(step.outcomes) if begun else None)
+            self.launcher.step_aborted(len(step.outcomes) if begun else None)
 
     def abandon(self) -> None:
         """Drops a step whose backward pass raised; what it has launched must not write any more."""
@@ -139,7 +139,7 @@ class InFlight:
         if step.launched == len(self.buckets) and self.usage.finds:
             self.usage.used.all_reduce(self.left_alone.in_views())
 
-    def _launch(self, bucket: HeldBucket) -> Outcome:
+    def _launch(self, bucket: BucketBase) -> Outcome:
         step = self.step
         if step.needed is None or step.needed[bucket.number]:
             with named_range("collect gradients", bucket.number):
@@ -152,7 +152,7 @@ class InFlight:
             step.expecting = step.is_plain = False
             raise
 
-    def send(self, bucket: HeldBucket) -> Outcome:
+    def send(self, bucket: BucketBase) -> Outcome:
         """Starts a bucket's exchange, unless no rank needs it."""
         needed, is_last = self.step.needed, bucket is self.buckets[-1]
         if needed is not None:
@@ -204,7 +204,7 @@ class InFlight:
         """Whether parameters are low-precision copies now."""
         return self._precision is not None and self._precision.is_low
 
-    def times_of(self, bucket: HeldBucket) -> BucketTimes | None:
+    def times_of(self, bucket: BucketBase) -> BucketTimes | None:
         """Returns a bucket's record, if the step is recorded."""
         times = self.step.times
         if times is None:
@@ -220,7 +220,7 @@ class InFlight:
 # ---- parameters that no rank uses
 
 
-class LeftAlone:
+class UnusedGradients:
     """Finds them for the hook's state, which keeps what it has sent for them.
 
     A gradient that is its bucket's view has the result, used or not, and is not left alone.
@@ -232,7 +232,7 @@ class LeftAlone:
     """
 
     def __init__(
-        self, buckets: Sequence[HeldBucket], usage: Usage, launcher: Launcher, *, as_view: bool
+        self, buckets: Sequence[BucketBase], usage: Usage, launcher: Launcher, *, as_view: bool
     ) -> None:
         self._buckets, self._as_view = buckets, as_view
         self._usage, self._launcher = usage, launcher
@@ -252,7 +252,7 @@ class LeftAlone:
             if not used.is_used(index) and bucket.is_in_view(slot)
         ]
 
-    def within(self, bucket: HeldBucket, unused: Sequence[bool] | None) -> list[nn.Parameter]:
+    def within(self, bucket: BucketBase, unused: Sequence[bool] | None) -> list[nn.Parameter]:
         """Returns those of one bucket.
 
         Args:

@@ -20,7 +20,7 @@ from ddp_core.exchange._errors import CollectiveError, PeerError
 from ddp_core.exchange._shared_store import group_timeout
 from ddp_core.exchange._task import RoundRecord
 from ddp_core.reducer._autograd import NO_BACKWARD
-from ddp_core.reducer._buckets import HeldBucket, as_numbers
+from ddp_core.reducer._buckets import BucketBase, as_numbers
 from ddp_core.reducer._failures import (
     FailureBoard,
     FutureNotDone,
@@ -100,7 +100,7 @@ class Launcher:
         self.error = ""  # the latest one's words
         self._told = False  # by another rank, in this step, that it has failed
         self._board = FailureBoard(group, name)
-        self.abandonments = self._board.abandonments
+        self.abort_agreement = self._board.abort_agreement
         self._device = device
         self._side: Any = None  # the stream of messages, made when it is needed first
         # Where waiting does not keep the host, a thread looks at the board.
@@ -130,12 +130,12 @@ class Launcher:
         if self._watch is not None:
             self._watch.all_enqueued()
 
-    def step_abandoned(self, launched: int | None) -> None:
+    def step_aborted(self, launched: int | None) -> None:
         """Hears that the step will not land; of so many buckets, if its backward pass began."""
         self._forget()
         if launched is not None:
-            self.abandonments.note(self.step, launched, told=self._told)
-        self.events.step_abandoned()
+            self.abort_agreement.note(self.step, launched, told=self._told)
+        self.events.step_aborted()
 
     def _forget(self) -> None:
         if self._watch is not None:
@@ -144,7 +144,7 @@ class Launcher:
     def _place(self, bucket: int = -1) -> Place:
         return Place(self.attempt, self.step, bucket)
 
-    def launch(self, bucket: HeldBucket, *, is_last: bool, times: BucketTimes | None) -> Outcome:
+    def launch(self, bucket: BucketBase, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:
             times.mark("launched")
@@ -159,7 +159,7 @@ class Launcher:
             self._report(bucket, error)
             raise
 
-    def _all_reduce(self, bucket: HeldBucket, times: BucketTimes | None) -> Outcome:
+    def _all_reduce(self, bucket: BucketBase, times: BucketTimes | None) -> Outcome:
         try:
             # A group that rounds (commhooks.process_group) leaves complex numbers alone.
             numbers = as_numbers(bucket.buffer, bucket.parameters[0])
@@ -170,7 +170,7 @@ class Launcher:
             _record(work, bucket, self.step, times)
         return Outcome(bucket.buffer.device, work=work)
 
-    def _run_hook(self, bucket: HeldBucket, is_last: bool, times: BucketTimes | None) -> Outcome:
+    def _run_hook(self, bucket: BucketBase, is_last: bool, times: BucketTimes | None) -> Outcome:
         assert self.hook is not None
         hook, state = self.hook
         handed = bucket.as_grad_bucket(is_last=is_last)
@@ -187,7 +187,7 @@ class Launcher:
             _when_done(future, bucket.buffer.device, _stamp(times, None))
         return Outcome(bucket.buffer.device, future=future)
 
-    def finish(self, bucket: HeldBucket, outcome: Outcome, times: BucketTimes | None) -> Tensor:
+    def finish(self, bucket: BucketBase, outcome: Outcome, times: BucketTimes | None) -> Tensor:
         """Waits for a bucket's exchange and returns its flat averaged gradient.
 
         Raises:
@@ -243,7 +243,7 @@ class Launcher:
         for future in futures:
             wait_for_future(future, self._board, self._place(), of_tensor=False)
 
-    def settle(self, bucket: HeldBucket, outcome: Outcome) -> None:
+    def settle(self, bucket: BucketBase, outcome: Outcome) -> None:
         """Waits until the exchange of an abandoned step does not write any more.
 
         Raises:
@@ -269,7 +269,7 @@ class Launcher:
         except Exception:  # the step has raised already
             return
 
-    def _report(self, bucket: HeldBucket, error: Exception) -> None:
+    def _report(self, bucket: BucketBase, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
         self._forget()
         self._told |= isinstance(error, PeerError)
@@ -297,7 +297,7 @@ def _when_done(future: Any, device: torch.device, call: Callable[[object], None]
         future.then(call)  # the other way promises no stream
 
 
-def _record(work: Any, bucket: HeldBucket, step: int, times: BucketTimes) -> None:
+def _record(work: Any, bucket: BucketBase, step: int, times: BucketTimes) -> None:
     """Records the all-reduce of a bucket."""
     nbytes, device = bucket.nbytes, bucket.buffer.device
     record = RoundRecord(step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0)
@@ -391,33 +391,33 @@ class Step:
 class StepEvents:
     """Calls the methods that a hook's state has; looked up once, when the hook is set.
 
-    Of every synchronised step that has begun, a state hears exactly one end: ``step_landed`` or
-    ``step_abandoned``. See ``DistributedDataParallel.register_comm_hook`` for what each means.
+    Of every synchronised step that has begun, a state hears exactly one end: ``gradients_written``
+    or ``step_aborted``. See ``DistributedDataParallel.register_comm_hook`` for what each means.
     """
 
     def __init__(self, state: Any = None) -> None:
         # Looked up once: every step asks for them, and most states have none.
-        self._no_more_buckets: Callable[[], object] | None = _method(state, "no_more_buckets")
+        self._no_more_buckets: Callable[[], object] | None = _method(state, "backward_finished")
         self._step_landed: Callable[[Sequence[nn.Parameter]], object] | None
-        self._step_landed = _method(state, "step_landed")
-        self._step_abandoned: Callable[[], object] | None = _method(state, "step_abandoned")
+        self._step_landed = _method(state, "gradients_written")
+        self._step_abandoned: Callable[[], object] | None = _method(state, "step_aborted")
 
     @property
     def wants_left_alone(self) -> bool:
         """Whether anybody looks at the parameters whose gradients were not written."""
         return self._step_landed is not None
 
-    def no_more_buckets(self) -> None:
+    def backward_finished(self) -> None:
         """Tells that backward has ended well: the step's last bucket was launched."""
         if self._no_more_buckets is not None:
             self._no_more_buckets()
 
-    def step_landed(self, left_alone: Sequence[nn.Parameter]) -> None:
+    def gradients_written(self, left_alone: Sequence[nn.Parameter]) -> None:
         """Tells that all gradients were written, but for those of ``left_alone``."""
         if self._step_landed is not None:
             self._step_landed(left_alone)
 
-    def step_abandoned(self) -> None:
+    def step_aborted(self) -> None:
         """Tells that the step's results will not be used."""
         if self._step_abandoned is not None:
             self._step_abandoned()

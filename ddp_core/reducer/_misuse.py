@@ -18,7 +18,7 @@ from ddp_core.reducer._unused import Usage
 
 __all__ = [
     "GraphErrors",
-    "Unreduced",
+    "LocalGradients",
     "changed_error",
     "full_precision_error",
     "late_error",
@@ -199,7 +199,7 @@ _MIXED = (
 )
 
 
-class Unreduced:
+class LocalGradients:
     """Takes note of gradients that stay this rank's own, and raises where ranks would drift apart.
 
     Within ``no_sync`` and ``hold`` gradients are this rank's own until they are averaged, and no
@@ -292,7 +292,7 @@ class Unreduced:
         """Lets optimizers step again, those in backward first."""
         self._why = ""
 
-    def step_landed(self, step: Step) -> None:
+    def gradients_written(self, step: Step) -> None:
         """Forgets what came before: it was averaged; what comes from now on is too late for it."""
         self.came, self._landed = False, step
         self._order.clear()

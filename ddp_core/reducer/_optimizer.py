@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ddp_core._torch import not_traced, optimizers_in_backward
-from ddp_core.reducer._buckets import HeldBucket
+from ddp_core.reducer._buckets import BucketBase
 
 __all__ = [
     "OptimizersInBackward",
@@ -45,7 +45,7 @@ def take_over(parameters: Sequence[nn.Parameter]) -> None:
 class OptimizersInBackward:
     """Steps each parameter's own optimizers when its bucket is averaged, and drops its gradient."""
 
-    def bucket_averaged(self, bucket: HeldBucket) -> None:
+    def bucket_averaged(self, bucket: BucketBase) -> None:
         """Hears that the gradients of the next bucket, in order, are in ``.grad``."""
         with torch.no_grad():
             for parameter in bucket.parameters:

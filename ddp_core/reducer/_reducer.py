@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ddp_core.exchange._errors import listed
 from ddp_core.reducer._autograd import NO_BACKWARD, Accumulators, backward_number
 from ddp_core.reducer._backward import Backward, History
-from ddp_core.reducer._buckets import HeldBucket, InstalledBuckets
+from ddp_core.reducer._buckets import BucketBase, InstalledBuckets
 from ddp_core.reducer._failures import rebuild_failed
-from ddp_core.reducer._in_flight import InFlight, LeftAlone
+from ddp_core.reducer._in_flight import StepExchange, UnusedGradients
 from ddp_core.reducer._launch import Launcher, ReducerSettings, Step
 from ddp_core.reducer._misuse import GraphErrors
 from ddp_core.reducer._parameters import Trained
@@ -24,7 +24,7 @@ from ddp_core.reducer._precision import Precision
 from ddp_core.reducer._timeline import Timeline
 from ddp_core.reducer._unused import Usage
 
-__all__ = ["Reducer", "at_named_point", "reduce_at_point", "shadow", "vote"]
+__all__ = ["Reducer", "explicit_reduce", "reduce_at_point", "shadow", "vote"]
 
 
 logger = logging.getLogger("ddp_core")
@@ -74,13 +74,13 @@ class Reducer:
         self.usage.used.wait_for = lambda work: launcher.await_work(
             work, device, after=len(buckets) - 1
         )
-        self.in_flight = InFlight(
+        self.in_flight = StepExchange(
             self.buckets,
             self.parameters,
             launcher=self.launcher,
             usage=self.usage,
             errors=self._errors,
-            left_alone=LeftAlone(self.buckets, self.usage, self.launcher, as_view=as_view),
+            left_alone=UnusedGradients(self.buckets, self.usage, self.launcher, as_view=as_view),
             precision=precision,
         )
         self.history = History(self.buckets)
@@ -94,7 +94,7 @@ class Reducer:
         )
 
     @property
-    def buckets(self) -> list[HeldBucket]:
+    def buckets(self) -> list[BucketBase]:
         """Returns the buckets in the order in which they are launched."""
         return self._installed.list
 
@@ -130,7 +130,7 @@ class Reducer:
             # A forward pass outside had no backward pass: torch's class would average the next.
             self.in_flight.step.expecting = False
         else:
-            self.launcher.abandonments.agree()
+            self.launcher.abort_agreement.agree()
             self.rebuild()
 
     def is_recomputed(self) -> bool:
@@ -219,7 +219,7 @@ class Reducer:
     def follow(self, before: Reducer) -> None:
         """Goes on where another reducer of the same model (with other ranks) has stopped."""
         self.launcher.step = before.launcher.step
-        self.launcher.abandonments.first_step = before.launcher.step
+        self.launcher.abort_agreement.first_step = before.launcher.step
         self.history.timeline = before.timeline
         self.history.on_recorded = before.history.on_recorded
         self.in_flight.optimizer = before.in_flight.optimizer
@@ -231,7 +231,7 @@ class Reducer:
 # ---- a step without a backward pass
 
 
-def reduce_at_point(backward: Backward, flight: InFlight, plan: BucketPlan) -> None:
+def reduce_at_point(backward: Backward, flight: StepExchange, plan: BucketPlan) -> None:
     """Averages the gradients that are in ``.grad``, as the end of a backward pass would.
 
     Raises:
@@ -241,7 +241,7 @@ def reduce_at_point(backward: Backward, flight: InFlight, plan: BucketPlan) -> N
     missing = [i for i, one in enumerate(flight.parameters) if one.parameter.grad is None]
     came = unreduced.came and len(missing) < len(flight.parameters)
     try:
-        with at_named_point(flight.usage):
+        with explicit_reduce(flight.usage):
             vote(flight, came=came, missing=missing)
             unreduced.averaging_begins()
             flight.settle_scale()
@@ -253,7 +253,7 @@ def reduce_at_point(backward: Backward, flight: InFlight, plan: BucketPlan) -> N
 
 
 @contextmanager
-def at_named_point(usage: Usage) -> Iterator[None]:
+def explicit_reduce(usage: Usage) -> Iterator[None]:
     """Makes ranks tell each other what they use as there is no backward pass to learn from."""
     usage.at_point = True
     try:
@@ -262,7 +262,7 @@ def at_named_point(usage: Usage) -> Iterator[None]:
         usage.at_point = False
 
 
-def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = None) -> None:
+def vote(flight: StepExchange, *, came: bool = False, missing: list[int] | None = None) -> None:
     """Finds out, on all ranks alike, whether there is something to average; all ranks call it.
 
     Args:
@@ -295,7 +295,9 @@ def vote(flight: InFlight, *, came: bool = False, missing: list[int] | None = No
         )
 
 
-def _take_all(backward: Backward, flight: InFlight, missing: list[int], known: list[int]) -> None:
+def _take_all(
+    backward: Backward, flight: StepExchange, missing: list[int], known: list[int]
+) -> None:
     """Counts all gradients as there, in the order in which they came; zeros where there is none."""
     step, usage = flight.step, flight.usage
     everything = range(len(flight.parameters))
@@ -312,13 +314,13 @@ def _take_all(backward: Backward, flight: InFlight, missing: list[int], known: l
 # ---- a step without inputs
 
 
-def shadow(flight: InFlight, plan: BucketPlan, *, at_point: bool) -> None:
+def shadow(flight: StepExchange, plan: BucketPlan, *, at_point: bool) -> None:
     """Takes part in one backward pass, or one ``reduce``, with zero gradients."""
     flight.begin(Step(complete=False))
     flight.launcher.step_begins()
     try:
         if at_point:
-            with at_named_point(flight.usage):
+            with explicit_reduce(flight.usage):
                 vote(flight)
                 _exchange_zeros(flight, plan)
         else:
@@ -329,7 +331,7 @@ def shadow(flight: InFlight, plan: BucketPlan, *, at_point: bool) -> None:
         raise
 
 
-def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
+def _exchange_zeros(flight: StepExchange, plan: BucketPlan) -> None:
     """The collectives of the others' step, in their order: see `Backward.finish`."""
     step, usage, launcher = flight.step, flight.usage, flight.launcher
     if usage.finds:
@@ -342,7 +344,7 @@ def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
         step.outcomes.append(flight.send(bucket))
     if usage.finds:
         usage.used.all_reduce()
-    launcher.events.no_more_buckets()
+    launcher.events.backward_finished()
     # The results are not written: at the end of `join` all ranks take the model of one that has
     # trained last.
     for bucket, outcome in zip(flight.buckets, step.outcomes, strict=True):
@@ -356,4 +358,4 @@ def _exchange_zeros(flight: InFlight, plan: BucketPlan) -> None:
     launcher.step += 1
     plan.step_ended(None)
     flight.begin(Step())
-    launcher.events.step_landed(step.left_alone)
+    launcher.events.gradients_written(step.left_alone)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_core.exchange._clocks import HOST, Clock, Moment, Timed, put
+from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, put
 from ddp_core.exchange._errors import needs
 from ddp_core.exchange._task import RoundRecord
 
@@ -38,7 +38,7 @@ class BucketTimes(Timed):
     wait_began: float = 0.0  # the end of backward came to this bucket
     wait_ended: float = 0.0
     clock: Clock = HOST
-    moments: dict[str, Moment] = field(default_factory=dict, repr=False)
+    moments: dict[str, Timestamp] = field(default_factory=dict, repr=False)
 
     def mark(self, name: str) -> None:
         """Sets the attribute of this name to the present moment."""
@@ -72,7 +72,7 @@ class StepTimes(Timed):
     finished: float = 0.0  # all gradients were averaged
     buckets: list[BucketTimes] = field(default_factory=list)
     clock: Clock = HOST
-    moments: dict[str, Moment] = field(default_factory=dict, repr=False)
+    moments: dict[str, Timestamp] = field(default_factory=dict, repr=False)
 
     def mark(self, name: str) -> None:
         """Sets the attribute of this name to the present moment."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from ddp_core.reducer._buckets import HeldBucket
+from ddp_core.reducer._buckets import BucketBase
 from ddp_core.reducer._launch import ReducerSettings
 
 __all__ = ["Usage", "UsedMap"]
@@ -224,7 +224,7 @@ class Usage:
         return None
 
     def agree_on_needed(
-        self, buckets: Sequence[HeldBucket], unused: Sequence[int]
+        self, buckets: Sequence[BucketBase], unused: Sequence[int]
     ) -> list[bool] | None:
         """Returns, by bucket, whether any rank has a gradient for it; None: all are sent.
 

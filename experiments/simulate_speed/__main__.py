@@ -14,8 +14,7 @@ import torch
 import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import Scheme, make, scheme_names
 from commhooks.cli._tradeoff import SAME, cases_of
-from commhooks.predict import DEVICES, PRESETS, model, predict_steps
-from commhooks.predict import planned
+from commhooks.predict import DEVICES, PRESETS, model, planned, predict_steps
 
 __all__ = ["main"]
 

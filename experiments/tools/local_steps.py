@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.core._scheme import Scheme
-from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds
-from commhooks.predict import planned
+from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds, planned
 
 __all__ = ["LocalStep", "predict_local"]
 

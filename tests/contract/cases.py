@@ -192,7 +192,7 @@ def _makes_sense(name: str, variant: str) -> bool:
     if variant == "guard":
         return scheme.traits.returns == "mean"
     if variant == "start_step":
-        return not scheme.traits.starts_dense
+        return not scheme.traits.dense_warmup
     return scheme.traits.returns != "update" or variant not in _OF_AVERAGES
 
 

@@ -21,7 +21,7 @@ from tests.distributed.harness import run_ranks
 from tests.distributed.training import batch, equal_bits, gradients, mlp, residuals
 from tests.shelf import BUILT_IN
 
-LIMITED = [name for name in BUILT_IN if commhooks.make(name).traits.most_entries < sys.maxsize]
+LIMITED = [name for name in BUILT_IN if commhooks.make(name).traits.max_bucket_numel < sys.maxsize]
 MOST = 16 * 16  # a weight of the model; its bias has a part of its own
 
 
@@ -34,7 +34,7 @@ class Small(Wrapper):
 
     @property
     def traits(self) -> Traits:
-        return self.scheme.traits._replace(most_entries=self.most)
+        return self.scheme.traits._replace(max_bucket_numel=self.most)
 
     def exchange(self, bucket: Any) -> Any:
         assert bucket.raw.numel() <= self.most or len(bucket.layout) == 1
@@ -46,8 +46,8 @@ def test_schemes_whose_places_are_32_bits_declare_it() -> None:
     assert set(LIMITED) == expected
     for name in expected:
         scheme = commhooks.make(name, start_step=3) if name != "dgc" else commhooks.make(name)
-        assert scheme.traits.most_entries <= 2**31
-    assert commhooks.make("powersgd").traits.most_entries == sys.maxsize
+        assert scheme.traits.max_bucket_numel <= 2**31
+    assert commhooks.make("powersgd").traits.max_bucket_numel == sys.maxsize
 
 
 def _model(core: bool, bucket_mb: float, options: dict[str, Any]) -> Any:

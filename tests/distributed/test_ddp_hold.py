@@ -179,13 +179,13 @@ class Recorder:
         future.set_result(averaged(bucket.buffer()))
         return future
 
-    def no_more_buckets(self) -> None:
+    def backward_finished(self) -> None:
         self.heard.append("end")
 
-    def step_landed(self, left_alone: Any) -> None:
+    def gradients_written(self, left_alone: Any) -> None:
         self.heard.append("landed")
 
-    def step_abandoned(self) -> None:
+    def step_aborted(self) -> None:
         self.heard.append("abandoned")
 
 

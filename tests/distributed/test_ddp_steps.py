@@ -37,17 +37,17 @@ class Recorder:
         self.held.append((future, bucket.buffer()))
         return future
 
-    def no_more_buckets(self) -> None:
+    def backward_finished(self) -> None:
         self.heard.append("end")
         for future, buffer in self.held:
             future.set_result(averaged(buffer))
         self.held = []
 
-    def step_landed(self, left_alone: Sequence[nn.Parameter]) -> None:
+    def gradients_written(self, left_alone: Sequence[nn.Parameter]) -> None:
         self.heard.append("landed")
         self.left_alone = list(left_alone)
 
-    def step_abandoned(self) -> None:
+    def step_aborted(self) -> None:
         self.heard.append("abandoned")
         for future, _ in self.held:
             future.set_exception(RuntimeError("abandoned"))
@@ -223,19 +223,19 @@ def test_a_state_of_the_inner_module_keeps_what_nobody_applies(how):
 
 def _broken_end(rank: int, world_size: int) -> None:
     model, state = recorded()
-    good = state.no_more_buckets
+    good = state.backward_finished
 
     def bad() -> None:
         raise ArithmeticError("on purpose")
 
     model.remove_comm_hook()
-    state.no_more_buckets = bad  # type: ignore[method-assign]
+    state.backward_finished = bad  # type: ignore[method-assign]
     model.register_comm_hook(state, Recorder.hook)
     error = outcome(one_step, model, 0, rank)
     assert error is not None
     assert "on purpose" in error[1]
     assert state.take()[-1] == "abandoned"
-    state.no_more_buckets = good  # type: ignore[method-assign]
+    state.backward_finished = good  # type: ignore[method-assign]
     model.replace_comm_hook(state, Recorder.hook)
     model.zero_grad()
     one_step(model, 1, rank)

@@ -222,7 +222,7 @@ def _mean(state: dict[str, Any], key: str = "residual") -> dict[str, Tensor]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
 
-def _need_equal(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _check_equal(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
     shapes = {name: value.shape for name, value in model_of().named_parameters()}
     assert sorted(wanted) == sorted(found) == sorted(shapes)
     for name, value in wanted.items():
@@ -249,14 +249,14 @@ def test_a_gathered_state_has_whole_parameters_and_loads_on_any_mesh_or_host(
     saved = saved_on(first, before)[0]
     assert saved["world_size"] == int(first[0])
     loaded = run_ranks(_load, ranks, second, "int4", saved)[0]
-    _need_equal(_mean(saved), _mean(loaded))
+    _check_equal(_mean(saved), _mean(loaded))
 
 
 @pytest.mark.parametrize(("first", "ranks"), [("ddp", 3), ("fsdp2", 3)])
 def test_a_mesh_loads_what_other_hosts_have_saved(first: str, ranks: int) -> None:
     saved = saved_on(first, ranks)[0]
     loaded = run_ranks(_load, 4, "2x2", "int4", saved)[0]
-    _need_equal(_mean(saved), _mean(loaded))
+    _check_equal(_mean(saved), _mean(loaded))
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_states_of_all_ranks_are_put_together(second: str, ranks: int) -> No
             pieces = [one["memory"]["residual"][f"{name}#{s}"] for s, one in enumerate(own)]
             whole = torch.cat(pieces)[: shape[0]]
             wanted[name] = wanted.get(name, 0) + whole / 2
-    _need_equal(wanted, _mean(loaded))
+    _check_equal(wanted, _mean(loaded))
 
 
 def _half(rank: int, world_size: int, states: list[Any]) -> None:
@@ -359,7 +359,7 @@ def _momentum(rank: int, world_size: int, host: str, state: Any) -> dict[str, An
 def test_momenta_are_carried_over_as_residuals_are() -> None:
     saved = run_ranks(_momentum, 4, "2x2", None)[0]
     loaded = run_ranks(_momentum, 2, "ddp", saved)[0]
-    _need_equal(_mean(saved, "onebit_adam.momentum"), _mean(loaded, "onebit_adam.momentum"))
+    _check_equal(_mean(saved, "onebit_adam.momentum"), _mean(loaded, "onebit_adam.momentum"))
 
 
 def _to(rank: int, world_size: int) -> dict[str, Any]:
@@ -402,7 +402,7 @@ def test_a_distributed_checkpoint_loads_on_another_mesh(
     folder = str(tmp_path)
     saved = run_ranks(_with_dcp, 4, "2x2", folder, False, ignore_warnings=quiet)[0]
     loaded = run_ranks(_with_dcp, ranks, second, folder, True, ignore_warnings=quiet)[0]
-    _need_equal(_mean(saved), _mean(loaded))
+    _check_equal(_mean(saved), _mean(loaded))
 
 
 # ---- units: FSDP2 divides what it hands over, and memory is of the gradient on every host

@@ -123,7 +123,7 @@ def _spoil(rank, world_size, how):
     run(lanes).wait()
     if rank == 0:
         first.issued += how == "no answer"
-        first.spoiled = how == "failed"
+        first.unusable = how == "failed"
         if how == "one more":  # which the other rank has not asked for
             first.issued += 1
             first.answered += 1

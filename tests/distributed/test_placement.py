@@ -27,9 +27,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 from commhooks.checkpoint._form import checksum
 from commhooks.checkpoint._placement import piece_here
-from commhooks.core._names import is_padding, whole_name
+from commhooks.core._names import is_padding, parameter_name
 from commhooks.errors import CheckpointError, MismatchError
-from commhooks.hook._engine import shared_and_rounded
+from commhooks.hook._engine import replicated_parameters
 from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDense
 from ddp_core import DistributedDataParallel
 from tests.distributed.harness import run_ranks
@@ -307,8 +307,8 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
         words = [str(one.message) for one in ours]
         told = bool(words)
         assert all("of 2.bias (1 parameters" in one for one in words), words  # no pieces of it
-        exactly = set() if told else shared_and_rounded(hook.scheme, hook.parameters)
-        assert {whole_name(one) for one in exactly} <= {"2.bias"}, name
+        exactly = set() if told else replicated_parameters(hook.scheme, hook.parameters)
+        assert {parameter_name(one) for one in exactly} <= {"2.bias"}, name
         assert told == (hook.scheme.traits.returns == "update" and name != "gossip"), name
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(3):
@@ -344,7 +344,7 @@ def _padded(rank: int, world_size: int) -> None:
     hook = commhooks.register(model, "signsgd")
     hook.switch("int4")
     assert any(map(is_padding, hook.parameters.shapes))
-    assert not shared_and_rounded(hook.scheme, hook.parameters)
+    assert not replicated_parameters(hook.scheme, hook.parameters)
     backward(model, 0, rank // 2)
 
 

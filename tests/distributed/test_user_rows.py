@@ -148,11 +148,11 @@ def one_infinite_step(rank: int, world_size: int) -> Any:
     bad = noise(rank, 2, *SHAPES)
     if rank == 0:
         bad[0][3, 5] = float("inf")
-    spoiled = reduce(model, *bad)
+    unusable = reduce(model, *bad)
     unchanged = torch.equal(before, hook.residual("weights.0"))
     later = [reduce(one, *noise(rank, 3, *SHAPES)) for one in (model, clean)]
     return (
-        bool(spoiled[0].isfinite().any()),
+        bool(unusable[0].isfinite().any()),
         unchanged,
         all(map(torch.equal, *later)),
         hook.skipped_steps,

@@ -498,7 +498,7 @@ def _closes_after_a_failure(rank: int, world_size: int) -> list[Any]:
         assert lent is not None
         verification._pending[0].works.append(_Failed())
         commhooks.unregister(ddp) if removes else hook.close()
-        found += [lent.spoiled, verification._lent is None, len(verification._pending)]
+        found += [lent.unusable, verification._lent is None, len(verification._pending)]
     return found
 
 

@@ -234,10 +234,10 @@ def _raises(rank: int, world_size: int, inside: bool) -> str:
     place: dict[str, Any] = {} if inside else {"between": mesh["replicate"]}
     if inside:
         commhooks.register(model, "none", between=mesh["replicate"])
-    spoiled = mesh.get_local_rank("replicate" if inside else "shard") == 1
+    unusable = mesh.get_local_rank("replicate" if inside else "shard") == 1
     scheme = SpoiledOn(Dense(), inside)
     commhooks.register(model, scheme, verify=Verification(2, "raise"), **place)
-    SPOILS.append(spoiled)
+    SPOILS.append(unusable)
     try:
         for step in range(4):
             backward(model, step, rank)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks.errors import CheckpointError, Error, MismatchError, RegistrationError
 from commhooks.zero import ZeroOptimizer
-from commhooks.zero._optimizer import need_elementwise
+from commhooks.zero._optimizer import check_elementwise
 from commhooks.zero._saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.device.bodies import default_dtype
@@ -927,14 +927,14 @@ def test_an_optimizer_is_tried_where_it_will_step() -> None:
             raise NotImplementedError
 
     with pytest.raises(RegistrationError, match="NotImplementedError"):
-        need_elementwise(Noted, {"lr": 0.1}, torch.device("meta"))
+        check_elementwise(Noted, {"lr": 0.1}, torch.device("meta"))
     assert tried == [{"meta"}]
 
 
 def test_an_object_in_place_of_an_optimizers_class_is_refused() -> None:
     made = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
     with pytest.raises(TypeError, match=r"takes a class.*AdamW, lr="):
-        need_elementwise(made, {}, torch.device("cpu"))
+        check_elementwise(made, {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

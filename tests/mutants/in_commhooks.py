@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Exchanges.start_groups",
+        "ExchangeLauncher.start_groups",
         (
             "held buckets are released without waiting for streams",
             ").then(group.release)  #",
@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Continuation.take_up",
+        "SavedBucketLayout.take_up",
         (
             "our class does not start from the saved buckets",
             "        core.restore_layout(members,",
@@ -597,7 +597,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "facts_of",
+        "handshake_fields",
         (
             "the handshake does not look at node sizes",
             "for fact in inside.environment(engine.world_size)",
@@ -666,7 +666,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_who_goes_on",
+        "_surviving_ranks",
         (
             "the largest step decides who goes on",
             "            len(family(told[rank])),\n            told[rank].world_size,\n",
@@ -696,7 +696,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_need_between_steps",
+        "_check_between_steps",
         (
             "ranks change in the middle of a step",
             "    if step is not None and step.passes:",
@@ -723,7 +723,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a step with an error is kept",
-            "self._hook.step_abandoned()  #",
+            "self._hook.step_aborted()  #",
             "pass  #",
             f"{DISTRIBUTED}/test_torchft.py::test_a_hook_follows_the_quorum",
         ),

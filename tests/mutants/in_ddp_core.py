@@ -68,7 +68,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "borrow_memory",
+        "record_stream",
         (
             "memory that another stream reads is given back",
             "tensor.record_stream(stream)",
@@ -177,7 +177,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Unreduced.gradient_came",
+        "LocalGradients.gradient_came",
         (
             "an optimizer may step by gradients that are held",
             "            self._why = self._why or _HELD\n",
@@ -192,7 +192,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Unreduced._first_with_gradient",
+        "LocalGradients._first_with_gradient",
         (
             "an optimizer may not step after zero_grad",
             "if id(parameter) in name_of and parameter.grad is not None:",
@@ -201,7 +201,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Unreduced.step_landed",
+        "LocalGradients.gradients_written",
         (
             "what was averaged counts as new",
             "self.came, self._landed = False, step",
@@ -306,7 +306,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Unreduced.pass_averages",
+        "LocalGradients.pass_averages",
         (
             "no_sync around backward alone is averaged",
             "            self._errors.only_backward()\n",
@@ -445,7 +445,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "LeftAlone.within",
+        "UnusedGradients.within",
         (
             "a parameter that no rank uses is said to have been written",
             "if unused[slot] and not (used.in_views",
@@ -635,7 +635,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Moment.seconds",
+        "Timestamp.seconds",
         (
             "times are read before the device has come there",
             "if origin is not None and self._event.query() and origin._event.query():",
@@ -700,7 +700,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Abandonments._outcome",
+        "AbortAgreement._outcome",
         (
             "a rank that dropped a step elsewhere goes on",
             "        if theirs != mine:\n            return decide",
@@ -709,7 +709,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Abandonments.look",
+        "AbortAgreement.look",
         (
             "a rank that waits for another's dropped bucket waits on",
             "elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):",
@@ -718,7 +718,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Abandonments.agree",
+        "AbortAgreement.agree",
         (
             "dropped steps stay in the store",
             "                    before.forget()\n",
@@ -727,7 +727,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Abandonments.note",
+        "AbortAgreement.note",
         (
             "a rank that came to the others counts all its steps",
             "_Dropped(step - self.first_step, launched, told)",
@@ -879,7 +879,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "InFlight.begin",
+        "StepExchange.begin",
         (
             "futures of buffer hooks are kept for ever",
             "            self._effective, self._futures = None, []\n",
@@ -889,7 +889,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "InFlight.send",
+        "StepExchange.send",
         (
             "a bucket is the last one where another one follows",
             "not any(needed[bucket.number + 1 :])",

@@ -29,7 +29,7 @@ MUTANTS: list[Mutant] = [
         "BetweenNodes.__call__",
         (
             "another layer gets the memory that is averaged between nodes",
-            "        borrow_memory(reduced)\n",
+            "        record_stream(reduced)\n",
             "",
             f"{LAZY}::test_fsdp2_reads_what_was_reduced",
         ),
@@ -38,7 +38,7 @@ MUTANTS: list[Mutant] = [
         "Calls._counted",
         (
             "others get the memory that a call still reads",
-            "                borrow_memory(tensor)",
+            "                record_stream(tensor)",
             "                pass",
             f"{LAZY}::test_a_caller_may_give_back_what_a_call_reads",
         ),
@@ -173,16 +173,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Attendance._pass_begins",
+        "CallMonitor._pass_begins",
         (
             "a hook that another object stands for is not watched",
-            'getattr(one, "stands_for", one)',
+            'getattr(one, "hook_state", one)',
             "one",
             f"{TORCHFT}::test_a_loss_computed_beside_the_wrapper_warns_at_the_end",
         ),
     ),
     *planted(
-        "Attendance._pass_ended",
+        "CallMonitor._pass_ended",
         (
             "gradients beside torch's wrapper are silent",
             "if self.calls != self._called_before or self._expects or self._is_local:",
@@ -266,7 +266,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Unreduced.gradient_came",
+        "LocalGradients.gradient_came",
         (
             "a gradient without a forward pass stays local, silently",
             "elif not self.is_shared(self._parameters[index].parameter):",
@@ -275,7 +275,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "need_none_accumulated",
+        "check_none_accumulated",
         (
             "a frozen layer is taken for a pass within no_sync",
             "    ddp.reducer.check_finished()  # names",

@@ -188,7 +188,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ShardedParameters.as_saved",
+        "ShardedParameters.to_checkpoint_layout",
         (
             "padding is saved as a part of the parameter",
             "saved[name] = whole.narrow(dim, 0, length).contiguous()",
@@ -203,7 +203,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ShardedParameters.as_kept",
+        "ShardedParameters.to_bucket_layout",
         (
             "padding of another number of ranks is taken",
             "if rest is None or list(rest.shape) != shape:",
@@ -228,7 +228,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Exchanges.agree",
+        "ExchangeLauncher.agree",
         (
             "ranks do not agree on whether their shards were finite",
             "        if self._engine.needs_agreement:\n",
@@ -365,7 +365,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "need_shards",
+        "check_returns_shards",
         (
             "hosts that need shards take schemes of whole buckets",
             "    if not scheme.traits.shards:\n",
@@ -395,7 +395,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "FlatParameters.as_kept",
+        "FlatParameters.to_bucket_layout",
         (
             "a unit's padding of another number of ranks is taken",
             "if saved is None or saved.shape != piece.shape:",
@@ -414,7 +414,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a module that is reduced twice adds its residual twice",
-            "        self.step_landed()\n        return None\n",
+            "        self.gradients_written()\n        return None\n",
             "        return step\n",
             f"{STEPS}::test_nothing_is_lost_or_sent_twice[_zeros_at_first-6]",
         ),
@@ -465,7 +465,7 @@ MUTANTS: list[Mutant] = [
         "with_own_pieces",
         (
             "bytes of another column's pieces are taken",
-            "find(whole_name(name)) for name in names",
+            "find(parameter_name(name)) for name in names",
             "find(name) for name in names",
             COLUMNS,
         ),
@@ -528,7 +528,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Exactly.exchange",
+        "ExactParameters.exchange",
         (
             "what was kept of parameters that travel exactly is lost",
             "dense = flushing(Dense())",
@@ -543,7 +543,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "shared_and_rounded",
+        "replicated_parameters",
         (
             "one dimension of tensor parallelism that cuts is enough",
             "Cut()).between != every",
@@ -565,7 +565,7 @@ MUTANTS: list[Mutant] = [
         "_sharded",
         (
             "FSDP2 does not say which pieces it has",
-            "cut = cut_of(dtensor_spec_before(parameter))",
+            "cut = shard_spec_of(dtensor_spec_before(parameter))",
             'piece = ""',
             f"{COLUMNS}[fsdp2]",
         ),
@@ -589,7 +589,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "need_free",
+        "check_free",
         (
             "a reduction of the user's own is replaced",
             "type(present) is not DefaultReduceScatter:",
@@ -610,8 +610,8 @@ MUTANTS: list[Mutant] = [
         "cuts_in",
         (
             "FSDP1 does not say which pieces it has",
-            'cut_of(spec) for one, spec in found if hasattr(spec, "placements")}',
-            "cut_of(spec) for one, spec in found if False}",
+            'shard_spec_of(spec) for one, spec in found if hasattr(spec, "placements")}',
+            "shard_spec_of(spec) for one, spec in found if False}",
             f"{COLUMNS}[fsdp1]",
         ),
     ),

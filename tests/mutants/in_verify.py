@@ -300,8 +300,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "closing waits for a late peer",
-            "self._lent.give_up(works) if works else self._lent.give_back()",
-            "self._lent.give_back()",
+            "self._lent.give_up(works) if works else self._lent.release_group()",
+            "self._lent.release_group()",
             f"{VERIFY}::test_a_hook_closes_without_a_peer_that_is_late",
         ),
         (

@@ -232,7 +232,8 @@ MUTANTS: list[Mutant] = [
         "ZeroOptimizer.__init__",
         (
             "a scheme that averages whole buckets is taken",
-            '        need_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")\n',
+            '        check_returns_shards(self.hook.scheme, "ZeroOptimizer", '
+            '"ZeroOptimizer(scheme=...)")\n',
             "",
             "tests/distributed/test_host_matrix.py"
             "::test_a_host_runs_what_the_page_says[`ZeroOptimizer`]",
@@ -293,7 +294,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "need_elementwise",
+        "check_elementwise",
         (
             "optimizers that count their calls are taken",
             "[gradient if one is part else None for one in parts]",
@@ -302,25 +303,25 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "need_none_accumulated",
+        "check_none_accumulated",
         (
             "gradients of this rank alone are no error",
-            "type(one.parameter.grad) is not InShards:",
+            "type(one.parameter.grad) is not ShardedGrad:",
             "type(one.parameter.grad) is None:",
             f"{TEST}::test_gradients_of_one_rank_are_no_step",
         ),
     ),
     *planted(
-        "StandIns.put",
+        "ShardedGradPlaceholders.put",
         (
             "a rank's own gradients stay where the mean is expected",
-            "parameter.grad = InShards(parameter)",
+            "parameter.grad = ShardedGrad(parameter)",
             "pass",
             f"{TEST}::test_misuse_is_an_error",
         ),
     ),
     *planted(
-        "StandIns.make_room",
+        "ShardedGradPlaceholders.make_room",
         (
             "another backward pass drops the mean of the one before",
             "self._away.add(parameter)",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ddp_core import MismatchError, SharedStore
 from ddp_core.reducer import _failures as abandoned
-from ddp_core.reducer._failures import Abandonments
+from ddp_core.reducer._failures import AbortAgreement
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_only_ranks_that_have_dropped_alike_go_on(
 
     def rank(number: int) -> str:
         group: Any = SimpleNamespace(rank=lambda: number, size=lambda: 2)
-        known = Abandonments(group, store, "0")
+        known = AbortAgreement(group, store, "0")
         step, launched, told = theirs if number else ours
         for _ in range(3):  # may happen again
             known.note(step, launched, told=told)

@@ -9,7 +9,7 @@ from torch import nn
 
 from ddp_core import GradBucket
 from ddp_core.reducer._buckets import FlatBucket
-from ddp_core.reducer._in_flight import InFlight
+from ddp_core.reducer._in_flight import StepExchange
 from ddp_core.reducer._parameters import Trained
 
 PARAMETERS = [
@@ -99,7 +99,7 @@ def test_the_last_bucket_that_is_sent_is_told_so(
         times_of=lambda one: None,
     )
     for one in buckets:
-        InFlight.send(flight, one)  # type: ignore[arg-type]
+        StepExchange.send(flight, one)  # type: ignore[arg-type]
     assert [number for number, is_last in sent if is_last] == last
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.checkpoint._placement import Cut
+from commhooks.checkpoint._placement import ShardSpec
 from commhooks.core._scheme import Scheme
-from commhooks.hook._engine import shared_and_rounded
+from commhooks.hook._engine import replicated_parameters
 from commhooks.wrappers import (
     EF21,
     Cast,
@@ -25,7 +25,7 @@ from commhooks.wrappers import (
 from commhooks.wrappers._make import make
 
 PARAMETERS: Any = SimpleNamespace(
-    cuts={"weight": Cut("piece 0 of 2 along dimension 0", frozenset([(0, 1)]))},
+    cuts={"weight": ShardSpec("piece 0 of 2 along dimension 0", frozenset([(0, 1)]))},
     shapes={"weight": torch.Size([4, 3]), "norm": torch.Size([3])},
 )
 TOPK = make("topk")  # with feedback, which makes it exact over steps
@@ -43,7 +43,7 @@ TOPK = make("topk")  # with feedback, which makes it exact over steps
     ids=lambda scheme: type(scheme).__name__,
 )
 def test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut(scheme: Scheme) -> None:
-    assert shared_and_rounded(scheme, PARAMETERS) == {"norm"}
+    assert replicated_parameters(scheme, PARAMETERS) == {"norm"}
 
 
 @pytest.mark.parametrize("name", ["none", "bf16", "fp16", "gossip", "noop"])
@@ -52,25 +52,25 @@ def test_what_rounds_each_entry_alone_leaves_nothing_out(name: str) -> None:
     one = make(name)
     wrapped = (DelayedStart(one, 3), PeriodicDense(one, 3)) if one.traits.returns == "mean" else ()
     for scheme in (one, rules, *wrapped):
-        assert not shared_and_rounded(scheme, PARAMETERS)
+        assert not replicated_parameters(scheme, PARAMETERS)
 
 
 @pytest.mark.parametrize("name", ["signsgd", "onebit_adam", "demo", "dgc"])
 def test_updates_are_no_rounded_means(name: str) -> None:
-    assert shared_and_rounded(make(name), PARAMETERS) == {"norm"}
+    assert replicated_parameters(make(name), PARAMETERS) == {"norm"}
 
 
 def test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it() -> None:
     one, other = (0, 1), (0, 2)
     cuts = {
-        "both": Cut("", frozenset([one, other])),
-        "first": Cut("", frozenset([one])),
-        "second#1": Cut("", frozenset([other])),
+        "both": ShardSpec("", frozenset([one, other])),
+        "first": ShardSpec("", frozenset([one])),
+        "second#1": ShardSpec("", frozenset([other])),
     }
     names = [*cuts, "neither", "end#padding"]
     cuts["second"] = cuts.pop("second#1")
     parameters: Any = SimpleNamespace(cuts=cuts, shapes=dict.fromkeys(names))
-    assert shared_and_rounded(TOPK, parameters) == {"first", "second#1", "neither"}
+    assert replicated_parameters(TOPK, parameters) == {"first", "second#1", "neither"}
     del cuts["both"], cuts["second"]
     parameters.shapes = {"first": None}
-    assert not shared_and_rounded(TOPK, parameters)
+    assert not replicated_parameters(TOPK, parameters)

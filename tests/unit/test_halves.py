@@ -16,7 +16,7 @@ from commhooks.core import Bucket, Layout
 from commhooks.core._layout import Span, equal_shards
 from commhooks.core._packed import PackedCodec, Piece, Randomness
 from commhooks.errors import SchemeError
-from commhooks.hook._engine import Engine, Exactly
+from commhooks.hook._engine import Engine, ExactParameters
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
 from commhooks.verify._judge import law_of
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
@@ -349,7 +349,7 @@ def test_some_parameters_are_averaged_exactly_beside_others(exact: str, how: str
         exchanges = []
         for engine, grad in zip(engines, grads, strict=True):
             if how == "what no scheme may round":
-                engine.exactly = Exactly(exact)
+                engine.exactly = ExactParameters(exact)
             engine.begin_bucket(0, is_last=True)
             exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
         found = simulate(exchanges)
@@ -374,7 +374,7 @@ def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: 
     engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
     kept = [numbers(100 + rank, 280) for rank in range(RANKS)]
     for engine, residual in zip(engines, kept, strict=True):
-        engine.exactly = Exactly("a")
+        engine.exactly = ExactParameters("a")
         engine.memory.load({"residual": {"a": residual.clone()}})
     for step in range(3):
         grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
@@ -409,7 +409,7 @@ def test_what_is_not_finite_beside_others_changes_no_memory(name: str, wrong: st
             LAYOUT.views(grads[1])["ab".index(wrong)].view(-1)[3] = torch.nan
         exchanges = []
         for engine, grad in zip(engines, grads, strict=True):
-            engine.exactly = Exactly("a")
+            engine.exactly = ExactParameters("a")
             engine.begin_bucket(0, is_last=True)
             exchanges.append(engine.exchange(grad.clone(), LAYOUT))
         simulate(exchanges)

@@ -189,7 +189,7 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
     hook = commhooks.HookState(name, process_group=dist.group.WORLD, error_feedback=True)
     here = torch.device("meta")
     hook.binding.adopt_sharded(model, known, dist.group.WORLD, here)  # type: ignore[arg-type]
-    hook.binding.core_telling = lambda hook: hook  # type: ignore[assignment]
+    hook.binding.notifying_core = lambda hook: hook  # type: ignore[assignment]
     main, scatter, reduce = machine.current, machine.Stream(), machine.Stream()
     modules: list[Any] = [Module(number) for number in range(3)]
     inside = [SchemeReduceScatter(hook, one, known) for one in modules]
@@ -221,7 +221,7 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
                 scatter.run(len(scatter.queue))
         for stream in (scatter, reduce):
             main.wait_stream(stream)
-        hook.step_landed()
+        hook.gradients_written()
         found += [machine.read(total) for total in totals]
     found += [machine.read(value) for _, _, value in hook.engine.memory.items()]
     hook._close()

@@ -88,9 +88,9 @@ def train(
     with loopback(machine):
         hook = HookState(name, model, **options)
         if cut:
-            hook.engine.traits = hook.engine.traits._replace(most_entries=200)
+            hook.engine.traits = hook.engine.traits._replace(max_bucket_numel=200)
         if told:
-            hook.binding.core_telling = lambda hook: hook
+            hook.binding.notifying_core = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             groups = [list(model.parameters())] if rebuilt and not step else several
@@ -111,7 +111,7 @@ def train(
                     buffer.copy_(mean)
                 written.append(buffer.clone())
             if told:
-                hook.step_landed()
+                hook.gradients_written()
             written = written[::-1] if last_first else written
             found += [machine.read(gradient) for gradient in written]
         found += [machine.read(value) for _, _, value in hook.engine.memory.items()]

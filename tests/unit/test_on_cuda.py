@@ -13,7 +13,7 @@ from commhooks.core import Layout, Memory
 from commhooks.errors import RegistrationError
 from commhooks.hook import _running as meeting
 from commhooks.hook._binding import Binding
-from commhooks.hook._capture import need_no_capture
+from commhooks.hook._capture import refuse_cuda_graph
 from commhooks.hook._engine import _verdicts
 from commhooks.hook._ledger import Ledger
 from ddp_core import AllReduce, GradBucket, Streams, Task
@@ -103,13 +103,13 @@ def test_only_what_is_the_same_in_every_step_is_captured(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     scheme = commhooks.make(name)
     if name in {"none", "allreduce", "fp16", "bf16", "noop"}:
-        need_no_capture(GPU, scheme, agreed=True)
+        refuse_cuda_graph(GPU, scheme, agreed=True)
     else:
         with pytest.raises(RegistrationError):
-            need_no_capture(GPU, scheme, agreed=True)
-    need_no_capture(torch.device("cpu"), scheme, agreed=False)
+            refuse_cuda_graph(GPU, scheme, agreed=True)
+    refuse_cuda_graph(torch.device("cpu"), scheme, agreed=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    need_no_capture(GPU, scheme, agreed=False)
+    refuse_cuda_graph(GPU, scheme, agreed=False)
 
 
 def test_a_call_is_not_captured_either(monkeypatch):

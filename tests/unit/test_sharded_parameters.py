@@ -20,8 +20,8 @@ def test_padding_stays_with_as_many_ranks_and_is_left_out_on_others(
     size = -(-5 // before)
     whole = torch.arange(1.0, 2 * size * before + 1).view(-1, 2)
     names = ["weight"] if before == 1 else [f"weight#{rank}" for rank in range(before)]
-    saved = saving.as_saved(dict(zip(names, whole.split(size), strict=True)))
-    kept = torch.cat(list(loading.as_kept(saved).values()))
+    saved = saving.to_checkpoint_layout(dict(zip(names, whole.split(size), strict=True)))
+    kept = torch.cat(list(loading.to_bucket_layout(saved).values()))
     assert torch.equal(kept[:5], whole[:5])
     if before == ranks:
         assert torch.equal(kept, whole)
@@ -37,8 +37,10 @@ def test_padding_of_a_unit_stays_with_as_many_ranks_only(ranks: int) -> None:
             [[(Parameter(name, torch.Size([n]), torch.float32, (0,)), True) for name, n in pieces]]
         )
 
-    saved = unit(1).as_saved({"bias": torch.ones(5), padding_name("end"): torch.ones(1)})
-    kept = unit(-5 % ranks).as_kept(saved)
+    saved = unit(1).to_checkpoint_layout(
+        {"bias": torch.ones(5), padding_name("end"): torch.ones(1)}
+    )
+    kept = unit(-5 % ranks).to_bucket_layout(saved)
     assert torch.equal(kept["bias"], torch.ones(5))
     assert torch.equal(kept[padding_name("end")], torch.ones(1))  # of 2 and 3 ranks alike
-    assert torch.equal(unit(3).as_kept(saved)[padding_name("end")], torch.zeros(3))
+    assert torch.equal(unit(3).to_bucket_layout(saved)[padding_name("end")], torch.zeros(3))

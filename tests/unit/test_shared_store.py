@@ -111,10 +111,10 @@ def test_who_waits_for_a_bucket_does_not_wait_for_the_board(store: Stopping) -> 
 
 def test_ranks_that_dropped_a_step_end_within_the_timeout(store: Stopping) -> None:
     board = FailureBoard(Group(1), "0")  # type: ignore[arg-type]
-    board.abandonments.note(3, 2, told=False)
+    board.abort_agreement.note(3, 2, told=False)
     store.goes_on.clear()
     with pytest.raises(MismatchError, match="has not answered"):
-        board.abandonments.agree()
+        board.abort_agreement.agree()
 
 
 def test_a_call_that_a_silent_store_ended_is_told_to_the_others(

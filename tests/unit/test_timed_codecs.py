@@ -11,8 +11,7 @@ import torch
 
 from commhooks import Bucket, Result, Scheme
 from commhooks.core._bucket import SchemeExchange
-from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, predict_step
-from commhooks.predict import device
+from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
 from commhooks.predict._device import time_parts
 from commhooks.predict._planned import Work, planned
 from ddp_core import AllReduce, overlapped

@@ -142,7 +142,7 @@ class IntSGD(Scheme):
         # Each of d entries has a variance of level^2 / 4 at most: n r / (2 precision^2) on a rank,
         # and 1 / n of it in the mean of n ranks.
         unbiased = Unbiased(1 / (2 * self.precision**2))
-        return Traits(error=unbiased if self.stochastic else Biased(), most_entries=_WHOLE)
+        return Traits(error=unbiased if self.stochastic else Biased(), max_bucket_numel=_WHOLE)
 
     def error_growth(self, world_size: int) -> float:
         # Its scale is of past steps: gradients that shrink or grow at once are far off.

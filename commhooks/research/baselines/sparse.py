@@ -91,7 +91,7 @@ class AlignedTopK(Agreed):
     row: int = 128
     directions: int = 4
 
-    traits = Traits(rounds=2, error=Biased(), most_entries=INT32_PLACES, keeps_zeros=True)
+    traits = Traits(rounds=2, error=Biased(), max_bucket_numel=INT32_PLACES, keeps_zeros=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
