@@ -231,7 +231,7 @@ def _group(units: list[Any]) -> Any:
         if "HYBRID" in one.sharding_strategy.name:
             raise RegistrationError(
                 f"register: FSDP1 takes no hook with {one.sharding_strategy}; use FSDP2 "
-                f"(fully_shard) and register(model, scheme, between=...)"
+                f"(fully_shard) and register(model, scheme, replicate_group=...)"
             )
         if fsdp1_hook(one)[0] is not None:
             raise RegistrationError("register: this model already has a hook, and FSDP1 takes one")

@@ -337,7 +337,7 @@ _OWN = (
     "FSDP2 averages over the replicas itself, since the model was sharded with a mesh of two "
     "dimensions; shard it over the ranks of a node only: "
     'fully_shard(module, mesh=mesh["shard"]), then '
-    'register(model, scheme, between=mesh["replicate"])'
+    'register(model, scheme, replicate_group=mesh["replicate"])'
 )
 
 
@@ -374,12 +374,14 @@ def check_free(found: FSDP2Model, kind: type[Replacement]) -> None:
             )
 
 
-def check_between(between: object) -> None:
+def check_between(replicate_group: object) -> None:
     """Raises unless there are replicas to average over, or none were given."""
-    if between is not None and not isinstance(between, DeviceMesh | dist.ProcessGroup):
+    if replicate_group is not None and not isinstance(
+        replicate_group, DeviceMesh | dist.ProcessGroup
+    ):
         raise RegistrationError(
-            f"register(between=...): a process group or a mesh of one dimension, such as "
-            f'mesh["replicate"], got {between!r}'
+            f"register(replicate_group=...): a process group or a mesh of one dimension, such as "
+            f'mesh["replicate"], got {replicate_group!r}'
         )
 
 
@@ -391,21 +393,25 @@ def shard_ranks(found: FSDP2Model) -> dist.ProcessGroup:
         raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
     raise RegistrationError(
         "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
-        'between replicas: register(model, scheme, between=mesh["replicate"])'
+        'between replicas: register(model, scheme, replicate_group=mesh["replicate"])'
     )
 
 
-def replica_ranks(found: FSDP2Model, between: DeviceMesh | dist.ProcessGroup) -> dist.ProcessGroup:
+def replica_ranks(
+    found: FSDP2Model, replicate_group: DeviceMesh | dist.ProcessGroup
+) -> dist.ProcessGroup:
     """Returns the ranks to average over; raises unless they are replicas that nobody averages."""
-    group = between.get_group() if isinstance(between, DeviceMesh) else between
+    group = (
+        replicate_group.get_group() if isinstance(replicate_group, DeviceMesh) else replicate_group
+    )
     if _averages_itself(found):
-        raise RegistrationError(f"register(between=...): {_OWN}")
+        raise RegistrationError(f"register(replicate_group=...): {_OWN}")
     same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
     if len(same) > 1:
         raise RegistrationError(
-            f"register(between=...): ranks {sorted(same)} hold different shards of one replica, so "
-            f"a mean over them would mix gradients of different parameters; pass the mesh or group "
-            f'of ranks that hold the same shard, such as mesh["replicate"]'
+            f"register(replicate_group=...): ranks {sorted(same)} hold different shards of one "
+            f"replica, so a mean over them would mix gradients of different parameters; pass the "
+            f'mesh or group of ranks that hold the same shard, such as mesh["replicate"]'
         )
     return group
 
@@ -421,7 +427,7 @@ def register_on_fsdp2(
     model: nn.Module,
     scheme: str | Scheme,
     *,
-    between: DeviceMesh | dist.ProcessGroup | None = None,
+    replicate_group: DeviceMesh | dist.ProcessGroup | None = None,
     seed: int = 0,
     history: int = 100_000,
     verification: Verification | None = None,
@@ -430,37 +436,37 @@ def register_on_fsdp2(
     """Registers a scheme on all FSDP2 modules of a model; see :func:`commhooks.register`.
 
     Args:
-        between: replicas to average over after FSDP2 has reduced over its own ranks; None: the
-            scheme replaces FSDP2's reduce-scatter.
+        replicate_group: replicas to average over after FSDP2 has reduced over its own ranks;
+            None: the scheme replaces FSDP2's reduce-scatter.
         verification: how steps are verified; None: not at all.
 
     Raises:
         RegistrationError: the model or the scheme cannot run so; see ``fsdp2_checks``.
         MismatchError: the ranks differ.
     """
-    check_between(between)
+    check_between(replicate_group)
     found = FSDP2Model.of(model)
     warn_of_others(model, found)
     kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]
-    kind, other_kind = kinds if between is None else reversed(kinds)
+    kind, other_kind = kinds if replicate_group is None else reversed(kinds)
     check_free(found, kind)
-    group = shard_ranks(found) if between is None else replica_ranks(found, between)
+    group = shard_ranks(found) if replicate_group is None else replica_ranks(found, replicate_group)
 
-    if between is not None and found.ranks.size() > 1:
+    if replicate_group is not None and found.ranks.size() > 1:
         # A hook of the shards may have the same seed, and its draws are in what is averaged here: a
         # dither has to be independent of its input.
         seed = number_of(f"{check_seed(seed)}/between") >> 1
-    made = _maker(scheme, shards=between is None)
+    made = _maker(scheme, shards=replicate_group is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
     shards = found.ranks
     known = ShardedParameters(found.parameters, shards.size())
-    if between is not None and shards.size() > 1:
+    if replicate_group is not None and shards.size() > 1:
         known = OwnShards(found.parameters, shards.size(), shards.rank())
         hook.binding.shards = shards
     device = found.modules[0].group.device
-    shards_for = "FSDP2" if between is None else ""
+    shards_for = "FSDP2" if replicate_group is None else ""
     values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
-    if between is not None:
+    if replicate_group is not None:
         rank = shards.rank() if shards.size() > 1 else None
         values = partial(_own_shards, list(map(weakref.ref, found.modules)), rank)
     fit_to_host(
@@ -475,14 +481,16 @@ def register_on_fsdp2(
     )
 
     other = other_kind.hook_of(found.modules[0].group)
-    hook.binding.beside = _other_nodes(found, other) if between is None else _other_shards(found)
+    hook.binding.beside = (
+        _other_nodes(found, other) if replicate_group is None else _other_shards(found)
+    )
     facts = {
         "host": f"FSDP2 {kind.place}",
         "other place": None if other is None else describe(other.scheme),
     }
     hook.agree("commhooks.register", facts, MEETING)
     if other is not None:
-        inside, outside = (hook, other) if between is None else (other, hook)
+        inside, outside = (hook, other) if replicate_group is None else (other, hook)
         inside.binding.beside[:] = _other_nodes(found, outside)
         inside.runner.continue_in(outside.runner)
 

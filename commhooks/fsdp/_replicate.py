@@ -66,11 +66,11 @@ def replicate(
         raise RegistrationError(
             f"replicate(modules=...): parts of the model, and {listed(strange)} is none"
         )
-    shard, between = (mesh[name] for name in mesh.mesh_dim_names)
+    shard, replicate = (mesh[name] for name in mesh.mesh_dim_names)
     settings = {"reshard_after_forward": False, **(fully_shard_options or {})}
     for module in [*modules, model]:
         fully_shard(module, mesh=shard, **settings)
-    return register(model, scheme, between=between, seed=seed, history=history, **options)
+    return register(model, scheme, replicate_group=replicate, seed=seed, history=history, **options)
 
 
 def _device_of(model: nn.Module) -> str:

@@ -123,7 +123,7 @@ def register(
     seed: int = 0,
     history: int = 100_000,
     verify: int | Verification | None = None,
-    between: Any = None,
+    replicate_group: Any = None,
     **options: Any,
 ) -> HookState:
     """Registers a scheme on a data-parallel model; all ranks call it.
@@ -145,8 +145,8 @@ def register(
         verify: number of steps after which the result is compared with the dense mean and across
             ranks; what is wrong is a warning. A :class:`commhooks.Verification` can raise instead.
             None: never. Not for ``replicate()``.
-        between: for FSDP2: replicas to average over after FSDP2 has reduced within a node (HSDP), a
-            process group or a mesh of one dimension; any scheme.
+        replicate_group: for FSDP2: replicas to average over after FSDP2 has reduced within a node
+            (HSDP), a process group or a mesh of one dimension; any scheme.
         options: options of the scheme, see :func:`commhooks.make`.
 
     Returns:
@@ -184,13 +184,17 @@ def register(
         if host != "DDP":
             options["verification"] = verification
         if host == "FSDPModule":
-            options["between"] = between
-        elif between is not None:
-            raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+            options["replicate_group"] = replicate_group
+        elif replicate_group is not None:
+            raise RegistrationError(
+                "register(replicate_group=...) is for models of FSDP2 (fully_shard)"
+            )
         state: HookState = registers(model, scheme, seed=seed, history=history, **options)
         return state
-    if between is not None:
-        raise RegistrationError("register(between=...) is for models of FSDP2 (fully_shard)")
+    if replicate_group is not None:
+        raise RegistrationError(
+            "register(replicate_group=...) is for models of FSDP2 (fully_shard)"
+        )
 
     # Refuse a model that has a hook.
     ddp = find_ddp(model)

@@ -259,7 +259,7 @@ def check_returns_shards(scheme: Scheme, host: str, call: str = "register") -> N
     if not scheme.traits.shards:
         between = (
             ". Between replicas of FSDP2 (HSDP) any scheme runs: "
-            'register(model, scheme, between=mesh["replicate"])'
+            'register(model, scheme, replicate_group=mesh["replicate"])'
         )
         # The innermost: ``scheme`` may be a policy of many rules, of which one is the reason.
         *_, whole = (one for one in walk(scheme) if not one.traits.shards)

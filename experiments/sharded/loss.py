@@ -63,7 +63,7 @@ def _hsdp(model: Any, seed: int) -> nn.Module:
     mesh = init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicate", "shard"))
     sharded = _sharded(model, mesh["shard"])
     commhooks.register(sharded, "int8", seed=seed)
-    commhooks.register(sharded, _four_bits(), between=mesh["replicate"], seed=seed)
+    commhooks.register(sharded, _four_bits(), replicate_group=mesh["replicate"], seed=seed)
     return sharded
 
 
@@ -74,7 +74,9 @@ def _replicated(rank: int) -> Callable[[Any, int], nn.Module]:
         mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
         sharded = _sharded(model, mesh["shard"])
         settings = {**POWERSGD, "rank": rank}
-        commhooks.register(sharded, "powersgd", between=mesh["replicate"], seed=seed, **settings)
+        commhooks.register(
+            sharded, "powersgd", replicate_group=mesh["replicate"], seed=seed, **settings
+        )
         return sharded
 
     return build

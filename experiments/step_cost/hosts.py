@@ -67,7 +67,7 @@ def _replicated(with_hook: bool) -> nn.Module:
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=names)
     model = _sharded(mesh["shard"] if with_hook else mesh)
     if with_hook:
-        commhooks.register(model, "none", between=mesh["replicate"])
+        commhooks.register(model, "none", replicate_group=mesh["replicate"])
     return model
 
 

@@ -117,13 +117,13 @@ def _hsdp() -> tuple[nn.Module, DeviceMesh]:
 
 def hsdp(name: str) -> None:
     net, nodes = _hsdp()
-    commhooks.register(net, made(name), between=nodes)
+    commhooks.register(net, made(name), replicate_group=nodes)
     train(net)
 
 
 def hsdp_inside(name: str) -> None:
     net, nodes = _hsdp()
-    commhooks.register(net, "none", between=nodes)
+    commhooks.register(net, "none", replicate_group=nodes)
     commhooks.register(net, made(name))
     train(net)
 

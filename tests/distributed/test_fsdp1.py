@@ -216,7 +216,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(RegistrationError, match="auto"):
         commhooks.register(_unit("FULL_SHARD"), "auto")
     with pytest.raises(RegistrationError, match="for models of FSDP2"):
-        commhooks.register(_unit("FULL_SHARD"), "int8", between=dist.group.WORLD)
+        commhooks.register(_unit("FULL_SHARD"), "int8", replicate_group=dist.group.WORLD)
     one = dist.new_group([rank], use_local_synchronization=True)
     groups: Any = (dist.group.WORLD, one)
     hybrid = FullyShardedDataParallel(

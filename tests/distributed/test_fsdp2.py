@@ -389,7 +389,7 @@ def test_a_resumed_run_continues_bit_for_bit() -> None:
 def _between(rank: int, world_size: int, name: str) -> float:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
-    hook = commhooks.register(ours, name, between=mesh["replicate"])
+    hook = commhooks.register(ours, name, replicate_group=mesh["replicate"])
     for model in (native, ours):
         backward(model, 0, rank)
     wanted, found = gradients(native), gradients(ours)
@@ -410,7 +410,9 @@ def _between_resumed(rank: int, world_size: int) -> None:
 
     def made() -> tuple[nn.Module, commhooks.HookState]:
         model = sharded(model_of(), mesh["shard"])
-        return model, commhooks.register(model, "topk", ratio=0.2, between=mesh["replicate"])
+        return model, commhooks.register(
+            model, "topk", ratio=0.2, replicate_group=mesh["replicate"]
+        )
 
     native, (ours, hook) = sharded(model_of(), mesh), made()
     unsent: dict[str, Tensor] = {}
@@ -462,7 +464,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     with pytest.raises(commhooks.errors.OptionError, match="a number of steps"):
         commhooks.register(model, "int8", verify="raise")
     with pytest.raises(RegistrationError, match="got 'replicate'"):
-        commhooks.register(model, "int8", between="replicate")
+        commhooks.register(model, "int8", replicate_group="replicate")
     with pytest.raises(RegistrationError, match="gather_parameters: Sequential has no FSDP2"):
         gather_parameters(model_of())
     with pytest.raises(RegistrationError, match="Linear is none"):

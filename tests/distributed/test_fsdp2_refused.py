@@ -77,7 +77,7 @@ def _replaced(rank: int, world_size: int) -> None:
     for module in _modules(model):
         module.set_all_reduce_hook(print)
     with pytest.raises(RegistrationError, match=r"FSDP2 reduces by .*print.* already"):
-        commhooks.register(model, "int8", between=mesh["replicate"])
+        commhooks.register(model, "int8", replicate_group=mesh["replicate"])
     model = sharded(model_of(), mesh["shard"])
     hook = commhooks.register(model, "none")
     _modules(model)[1].set_custom_reduce_scatter(_fsdp_collectives.DefaultReduceScatter())
@@ -124,7 +124,7 @@ def _other_ranks(rank: int, world_size: int) -> None:
     with pytest.raises(RegistrationError, match=r"gather_parameters: .* over different ranks"):
         gather_parameters(model)
     with pytest.raises(RegistrationError, match="sharded over different ranks"):
-        commhooks.register(model, "int8", between=mesh["one"])
+        commhooks.register(model, "int8", replicate_group=mesh["one"])
 
 
 def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
@@ -139,7 +139,7 @@ def _stale(rank: int, world_size: int) -> None:
     else:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = sharded(model_of(), mesh["shard"])
-        hook = commhooks.register(model, "int8", between=mesh["replicate"])
+        hook = commhooks.register(model, "int8", replicate_group=mesh["replicate"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     backward(model, 0, rank)
     optimizer.step()

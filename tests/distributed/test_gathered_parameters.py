@@ -173,7 +173,7 @@ def _beside_hooks(rank: int, world_size: int) -> None:
     """Accumulated gradients, evaluation and hooks of gradients beside gathered parameters."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(SIZES), mesh["shard"])
-    hook = commhooks.register(model, "powersgd", between=mesh["replicate"], rank=2)
+    hook = commhooks.register(model, "powersgd", replicate_group=mesh["replicate"], rank=2)
     inside = commhooks.register(model, "int8")
     gather_parameters(model, "int8")
     _steps(model, rank, passes=2)

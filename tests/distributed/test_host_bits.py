@@ -116,7 +116,7 @@ def _mesh(*sizes: int) -> DeviceMesh:
 def between(scheme: Scheme, net: nn.Module) -> nn.Module:
     mesh = _mesh(dist.get_world_size(), 1)
     fully_shard(net, mesh=mesh["shard"])
-    commhooks.register(net, scheme, between=mesh["replicate"])
+    commhooks.register(net, scheme, replicate_group=mesh["replicate"])
     return net
 
 
@@ -152,7 +152,7 @@ def fsdp2(scheme: Scheme, net: nn.Module) -> nn.Module:
 def inside(scheme: Scheme, net: nn.Module) -> nn.Module:
     mesh = _mesh(1, dist.get_world_size())
     fully_shard(net, mesh=mesh["shard"])
-    commhooks.register(net, "none", between=mesh["replicate"])
+    commhooks.register(net, "none", replicate_group=mesh["replicate"])
     commhooks.register(net, scheme)
     return net
 

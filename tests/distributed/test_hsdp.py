@@ -95,7 +95,7 @@ def _overflows_between(rank: int, world_size: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
     inside = commhooks.register(model, "int4", **INT4)
-    between = commhooks.register(model, "fp16", between=mesh["replicate"])
+    between = commhooks.register(model, "fp16", replicate_group=mesh["replicate"])
     warnings.filterwarnings("ignore", "a float16 payload is not finite")
     for step, scale in enumerate((1.0, 1e6)):
         before = residuals(inside)
@@ -116,7 +116,7 @@ def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -
 def _scaled(rank: int, world_size: int) -> tuple[list[float], list[int]]:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
-    hook = commhooks.register(model, "int4", between=mesh["replicate"], **INT4)
+    hook = commhooks.register(model, "int4", replicate_group=mesh["replicate"], **INT4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
     scales, skipped = [], []
@@ -145,11 +145,13 @@ def _other_options(rank: int, world_size: int) -> None:
     model = sharded(model_of((257, 6)), mesh["shard"])
     block = 64 if mesh["shard"].get_local_rank() == 0 else 128
     with pytest.raises(MismatchError, match="scheme and options differ between"):
-        commhooks.register(model, "int4", between=mesh["replicate"], block=block)
+        commhooks.register(model, "int4", replicate_group=mesh["replicate"], block=block)
     if rank == 3:  # its replica finds out, and the two others hear of it
         block = 256
     with pytest.raises(MismatchError, match=r"scheme and options|keeps a rank"):
-        commhooks.register(model, "int4", between=mesh["replicate"], block=64 if rank < 3 else 256)
+        commhooks.register(
+            model, "int4", replicate_group=mesh["replicate"], block=64 if rank < 3 else 256
+        )
 
 
 def test_shards_with_other_options_are_told() -> None:
@@ -183,7 +185,7 @@ def _hook_on(host: str, name: str = "int4", **options: Any) -> tuple[nn.Module, 
         return model, commhooks.register(model, name, **options)
     mesh = mesh_of(*map(int, host.split("x")))
     model = sharded(model_of(), mesh["shard"])
-    return model, commhooks.register(model, name, between=mesh["replicate"], **options)
+    return model, commhooks.register(model, name, replicate_group=mesh["replicate"], **options)
 
 
 def _trained(model: nn.Module, rank: int, first: int, steps: int) -> dict[str, Tensor]:

@@ -237,7 +237,7 @@ def _between_columns(rank: int, world_size: int) -> None:
     model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
     model = sharded(model, mesh["shard"])
     with pytest.raises(MismatchError, match=r"0\.weight#. .* piece 0 of 2 .* piece 1 of 2"):
-        commhooks.register(model, "none", between=mesh["tp"])
+        commhooks.register(model, "none", replicate_group=mesh["tp"])
 
 
 def test_a_mean_between_columns_is_refused() -> None:

@@ -243,7 +243,7 @@ def _taken(rank: int, world_size: int) -> None:
     model = sharded(model_of(), mesh["shard"])
     model[2].set_all_reduce_hook(print)  # type: ignore[index, operator, union-attr]
     with pytest.raises(RegistrationError, match="set_all_reduce_hook"):
-        commhooks.register(model, "int8", between=mesh["replicate"])
+        commhooks.register(model, "int8", replicate_group=mesh["replicate"])
     model = sharded(model_of())
     model[2].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[index, operator]
     group = fsdp2_groups(model[2])[0]  # type: ignore[index]
@@ -252,7 +252,7 @@ def _taken(rank: int, world_size: int) -> None:
         commhooks.register(model, "int8")
     model = sharded(model_of(), mesh["shard"])
     with pytest.raises(RegistrationError, match="different shards of one replica"):
-        commhooks.register(model, "int8", between=mesh["shard"])
+        commhooks.register(model, "int8", replicate_group=mesh["shard"])
 
 
 def test_reductions_that_are_there_already_are_not_replaced() -> None:
@@ -262,7 +262,7 @@ def test_reductions_that_are_there_already_are_not_replaced() -> None:
 def _factor(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
-    commhooks.register(ours, "none", between=mesh["replicate"])
+    commhooks.register(ours, "none", replicate_group=mesh["replicate"])
     found = []
     for model in (native, ours):
         for module in model.modules():

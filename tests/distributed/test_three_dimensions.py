@@ -33,7 +33,7 @@ def _built(mesh: Any, over: Any) -> nn.Module:
 
 def _hook_on(mesh: Any, name: str, **options: Any) -> tuple[nn.Module, commhooks.HookState]:
     model = _built(mesh, mesh["shard"])
-    return model, commhooks.register(model, name, between=mesh["replicate"], **options)
+    return model, commhooks.register(model, name, replicate_group=mesh["replicate"], **options)
 
 
 def _local(model: nn.Module) -> dict[str, Tensor]:

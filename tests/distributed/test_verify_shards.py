@@ -233,7 +233,7 @@ def _raises(rank: int, world_size: int, inside: bool) -> str:
     # On the ranks of one shard, or of one node, only; the other two have to hear of it.
     place: dict[str, Any] = {} if inside else {"between": mesh["replicate"]}
     if inside:
-        commhooks.register(model, "none", between=mesh["replicate"])
+        commhooks.register(model, "none", replicate_group=mesh["replicate"])
     unusable = mesh.get_local_rank("replicate" if inside else "shard") == 1
     scheme = SpoiledOn(Dense(), inside)
     commhooks.register(model, scheme, verify=Verification(2, "raise"), **place)

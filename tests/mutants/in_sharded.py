@@ -137,8 +137,8 @@ MUTANTS: list[Mutant] = [
         "register_on_fsdp2",
         (
             "between nodes the ranks of a node are averaged",
-            "group = shard_ranks(found) if between is None else replica_ranks(found, between)",
-            "group = found.ranks",
+            "else replica_ranks(found, replicate_group)",
+            "else found.ranks",
             f"{FSDP2}::test_between_nodes_any_scheme_averages[int8-0.03]",
         ),
     ),
@@ -546,8 +546,8 @@ MUTANTS: list[Mutant] = [
         "replicated_parameters",
         (
             "one dimension of tensor parallelism that cuts is enough",
-            "Cut()).between != every",
-            "Cut()).between == frozenset()",
+            "ShardSpec()).between != every",
+            "ShardSpec()).between == frozenset()",
             "tests/unit/test_exactly.py"
             "::test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it",
         ),

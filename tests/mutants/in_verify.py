@@ -225,7 +225,7 @@ MUTANTS: list[Mutant] = [
         "register_on_fsdp2",
         (
             "replicas of a shard are not compared",
-            "    if between is not None:\n        rank = shards.rank()",
+            "    if replicate_group is not None:\n        rank = shards.rank()",
             "    if False:\n        rank = shards.rank()",
             f"{EQUAL}::test_replicas_of_a_shard_are_compared_with_each_other",
         ),
