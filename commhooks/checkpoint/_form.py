@@ -238,7 +238,7 @@ def _check_common(state: object, call: str) -> None:
         )
     if not state:
         raise CheckpointError(
-            f"{call}: the state is empty; state_dict(gather=True, to=rank) is that rank's only"
+            f"{call}: the state is empty; state_dict(gather=True, dst=rank) is that rank's only"
         )
     if not _is_text(state.get("format")) or state["format"] != FORMAT:
         raise CheckpointError(

@@ -171,7 +171,7 @@ class PowerSGDState(CompressionStats):
         if bucket.is_last() and not self._on_models.inners:
             self.iter += 1
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
         """Returns this rank's memory, step count and scheme, or with ``gather`` those of all ranks.
 
         See :meth:`commhooks.HookState.state_dict`.
@@ -185,7 +185,7 @@ class PowerSGDState(CompressionStats):
                 "PowerSGDState.state_dict: memory is kept by parameter name: register the state "
                 "on a model first, ddp_model.register_comm_hook(state, powerSGD_hook)"
             )
-        return hook.state_dict(gather=gather, to=to)
+        return hook.state_dict(gather=gather, dst=dst)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True

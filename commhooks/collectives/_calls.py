@@ -483,10 +483,10 @@ class Calls(HookState):
         if travels_coded(like):
             self._tensors.declare(name, like.shape, like.dtype)
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
         """Returns what a later run continues from; see :meth:`commhooks.HookState.state_dict`."""
         self.wait()
-        return super().state_dict(gather=gather, to=to)
+        return super().state_dict(gather=gather, dst=dst)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True

@@ -190,7 +190,7 @@ def gather_states(
     state: Mapping[str, Any] | None,
     fault: str | None,
     group: dist.ProcessGroup,
-    to: int | None,
+    dst: int | None,
     *,
     also: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def gather_states(
         call: the name of the public call, for messages.
         state: this rank's state, with one part; None if this rank cannot save.
         fault: the reason why it cannot.
-        to: the only rank that gets the gathered state; the others get an empty dict.
+        dst: the only rank that gets the gathered state; the others get an empty dict.
         also: further facts that must be the same on all ranks, by name.
 
     Raises:
@@ -211,12 +211,12 @@ def gather_states(
     """
     common = {} if state is None else {k: v for k, v in state.items() if not isinstance(v, dict)}
     # A fault takes part in the handshake instead of raising before it: the other ranks would wait.
-    facts = {"what keeps it from saving": fault, "to": to, **(also or {})}
+    facts = {"what keeps it from saving": fault, "dst": dst, **(also or {})}
     handshake(call, {**facts, **common}, group)
     if state is None:
         raise RegistrationError(f"{call}: {fault}")
-    # After the handshake all ranks have the same ``to``, so all raise.
-    check_receiver(call, to, group)
+    # After the handshake all ranks have the same ``dst``, so all raise.
+    check_receiver(call, dst, group)
     (field,) = (key for key in state if key not in common)
     part = state[field]
     tensors = [
@@ -238,21 +238,21 @@ def gather_states(
     whole = dict(common)
     for source, (theirs, rest, keys, what) in enumerate(everyone):
         mine = [value for _, _, value in tensors] if source == group.rank() else None
-        arrived = _send(what, mine, source, to, group)  # on every rank, in the same order
-        if to not in (None, group.rank()):
+        arrived = _send(what, mine, source, dst, group)  # on every rank, in the same order
+        if dst not in (None, group.rank()):
             continue
         memory: dict[str, dict[str, Tensor]] = {key: {} for key in keys}
         for (key, name, _, _), value in zip(what, arrived, strict=True):
             memory[key][name] = value
         whole[theirs] = {**rest, "memory": memory}
-    return whole if to in (None, group.rank()) else {}
+    return whole if dst in (None, group.rank()) else {}
 
 
-def check_receiver(call: str, to: int | None, group: dist.ProcessGroup) -> None:
-    """Raises ValueError unless ``to`` is a rank of ``group``, or None."""
-    if to is not None and not (type(to) is int and 0 <= to < group.size()):
+def check_receiver(call: str, dst: int | None, group: dist.ProcessGroup) -> None:
+    """Raises ValueError unless ``dst`` is a rank of ``group``, or None."""
+    if dst is not None and not (type(dst) is int and 0 <= dst < group.size()):
         raise ValueError(
-            f"{call}: to=... is a rank of the hook's {group.size()}, or None for all, got {to!r}"
+            f"{call}: dst=... is a rank of the hook's {group.size()}, or None for all, got {dst!r}"
         )
 
 
@@ -260,7 +260,7 @@ def _send(
     specs: Sequence[_Spec],
     mine: Sequence[Tensor] | None,
     source: int,
-    to: int | None,
+    dst: int | None,
     group: dist.ProcessGroup,
 ) -> list[Tensor]:
     """Sends the tensors of rank ``source`` and returns them, on the CPU, where they are received.
@@ -271,7 +271,7 @@ def _send(
     """
     # NCCL sends tensors of a GPU only, so a message goes through the group's device.
     rank, device = group.rank(), device_of_objects(group)
-    receives = mine is None and to in (None, rank)
+    receives = mine is None and dst in (None, rank)
     flat: list[Tensor] = []
     if mine is not None:
         # As bytes: tensors of different dtypes share a message, and no backend sees the dtype.
@@ -282,7 +282,7 @@ def _send(
         flat = [value.view(-1).view(torch.uint8) for value in values]
     else:
         values = []
-    if to == source or not (receives or mine is not None):
+    if dst == source or not (receives or mine is not None):
         return values
     sizes = [dtype.itemsize * shape.numel() for _, _, dtype, shape in specs]
     for spans in _messages(sizes):
@@ -291,10 +291,10 @@ def _send(
             buffer = torch.cat([flat[index][begin:end].to(device) for index, begin, end in spans])
         else:
             buffer = torch.empty(total, dtype=torch.uint8, device=device)
-        if to is None:
+        if dst is None:
             dist.broadcast(buffer, group=group, group_src=source)
         elif mine is not None:
-            dist.send(buffer, group=group, group_dst=to)
+            dist.send(buffer, group=group, group_dst=dst)
         else:
             dist.recv(buffer, group=group, group_src=source)
         if receives:
@@ -337,10 +337,10 @@ class Loaded(NamedTuple):
     buckets: SavedBuckets
 
 
-def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
+def save(hook: Running, gather: bool, dst: int | None) -> dict[str, Any]:
     """Returns what ``HookState.state_dict`` returns."""
-    if to is not None and not gather:
-        raise ValueError(f"HookState.state_dict(to={to!r}): it goes with gather=True")
+    if dst is not None and not gather:
+        raise ValueError(f"HookState.state_dict(dst={dst!r}): it goes with gather=True")
     # A fault is not raised at once: with ``gather`` it takes part in the handshake of all ranks.
     fault, hook.attendance.excused = None, True
     if hook.runner.under_way:
@@ -350,37 +350,37 @@ def save(hook: Running, gather: bool, to: int | None) -> dict[str, Any]:
     if gather and (hook.engine.world_size > 1 or hook.binding.shards is not None):
         state = _own_state(hook) if fault is None else None
         with hook.binding.on_device():
-            return _gathered(hook, state, fault, to)
+            return _gathered(hook, state, fault, dst)
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
     return _own_state(hook)
 
 
 def _gathered(
-    hook: Running, state: dict[str, Any] | None, fault: str | None, to: int | None
+    hook: Running, state: dict[str, Any] | None, fault: str | None, dst: int | None
 ) -> dict[str, Any]:
     """Returns the states of all ranks of the hook's group, of whole parameters."""
     call, group = "HookState.state_dict(gather=True)", hook.binding.group()
     shards = hook.binding.shards
     if shards is None:
-        return gather_states(call, state, fault, group, to)
-    # First within a node, whose ranks have the shards, then between nodes. With ``to`` the first
+        return gather_states(call, state, fault, group, dst)
+    # First within a node, whose ranks have the shards, then between nodes. With ``dst`` the first
     # rank of each node has the node's state, and the first of all has the whole.
-    first = None if to is None else 0
+    first = None if dst is None else 0
     try:
-        node = gather_states(call, state, fault, shards, first, also={"to, between nodes": to})
+        node = gather_states(call, state, fault, shards, first, also={"dst, between nodes": dst})
     except MissingRankError:
         raise
     except (MismatchError, RegistrationError) as error:
         if first in (None, shards.rank()):  # the other nodes would wait for this rank
             with suppress(MismatchError, RegistrationError):
-                gather_states(call, None, str(error), group, to)
+                gather_states(call, None, str(error), group, dst)
         raise
-    check_receiver(call, to, group)
+    check_receiver(call, dst, group)
     if not node:
         return {}
     whole = _of_a_node(hook, node, dist.get_process_group_ranks(shards)[0])
-    return gather_states(call, whole, None, group, to)
+    return gather_states(call, whole, None, group, dst)
 
 
 def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any]:

@@ -391,20 +391,20 @@ class HookState(Running):
         self.attendance.excused = True
         return f"HookState({short_repr(self.scheme)}, step={self.step})"
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
         """Returns copies of the tensors, numbers and strings that a later run continues from.
 
         Args:
             gather: returns one state of all ranks, on the CPU, the same on every rank; all ranks
                 call this method, after the same step. False: every rank saves its own state.
-            to: with ``gather``, the only rank of the hook's group that gets the state; the others
+            dst: with ``gather``, the only rank of the hook's group that gets the state; the others
                 get an empty dict. Between nodes of FSDP2: the one that has the first shard.
 
         Raises:
             RegistrationError: the call is in the middle of a step.
             MismatchError: with ``gather``, the ranks are not at the same step.
         """
-        return saving.save(self, gather, to)
+        return saving.save(self, gather, dst)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True

@@ -93,7 +93,7 @@ class Hosted:
         """
         if self._hook is None:
             return dict(self._held or {})
-        return self._hook.state_dict(gather=True, to=self._to)
+        return self._hook.state_dict(gather=True, dst=self._to)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a state of all ranks, on any number of ranks; all ranks call it.

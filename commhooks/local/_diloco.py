@@ -409,15 +409,15 @@ class DiLoCo:
 
     # ---- checkpoint
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
         """Returns this rank's state; every rank saves its model and inner optimizer besides.
 
         Args:
-            gather, to: return one state of all ranks, see :meth:`HookState.state_dict`. Models and
+            gather, dst: return one state of all ranks, see :meth:`HookState.state_dict`. Models and
                 inner optimizers differ between ranks and are not part of it.
         """
         arriving = [_arriving(pending) for pending in self._pending]  # first: it waits
-        hook = self.hook.state_dict(gather=gather, to=to)
+        hook = self.hook.state_dict(gather=gather, dst=dst)
         if not hook:  # gathered on another rank
             return {}
         state = {

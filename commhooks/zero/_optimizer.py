@@ -369,13 +369,13 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     # ---- checkpoint
 
-    def state_dict(self, *, gather: bool = False, to: int | None = None) -> dict[str, Any]:
+    def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
         """Returns a copy of all that a later run continues from, besides the model's own state.
 
         Args:
             gather: returns one state of all ranks, by parameter, on the CPU, which loads on any
                 number of ranks; all ranks call it. False: this rank's pieces.
-            to: with ``gather``, the only rank that gets it; the others get an empty dict.
+            dst: with ``gather``, the only rank that gets it; the others get an empty dict.
         """
         if self._shards.waiting:
             raise RegistrationError(
@@ -383,10 +383,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 "not: call step() or zero_grad() first"
             )
         pieces: saving.Saved | None = saving.saved_pieces(self._shards.pieces(), self.state)
-        hook = self.hook.state_dict(gather=gather, to=to)
+        hook = self.hook.state_dict(gather=gather, dst=dst)
         if gather:
             pieces = saving.gathered(
-                pieces or {}, self.hook.parameters, self._model.process_group, to
+                pieces or {}, self.hook.parameters, self._model.process_group, dst
             )
         if pieces is None:
             return {}

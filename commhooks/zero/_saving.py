@@ -78,12 +78,12 @@ def saved_pieces(pieces: Iterable[Piece], states: Mapping[Tensor, Any]) -> Saved
 
 
 def gathered(
-    own: Saved, known: Parameters, group: dist.ProcessGroup, to: int | None
+    own: Saved, known: Parameters, group: dist.ProcessGroup, dst: int | None
 ) -> Saved | None:
     """Returns the pieces of all ranks, put together by parameter in its own shape, on the CPU.
 
     Args:
-        to: the only rank of the group that gets them; the others get None. None: all get them.
+        dst: the only rank of the group that gets them; the others get None. None: all get them.
     """
     memory: dict[str, dict[str, Tensor]] = {}
     for name, one in own.items():
@@ -95,7 +95,7 @@ def gathered(
     }
     part = {"about": about, "memory": memory}
     whole = gather_states(
-        "ZeroOptimizer.state_dict(gather=True)", {f"rank{group.rank()}": part}, None, group, to
+        "ZeroOptimizer.state_dict(gather=True)", {f"rank{group.rank()}": part}, None, group, dst
     )
     if not whole:
         return None

@@ -57,7 +57,7 @@ def main() -> None:
             loss = torch.nn.functional.cross_entropy(ddp_model(points), classes)
             loss.backward()
             optimizer.step()
-        hook_state = hook.state_dict(gather=True, to=0)  # all workers call it, one gets it
+        hook_state = hook.state_dict(gather=True, dst=0)  # all workers call it, one gets it
         if rank == 0:
             saved = {
                 "epoch": epoch,

@@ -191,7 +191,7 @@ def _meshes(rank: int, world_size: int) -> list[list[Any]]:
             options: dict[str, Any] = {}
         else:
             model = sharded(model_of((33, 64, 7)), mesh["shard"])
-            options = {"between": mesh["replicate"]}
+            options = {"replicate_group": mesh["replicate"]}
         hook = commhooks.register(model, "int8", verify=1, **options)
         for step in range(2):
             backward(model, step, rank // 2)

@@ -451,8 +451,8 @@ def _refused(rank: int, world_size: int) -> list[str]:
         (sharded(model_of()), "powersgd", {}),
         (sharded(model_of()), "auto", {"candidates": ["powersgd"]}),
         (sharded(model_of()), "int8", {"layout": "shape"}),
-        (sharded(model_of(), mesh), "int8", {"between": mesh["replicate"]}),
-        (DistributedDataParallel(model_of()), "int8", {"between": mesh["shard"]}),
+        (sharded(model_of(), mesh), "int8", {"replicate_group": mesh["replicate"]}),
+        (DistributedDataParallel(model_of()), "int8", {"replicate_group": mesh["shard"]}),
     ]
     for model, name, options in cases:
         with pytest.raises(RegistrationError) as raised:
@@ -644,7 +644,7 @@ def test_gradients_and_parameters_travel_in_the_groups_of_fsdp2() -> None:
 def _auto(rank: int, world_size: int, between: bool) -> list[str]:
     mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh["shard"] if between else None)
-    place: dict[str, Any] = {"between": mesh["replicate"]} if between else {}
+    place: dict[str, Any] = {"replicate_group": mesh["replicate"]} if between else {}
     hook: Any = commhooks.register(model, "auto", measure_steps=2, candidates=["int8"], **place)
     seen, plans = set(), ""
     for step in range(200):

@@ -54,7 +54,7 @@ def _gathered(rank: int, world_size: int, directory: str) -> Any:
     whole, own = hook.state_dict(gather=True), hook.state_dict()
     _checkpoint_gather._MESSAGE = 100  # as if tensors were large
     cut = hook.state_dict(gather=True)
-    only = hook.state_dict(gather=True, to=1)
+    only = hook.state_dict(gather=True, dst=1)
     facts = [
         same(whole, cut),
         all(same(whole[field], own[field]) for field in own),
@@ -102,7 +102,7 @@ def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
 
 def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     _, hook = trained(rank, "topk", ratio=0.1)
-    found = [outcome(hook.state_dict, to=0), outcome(hook.state_dict, gather=True, to=7)]
+    found = [outcome(hook.state_dict, to=0), outcome(hook.state_dict, gather=True, dst=7)]
     hook.engine.step += rank
     found.append(outcome(hook.state_dict, gather=True))
     hook.engine.step -= rank

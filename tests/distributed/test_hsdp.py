@@ -45,7 +45,7 @@ def _hooks_on(kind: str, mesh: Any, model: nn.Module) -> tuple[nn.Module, list[A
     model = sharded(model, mesh["shard"])
     hooks = []
     for one in kind.split(" and "):
-        place = {} if one == "inside" else {"between": mesh["replicate"]}
+        place = {} if one == "inside" else {"replicate_group": mesh["replicate"]}
         hooks.append(commhooks.register(model, "int4", **INT4, **place))
     return model, hooks
 
@@ -368,8 +368,8 @@ def _to(rank: int, world_size: int) -> dict[str, Any]:
     model, hook = _hook_on("2x2")
     _trained(model, rank, 0, 1)
     with pytest.raises(ValueError, match="is a rank of the hook's 2"):
-        hook.state_dict(gather=True, to=2)
-    return hook.state_dict(gather=True, to=1)
+        hook.state_dict(gather=True, dst=2)
+    return hook.state_dict(gather=True, dst=1)
 
 
 def test_one_rank_gets_the_state_of_the_mesh() -> None:
@@ -429,7 +429,7 @@ def _kept_and_applied(rank: int, world_size: int, place: str) -> Any:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(factor)
                 module.set_force_sum_reduction_for_comms(world_size > 2)  # Gloo has no other
-        options = {"between": mesh["replicate"]} if place == "between" else {}
+        options = {"replicate_group": mesh["replicate"]} if place == "between" else {}
         hook = commhooks.register(model, "topk", ratio=0.1, **options)
         for step in range(2):
             backward(model, step, rank)

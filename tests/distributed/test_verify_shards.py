@@ -45,7 +45,7 @@ def _model(host: str) -> tuple[nn.Module, dict[str, Any]]:
     if host == "fsdp2":
         return sharded(model_of()), {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    return sharded(model_of(), mesh["shard"]), {"between": mesh["replicate"]}
+    return sharded(model_of(), mesh["shard"]), {"replicate_group": mesh["replicate"]}
 
 
 def _accused(rank: int, world_size: int, host: str, few: bool) -> list[str]:
@@ -231,7 +231,7 @@ def _raises(rank: int, world_size: int, inside: bool) -> str:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh["shard"])
     # On the ranks of one shard, or of one node, only; the other two have to hear of it.
-    place: dict[str, Any] = {} if inside else {"between": mesh["replicate"]}
+    place: dict[str, Any] = {} if inside else {"replicate_group": mesh["replicate"]}
     if inside:
         commhooks.register(model, "none", replicate_group=mesh["replicate"])
     unusable = mesh.get_local_rank("replicate" if inside else "shard") == 1

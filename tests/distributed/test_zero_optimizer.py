@@ -462,7 +462,7 @@ def test_a_resumed_run_continues_bit_for_bit(gathered: bool) -> None:
 def _saved(rank: int, world_size: int) -> tuple[Any, Any]:
     model, zero = _made()
     train(model, zero, rank, 0, 3)
-    only = zero.state_dict(gather=True, to=1)
+    only = zero.state_dict(gather=True, dst=1)
     assert bool(only) == (rank == 1)
     return model.state_dict(), zero.state_dict(gather=True)
 

@@ -133,7 +133,7 @@ class _Hsdp(_Fsdp2):
     def host(self, scheme: Scheme) -> None:
         mesh, (kind,), seed = _mesh(2, self.world // 2), self.case.setting, self.case.seed
         self.call = sharded(self.net, mesh if kind == "native" else mesh["inner"])
-        between = {"between": mesh["outer"], "seed": seed}
+        between = {"replicate_group": mesh["outer"], "seed": seed}
         if kind == "between":
             self.hooks = [commhooks.register(self.call, scheme, **between)]
             return

@@ -53,7 +53,7 @@ MUTANTS: list[Mutant] = [
         "Hosted.state_dict",
         (
             "rank 0 saves its own state only",
-            "return self._hook.state_dict(gather=True, to=self._to)",
+            "return self._hook.state_dict(gather=True, dst=self._to)",
             "return self._hook.state_dict()",
             f"{HOSTED}::test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it",
         ),
