@@ -43,8 +43,8 @@ class AutoHook(HookState):
             for none.
         candidates: registered names, or schemes by name, to choose from; "none" and "bf16" always
             take part. By default "int8", "int4" and "powersgd", and on FSDP2 "int8" and "eden".
-        error: largest relative squared error of an exchange of normal entries, without feedback:
-            0.05 allows 4 bits per entry, and no sparse or low-rank scheme.
+        max_error: largest relative squared error of an exchange of normal entries, without
+            feedback: 0.05 allows 4 bits per entry, and no sparse or low-rank scheme.
         measure_steps: steps that are timed, of each scheme in each round.
 
     Raises:
@@ -52,7 +52,7 @@ class AutoHook(HookState):
         RegistrationError: a candidate cannot return shards.
 
     Example:
-        >>> hook = commhooks.register(ddp_model, "auto", error=0.05)
+        >>> hook = commhooks.register(ddp_model, "auto", max_error=0.05)
         >>> print(hook.plan)  # after some steps
         auto runs int8: 34 % less time than dense steps. ...
     """
@@ -63,14 +63,14 @@ class AutoHook(HookState):
         *,
         shards_for: str = "",
         candidates: Iterable[str] | Mapping[str, Scheme] | None = None,
-        error: float = 0.05,
+        max_error: float = 0.05,
         measure_steps: int = 8,
         process_group: dist.ProcessGroup | None = None,
         seed: int = 0,
         history: int = 100_000,
         **unknown: Any,
     ) -> None:
-        check_known("'auto'", unknown, ("candidates", "error", "measure_steps"))
+        check_known("'auto'", unknown, ("candidates", "max_error", "measure_steps"))
         if candidates is None:
             candidates = CANDIDATES if model is not None else SHARDED_CANDIDATES
         made = made_candidates(candidates)
@@ -79,10 +79,10 @@ class AutoHook(HookState):
         steps = fitting("auto", "measure_steps", measure_steps, int)
         if steps < 1:
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")
-        most = fitting("auto", "error", error, float)
+        most = fitting("auto", "max_error", max_error, float)
         self._schemes, self._begins_anew = made, False
         if most < 0:
-            raise OptionError(f"auto(error=...): a squared error, 0 or more, got {error}")
+            raise OptionError(f"auto(max_error=...): a squared error, 0 or more, got {max_error}")
         found = [Candidate(name, scheme, _error_of(name, scheme)) for name, scheme in made.items()]
         allowed = [one for one in found if one.error <= most or one.name in ("none", "bf16")]
         self._allowed = [one.name for one in allowed]

@@ -40,7 +40,7 @@ def advise_on(
     fabric: str,
     ranks: int,
     schemes: str,
-    error: float,
+    max_error: float,
     device: str,
     batch: int | None,
     accumulate: int,
@@ -51,7 +51,7 @@ def advise_on(
     Args:
         model, timeline: see :class:`commhooks.cli._simulate.Options`, as for the others.
         ranks: number of ranks.
-        error: largest relative squared error of an exchange.
+        max_error: largest relative squared error of an exchange.
         out: file for all predictions.
 
     Raises:
@@ -68,7 +68,7 @@ def advise_on(
             fabric=links,
             device=computing,
             candidates=candidates,
-            error=math.inf,
+            max_error=math.inf,
         )
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
@@ -79,15 +79,15 @@ def advise_on(
         f"per step\n",
         highlight=False,
     )
-    beyond = [one for one in every if one.error > error and one.name not in ("none", "bf16")]
+    beyond = [one for one in every if one.error > max_error and one.name not in ("none", "bf16")]
     options = [one for one in every if one not in beyond]
-    console.print(_table(options, beyond, error))
+    console.print(_table(options, beyond, max_error))
     best = best_of(options)
-    for text in (_by_size(best.name, options), *_advice(best, options, workload, error)):
+    for text in (_by_size(best.name, options), *_advice(best, options, workload, max_error)):
         console.print(text, highlight=False, soft_wrap=True)
     faster = [one for one in beyond if one.step.step_s < (1 - MARGIN) * best.step.step_s]
     if faster:
-        console.print(_beyond(faster[0], error), highlight=False, soft_wrap=True)
+        console.print(_beyond(faster[0], max_error), highlight=False, soft_wrap=True)
     if note := note_of(links, ranks):
         console.print(f"\n{note}", highlight=False, soft_wrap=True)
     if out is not None:
@@ -107,7 +107,7 @@ def _bf16(options: Sequence[Option]) -> float:
     return next(one.step.step_s for one in options if one.name == "bf16")
 
 
-def _table(options: Sequence[Option], beyond: Sequence[Option], error: float) -> Table:
+def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("scheme", overflow="fold")
     for column in ("buckets|[MiB]", "step|[ms]", "exposed|[ms]", "speed-up|", "error|"):
@@ -125,7 +125,7 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], error: float) ->
         table.add_section()
     table.caption = (
         "speed-up: over bf16. error: relative squared error of one exchange of normal entries"
-        + (f"; below the line: over {error:g}." if beyond else ".")
+        + (f"; below the line: over {max_error:g}." if beyond else ".")
     )
     table.caption_justify = "left"
     return table
@@ -138,7 +138,7 @@ def _by_size(name: str, options: Sequence[Option]) -> str:
 
 
 def _advice(
-    best: Option, options: Sequence[Option], workload: Workload, error: float
+    best: Option, options: Sequence[Option], workload: Workload, max_error: float
 ) -> Iterator[str]:
     """Yields a sentence, and the lines of Python that follow from it."""
     times = best.step.step_s / workload.compute_s
@@ -167,14 +167,14 @@ def _arguments(text: str) -> str:
     return ", ".join([repr(name), *(f"{key}={value!r}" for key, value in settings.items())])
 
 
-def _beyond(option: Option, error: float) -> str:
+def _beyond(option: Option, max_error: float) -> str:
     later = "feedback sends it in later steps"
     if not has_feedback(option.scheme):
         later = "it is unbiased, so that it averages out over ranks and steps"
     return (
         f"\n{option.name} would take {short(1e3 * option.step.step_s)} ms. Its error of "
-        f"{option.error:.2g} is above {error:g}: {later}, and whether the model still learns has "
-        f"to be tried."
+        f"{option.error:.2g} is above {max_error:g}: {later}, and whether the model still learns "
+        f"has to be tried."
     )
 
 

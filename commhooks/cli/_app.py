@@ -200,7 +200,7 @@ def simulate(
         Path | None, typer.Option(help="A recorded step, instead of a model.")
     ] = None,
     fabric: Annotated[
-        str, typer.Option(help="Presets, or files of commhooks link, with commas.")
+        str, typer.Option("--network", help="Presets, or files of commhooks link, with commas.")
     ] = "10gbe",
     schemes: Annotated[
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
@@ -265,12 +265,14 @@ def advise(
     timeline: Annotated[
         Path | None, typer.Option(help="A recorded step, instead of a model.")
     ] = None,
-    fabric: Annotated[str, typer.Option(help="A preset, or a file of commhooks link.")] = "10gbe",
+    fabric: Annotated[
+        str, typer.Option("--network", help="A preset, or a file of commhooks link.")
+    ] = "10gbe",
     ranks: Annotated[int, typer.Option(min=2, max=MOST_RANKS)] = 8,
     schemes: Annotated[
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = ",".join(_advise.CANDIDATES),
-    error: Annotated[
+    max_error: Annotated[
         float, typer.Option(min=0, help="Largest relative squared error of an exchange.")
     ] = 0.05,
     device: Annotated[
@@ -292,7 +294,7 @@ def advise(
         fabric=fabric,
         ranks=ranks,
         schemes=schemes,
-        error=error,
+        max_error=max_error,
         device=device,
         batch=batch,
         accumulate=accumulate,

@@ -131,7 +131,7 @@ def fabrics_of(text: str) -> list[Fabric]:
 
     All files of ``commhooks link`` have the same name inside.
     """
-    words = listed("--fabric", text)
+    words = listed("--network", text)
     found = [fabric(word) for word in words]
     names = [one.name for one in found]
     return [

@@ -137,7 +137,7 @@ def advise(
     fabric: Fabric,
     device: Device,
     candidates: Iterable[str] | Mapping[str, Scheme] = CANDIDATES,
-    error: float = 0.05,
+    max_error: float = 0.05,
     caps_mb: Sequence[float] = CAPS_MB,
     first_mb: float | None = None,
 ) -> list[Option]:
@@ -149,7 +149,7 @@ def advise(
         fabric: the links.
         device: computes the schemes' part.
         candidates: registered names, or schemes by name.
-        error: largest relative squared error of an exchange of normal entries.
+        max_error: largest relative squared error of an exchange of normal entries.
         caps_mb: bucket sizes, MiB.
         first_mb: size of the first bucket, MiB. None: that of the others, as with
             ``DistributedDataParallel(bucket_cap_mb=...)``.
@@ -159,7 +159,7 @@ def advise(
     allowed = {
         name: scheme
         for name, scheme in made.items()
-        if errors[name] <= error or name in ("none", "bf16")
+        if errors[name] <= max_error or name in ("none", "bf16")
     }
     where: dict[str, Any] = {"ranks": ranks, "fabric": fabric, "device": device}
     firsts = {cap_mb: cap_mb if first_mb is None else first_mb for cap_mb in caps_mb}

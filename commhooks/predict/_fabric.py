@@ -122,7 +122,7 @@ class Fabric:
 def save_fabric(
     fabric: Fabric, path: str | Path, *, measured: Mapping[str, Any] | None = None
 ) -> None:
-    """Writes a fabric as JSON, for :func:`load_fabric` and ``--fabric``.
+    """Writes a fabric as JSON, for :func:`load_fabric` and ``--network``.
 
     Args:
         fabric: the links.

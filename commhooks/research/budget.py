@@ -66,7 +66,7 @@ def allocate(
     candidates: Sequence[Scheme],
     *,
     bits: float | None = None,
-    error: float | None = None,
+    max_error: float | None = None,
 ) -> Allocation:
     """Chooses one of the candidates for each parameter.
 
@@ -78,7 +78,7 @@ def allocate(
         gradients: a trace, or for each step the layout and the flat gradients of all ranks.
         candidates: schemes, such as one scheme with several ranks or numbers of bits.
         bits: minimizes the error with at most this many payload bits per entry.
-        error: minimizes the bits with at most this relative squared error of the average.
+        max_error: minimizes the bits with at most this relative squared error of the average.
 
     Raises:
         ValueError: both budgets or none, no candidates, a parameter whose average is not finite
@@ -91,10 +91,10 @@ def allocate(
 
     Reference: Markov et al., L-GreCo, 2023 (the problem; its solution is another).
     """
-    if (bits is None) == (error is None):
-        raise ValueError("allocate(bits=..., error=...): one of the two is given")
+    if (bits is None) == (max_error is None):
+        raise ValueError("allocate(bits=..., max_error=...): one of the two is given")
     bits = fitting("allocate", "bits", bits, float | None)
-    error = fitting("allocate", "error", error, float | None)
+    max_error = fitting("allocate", "max_error", max_error, float | None)
     if isinstance(candidates, (str, Scheme)) or not candidates:
         raise ValueError(
             f"allocate(candidates): a list of schemes, one scheme at least, got {shown(candidates)}"
@@ -113,7 +113,7 @@ def allocate(
     hulls = [_hull(_tried(index, steps, candidates)) for index in range(len(layout))]
     entries = sum(layout.sizes)
     room = float("inf") if bits is None else bits * entries / 8
-    goal = 0.0 if error is None else error * total
+    goal = 0.0 if max_error is None else max_error * total
     levels = _filled(hulls, room, goal)
     chosen = [hull[level] for hull, level in zip(hulls, levels, strict=True)]
     nbytes, lost = sum(choice.nbytes for choice in chosen), sum(choice.error for choice in chosen)
@@ -122,10 +122,10 @@ def allocate(
             f"allocate(bits={bits}): the candidates need {8 * nbytes / entries:.3g} bits per entry "
             f"at least; add a cheaper candidate"
         )
-    if error is not None and lost > goal:
+    if max_error is not None and lost > goal:
         least = lost / total if total else math.inf
         raise ValueError(
-            f"allocate(error={error}): the candidates leave {least:.3g} at least; add a "
+            f"allocate(max_error={max_error}): the candidates leave {least:.3g} at least; add a "
             f"more exact candidate"
         )
     relative = lost / total if total else 0.0

@@ -63,7 +63,7 @@ def sanitize_steps(setting: Setting) -> Iterator[Step]:
             if tool == "racecheck" and not any(map(has_shared_memory, family.KERNELS)):
                 continue
             name = f"{tool} {family_name(family)}"
-            command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable]
+            command = [sanitizer, "--tool", tool, "--max-error-exitcode", "1", sys.executable]
             command += ["-m", "tests.kernels.fuzz", "gpu", family_name(family)]
             more = {"COMMHOOKS_FUZZ_ROUNDS": str(ROUNDS)}
             more |= {} if tool == "racecheck" else NO_CACHING

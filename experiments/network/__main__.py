@@ -115,7 +115,7 @@ class _Run:
             if scheme == "auto":
                 made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
                 self.hook = commhooks.register(
-                    self.ddp, "auto", candidates=made_of, error=9.0, measure_steps=6
+                    self.ddp, "auto", candidates=made_of, max_error=9.0, measure_steps=6
                 )
             else:
                 wanted = OneValue() if scheme == _ONE else made(setup.scheme)

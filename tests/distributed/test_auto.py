@@ -317,7 +317,7 @@ class Fails(Scheme):
         ({"candidates": 3}, "a list of names, or schemes by name"),
         ({"candidates": {"none": commhooks.make("int8")}}, "'none' is"),
         ({"candidates": {"bad": Fails()}}, "'bad' failed .*: on purpose"),
-        ({"error": -1.0}, "0 or more"),
+        ({"max_error": -1.0}, "0 or more"),
     ],
 )
 def test_wrong_candidates_are_refused_by_name(options: dict[str, Any], message: str) -> None:

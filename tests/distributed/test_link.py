@@ -142,7 +142,7 @@ def test_the_command_writes_a_file_that_simulate_reads(
     assert fabric.library == "gloo"
     times = json.loads(file.read_text())["measured"]["times"]
     assert {one["collective"] for one in times} == {"all_reduce", "all_gather", "all_to_all"}
-    predicted = invoke("simulate", "--model", "resnet18", "--fabric", str(file), "--ranks", "2",
+    predicted = invoke("simulate", "--model", "resnet18", "--network", str(file), "--ranks", "2",
                        "--schemes", "none,bf16")  # fmt: skip
     assert predicted.exit_code == 0, predicted.output
     assert "measured" in predicted.output

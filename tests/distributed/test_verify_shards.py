@@ -298,7 +298,7 @@ def _nan(rank: int, world_size: int, host: str) -> tuple[list[Any], list[str]]:
     mesh = None
     if host == "hsdp":
         both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        mesh, place = both["shard"], {"between": both["replicate"]}
+        mesh, place = both["shard"], {"replicate_group": both["replicate"]}
     sharded(model, mesh)
     hook = commhooks.register(model, "int8", verify=Verification(1, "raise"), **place)
     return _train(model, hook, rank)

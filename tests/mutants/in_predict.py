@@ -26,8 +26,8 @@ MUTANTS: list[Mutant] = [
         "advise",
         (
             "the budget of error is not kept",
-            "if errors[name] <= error or name",
-            "if errors[name] >= error or name",
+            "if errors[name] <= max_error or name",
+            "if errors[name] >= max_error or name",
             f"{ADVISE}::test_options_keep_to_the_budget_and_dense_is_always_one",
         ),
     ),

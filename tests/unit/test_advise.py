@@ -25,7 +25,7 @@ WHERE: dict[str, Any] = {"ranks": 4, "fabric": fabric("1gbe"), "device": DEVICE}
 
 def test_options_keep_to_the_budget_and_dense_is_always_one() -> None:
     for error in (0.0, 1e-3, 0.05, 2.0):
-        options = advise(SMALL, **WHERE, candidates=["int8", "int4", "topk"], error=error)
+        options = advise(SMALL, **WHERE, candidates=["int8", "int4", "topk"], max_error=error)
         names = {option.name for option in options}
         assert {"none", "bf16"} <= names
         assert all(one.error <= error or one.name in ("none", "bf16") for one in options)
@@ -46,7 +46,7 @@ def test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it(
 
 
 def test_the_simpler_of_two_that_are_as_fast_is_taken() -> None:
-    options = advise(SMALL, **WHERE, candidates=["int8"], error=1.0)
+    options = advise(SMALL, **WHERE, candidates=["int8"], max_error=1.0)
     one = options[0]
 
     def taking(name: str, step_s: float, error: float) -> Option:
@@ -65,13 +65,15 @@ def run(*arguments: str) -> str:
 
 
 def test_the_command_says_what_to_write() -> None:
-    text = run("--model", "resnet50", "--fabric", "1gbe", "--schemes", "int8,powersgd:rank=2")
+    text = run("--model", "resnet50", "--network", "1gbe", "--schemes", "int8,powersgd:rank=2")
     assert "Take int8 in buckets of" in text
     assert 'hook = commhooks.register(model, "int8")' in text
     assert "bucket_cap_mb=" in text
     assert "powersgd:rank=2 would take" in text  # beyond the budget, faster
     text = run(
-        *("--model", "resnet50", "--fabric", "1gbe", "--error", "2"), "--schemes", "powersgd:rank=2"
+        *("--model", "resnet50", "--network", "1gbe", "--max-error", "2"),
+        "--schemes",
+        "powersgd:rank=2",
     )
     assert 'commhooks.register(model, "powersgd", rank=2)' in text
 
@@ -79,7 +81,7 @@ def test_the_command_says_what_to_write() -> None:
 def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:
     file = tmp_path / "options.csv"
     text = run(
-        *("--model", "llama-1b", "--fabric", "dgx-h100", "--device", "h100", "--ranks", "16"),
+        *("--model", "llama-1b", "--network", "dgx-h100", "--device", "h100", "--ranks", "16"),
         *("--csv", str(file)),
     )
     assert "Do not compress" in text
@@ -93,12 +95,12 @@ def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (("--model", "resnet51"), "resnet51"),
-        (("--model", "resnet50", "--fabric", "nofabric"), "nofabric"),
+        (("--model", "resnet50", "--network", "nofabric"), "nofabric"),
         (("--model", "resnet50", "--schemes", "noop"), "no average"),
         (("--model", "resnet50", "--ranks", "1"), "ranks"),
         (("--model", "resnet50", "--ranks", "100000000"), "ranks"),
         (("--model", "resnet50", "--schemes", ","), "give one or more"),
-        (("--model", "resnet50", "--fabric", ""), "fabric('')"),
+        (("--model", "resnet50", "--network", ""), "fabric('')"),
         (("--model", "resnet50", "--csv", "/"), "is a folder"),
         (("--model", "resnet50", "--batch", "9" * 400), "batch"),
         ((), "--model or --timeline"),

@@ -140,7 +140,7 @@ def invoke(*arguments: str) -> Any:
 
 
 def simulated(file: Path) -> Any:
-    return invoke("simulate", "--model", "resnet18", "--fabric", str(file), "--ranks", "2",
+    return invoke("simulate", "--model", "resnet18", "--network", str(file), "--ranks", "2",
                   "--schemes", "none,bf16")  # fmt: skip
 
 

@@ -306,7 +306,7 @@ def test_a_budget_of_bits_beats_every_uniform_choice_within_it() -> None:
 def test_a_budget_of_error_is_met_with_fewer_bits() -> None:
     steps = recorded()
     uniform = allocate(steps, [CANDIDATES[1]], bits=1e9)
-    found = allocate(steps, CANDIDATES, error=uniform.error)
+    found = allocate(steps, CANDIDATES, max_error=uniform.error)
     assert found.error <= uniform.error
     assert found.bits <= uniform.bits
 
@@ -326,7 +326,7 @@ def test_a_candidate_that_overflows_is_left_out() -> None:
     ]
     narrow, cheap, wide = make("none", wire_dtype="fp16"), make("bf16"), make("none")
     # bf16 is good enough; with an infinite error in the sums everything would be dense.
-    found = allocate(steps, [narrow, cheap, wide], error=1e-4)
+    found = allocate(steps, [narrow, cheap, wide], max_error=1e-4)
     assert found.bits == 16.0
     assert 0 < found.error <= 1e-4
     with pytest.raises(ValueError, match=r"no candidate gives a finite average of .*'large'"):
@@ -363,7 +363,7 @@ def test_the_greedy_choice_is_near_the_best_of_all() -> None:
 
 def test_ranks_differ_by_layer_and_the_result_trains() -> None:
     candidates = [ErrorFeedback(PowerSGD(rank=rank)) for rank in (1, 2, 4, 16)]
-    found = allocate(recorded(), candidates, error=1e-4)
+    found = allocate(recorded(), candidates, max_error=1e-4)
     chosen = dict(zip(found.table.parameter, found.table.scheme, strict=True))
     assert "rank=2" in chosen["low"] or "rank=4" in chosen["low"]
     ranks = Simulation(found.scheme, SHAPES, world_size=2)
@@ -378,7 +378,7 @@ def test_budgets_that_cannot_be_met_are_refused() -> None:
     with pytest.raises(ValueError, match=r"need .* bits per entry at least"):
         allocate(steps, CANDIDATES, bits=0.5)
     with pytest.raises(ValueError, match=r"leave .* at least"):
-        allocate(steps, CANDIDATES[2:3], error=0.001)
+        allocate(steps, CANDIDATES[2:3], max_error=0.001)
     with pytest.raises(ValueError, match="one of the two is given"):
         allocate(steps, CANDIDATES)
     with pytest.raises(ValueError, match="one scheme at least"):

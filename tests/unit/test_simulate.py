@@ -550,7 +550,7 @@ def own(tmp_path: Path) -> Path:
 def test_simulate_prints_a_table_and_writes_files(tmp_path: Path) -> None:
     done = simulate(
         *("--model", "diloco-30m", "--schemes", "int8,powersgd:rank=4", "--ranks", "4,64"),
-        *("--fabric", "1gbe,dgx-h100", "--csv", tmp_path / "s.csv", "--plot", tmp_path / "s.png"),
+        *("--network", "1gbe,dgx-h100", "--csv", tmp_path / "s.csv", "--plot", tmp_path / "s.png"),
     )
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.replace(str(tmp_path), "").splitlines())) <= 80
@@ -588,7 +588,7 @@ def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> N
     save_workload(SMALL, tmp_path / "w.json")
     save_fabric(SLOW, tmp_path / "link.json")
     done = simulate(
-        *("--timeline", tmp_path / "w.json", "--fabric", tmp_path / "link.json"),
+        *("--timeline", tmp_path / "w.json", "--network", tmp_path / "link.json"),
         *("--schemes", "none", "--ranks", "2"),
     )
     assert done.exit_code == 0, done.output
@@ -626,7 +626,7 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
     here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)
     save_fabric(here, tmp_path / "link.json")
     for ranks, told in (("2", False), ("4", True)):
-        given = (command, "--model", "lstm", "--fabric", tmp_path / "link.json", "--ranks", ranks)
+        given = (command, "--model", "lstm", "--network", tmp_path / "link.json", "--ranks", ranks)
         done = CliRunner().invoke(app, list(map(str, given)))
         assert done.exit_code == 0, done.output
         assert ("run commhooks link" in " ".join(done.output.split())) == told
@@ -638,7 +638,7 @@ def test_two_files_of_link_are_told_apart(tmp_path: Path) -> None:
         save_fabric(Fabric("measured", Link(1e-4, bandwidth)), tmp_path / f"{name}.json")
     files = f"{tmp_path / 'slow.json'},{tmp_path / 'fast.json'},{tmp_path / 'slow.json'}"
     done = simulate(
-        *("--model", "lstm", "--schemes", "none", "--ranks", "2", "--fabric", files),
+        *("--model", "lstm", "--schemes", "none", "--ranks", "2", "--network", files),
         *("--csv", tmp_path / "s.csv"),
     )
     assert done.exit_code == 0, done.output
@@ -660,7 +660,7 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         app,
         [
             *(command, "--timeline", str(tmp_path / "step.json"), "--ranks", "2"),
-            *("--fabric", str(tmp_path / "link.json"), "--schemes", "none"),
+            *("--network", str(tmp_path / "link.json"), "--schemes", "none"),
         ],
         env={"COLUMNS": "200"},
     )
@@ -682,7 +682,7 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--schemes", "int9"], "no scheme 'int9'"),
         (["--model", "lstm", "--schemes", "powersgd:rank"], "powersgd:rank=4"),
         (["--model", "lstm", "--schemes", "powersgd:rank=x"], "rank"),
-        (["--model", "lstm", "--fabric", "10gb"], "presets are 1gbe"),
+        (["--model", "lstm", "--network", "10gb"], "presets are 1gbe"),
         (["--model", "lstm", "--device", "a10"], "devices are cpu"),
         (["--model", "lstm", "--device", "here"], "times schemes, not lstm: record a step"),
         (["--model", "OWN:build", "--device", "here"], "times schemes, not"),
@@ -691,8 +691,8 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--csv", "/none/s.csv"], "there is no folder /none"),
         (["--model", "lstm", "--csv", "/"], "is a folder; name a file"),
         (["--model", "lstm", "--bucket-mb", "inf"], "--bucket-mb"),
-        (["--model", "lstm", "--fabric", ""], "--fabric '': give one or more, with commas"),
-        (["--model", "lstm", "--fabric", ","], "--fabric ',': give one or more, with commas"),
+        (["--model", "lstm", "--network", ""], "--network '': give one or more, with commas"),
+        (["--model", "lstm", "--network", ","], "--network ',': give one or more, with commas"),
         (["--model", "lstm", "--schemes", ""], "--schemes '': give one or more, with commas"),
         (["--model", "lstm", "--schemes", "OWN"], "no scheme is registered there"),
         (["--model", "lstm", "--schemes", "powersgd:rank=4:rank=5"], "rank is given twice"),
