@@ -13,6 +13,7 @@ from ._blockwise import check_draws, check_message, check_messages, layout_for, 
 from ._tables import on_device
 from .blockwise import aligned, draws_of, quantize_op, table_for, warp_entries
 from .runtime import cpu, cuda
+from .runtime.arguments import check_whole
 from .runtime.op import Entries, op
 from .segments import Segments, segments_of
 
@@ -54,6 +55,7 @@ def requantize(
 
 
 def _row_numel(format: str, block: int, table: Tensor, row: int) -> int:
+    check_whole("requantize", "row", row, 0, len(segments_of(table, "requantize").rows))
     return message_of(table, "requantize", format, block, row).n
 
 
@@ -67,7 +69,6 @@ def _row_numel(format: str, block: int, table: Tensor, row: int) -> int:
         "table": segments_of,
         "payloads": Entries(torch.uint8),
         "payload": Entries(torch.uint8),
-        "row": range(2**16),
         "unsent": Entries(torch.float32, n=_row_numel),
     },
 )

@@ -64,12 +64,13 @@ class CallMonitor:
         calls: number of buckets that came to the hook.
         excused: whether the state was used for something else than to run (saved, say).
         is_guarded: whether it hears of forward passes.
+        knows_model: whether it watches gradients of a model.
     """
 
     def __init__(self) -> None:
         self.calls = 0
         self.excused = False
-        self._knows_model = self._trained = self.is_guarded = False
+        self.knows_model = self._trained = self.is_guarded = False
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}  # of those that are watched, by index in the model
         self._seen: set[int] = set()
@@ -108,7 +109,7 @@ class CallMonitor:
         Args:
             parameters: those in its buckets, by name; None: under their names there.
         """
-        self._knows_model, self._model = True, weakref.ref(model)
+        self.knows_model, self._model = True, weakref.ref(model)
         found = list((reduced(model) if parameters is None else parameters).items())
         places = sorted({*range(0, len(found), len(found) // _WATCHED + 1), len(found) - 1} - {-1})
         came = partial(self._gradient_came, weakref.ref(state), self._model)
@@ -120,7 +121,7 @@ class CallMonitor:
 
     def dismiss(self) -> None:
         """Turns the warning off: the state need not run in a backward pass."""
-        self._knows_model, self.excused = False, True
+        self.knows_model, self.excused = False, True
         self._stop()
 
     def _stop(self) -> None:
@@ -209,9 +210,9 @@ class CallMonitor:
     def _end(self, what: str, advice: str) -> None:
         # With a model, training decides. Without, a state that was neither called nor used for
         # anything else is suspicious only where there are other ranks to average with.
-        if self.calls or (not self._trained if self._knows_model else self.excused):
+        if self.calls or (not self._trained if self.knows_model else self.excused):
             return
-        if not self._knows_model and not _is_one_of_several():
+        if not self.knows_model and not _is_one_of_several():
             return
         trained = ", though its model was trained" if self._trained else ""
         warnings.warn(

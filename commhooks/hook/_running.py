@@ -213,15 +213,16 @@ class Running:
             bucket = HookBucket.of(bucket, self.binding)
         if not bucket.gradient.is_cpu:
             refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.agreed)
+        if not self.agreed:
+            # A collective: every rank comes here with its first bucket, before it exchanges any.
+            self._agree_after_load()
         if not self.attendance.calls:
-            self._guard_model()
+            self._guard_model()  # after the ranks have met, which finds the model
         self.attendance.came(is_last=bucket.is_last)
         return self.runner.start(bucket, self._begin_step)
 
     def _begin_step(self, bucket: HookBucket) -> Step:
         """Asks what is constant in a step, with its first bucket."""
-        # A collective. Every rank comes here with its first bucket, before it exchanges anything.
-        self._agree_after_load()
         binding = self.binding
         binding.check_group()
         group = self._group_of_ranks()
@@ -243,6 +244,9 @@ class Running:
             return
         if not any(isinstance(one, AttachmentGuard) for one in forward_pre_hooks(model).values()):
             model.register_forward_pre_hook(AttachmentGuard(self, model))
+        # A state that was made without its model has found it by now.
+        if not self.attendance.knows_model:
+            self.attendance.watch(self, model)
 
     # ---- what ddp_core calls
 

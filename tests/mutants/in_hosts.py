@@ -215,8 +215,8 @@ MUTANTS: list[Mutant] = [
         "Running.start",
         (
             "a hook that was registered by hand is not guarded",
-            "            self._guard_model()\n",
-            "            pass\n",
+            "            self._guard_model()",
+            "            pass",
             f"{ATTACHMENT}::test_a_hook_that_was_registered_by_hand_is_guarded_from_its_first_call",
         ),
     ),

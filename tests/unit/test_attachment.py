@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import pickle
 import warnings
 import weakref
 
@@ -514,11 +515,21 @@ def test_a_loss_beside_the_wrapper_is_an_error(kind, scheme, before):
         step(ddp)
 
 
+# A state may find its model itself, when the ranks meet.
+BY_HAND = {
+    "of the model": HookState,
+    "alone": lambda scheme, ddp: HookState(scheme),
+    "of a group": lambda scheme, ddp: HookState(scheme, process_group=dist.group.WORLD),
+    "unpickled": lambda scheme, ddp: pickle.loads(pickle.dumps(HookState(scheme))),
+}
+
+
+@pytest.mark.parametrize("make", BY_HAND.values(), ids=BY_HAND)
 @pytest.mark.parametrize(("kind", "scheme"), HOOKED)
-def test_a_hook_that_was_registered_by_hand_is_guarded_from_its_first_call(kind, scheme):
+def test_a_hook_that_was_registered_by_hand_is_guarded_from_its_first_call(kind, scheme, make):
     ddp = kind(layers())
     if scheme:
-        ddp.register_comm_hook(HookState(scheme, ddp), comm_hook)
+        ddp.register_comm_hook(make(scheme, ddp), comm_hook)
     for _ in range(2):
         step(ddp)
     with pytest.raises(RuntimeError, match="came after this step's"):
