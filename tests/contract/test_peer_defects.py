@@ -49,7 +49,7 @@ def test_02_quantised_buckets_come_back_flat_in_their_dtype() -> None:
 
 
 def test_03_powersgd_works_on_two_buckets() -> None:
-    # In one process here; between processes tests/distributed/test_lanes.py.
+    # In one process here; between processes tests/hook/test_lanes.py.
     buckets = [Layout(["a"], [(20, 30)]), Layout(["b"], [(30, 20)])]
     ranks = Simulation(PowerSGD(1), {"a": (20, 30), "b": (30, 20)}, world_size=2)
     for step in range(3):
@@ -93,7 +93,7 @@ def test_07_fp16_divides_before_it_casts() -> None:
 
 
 def test_08_a_bucket_is_an_object_with_the_names_hooks_know() -> None:
-    # What compiled graphs hand over instead of a GradBucket: tests/distributed/test_ddp_compile.py.
+    # What compiled graphs hand over instead of a GradBucket: tests/ddp/test_ddp_compile.py.
     import ddp_core
 
     wanted = {"buffer", "gradients", "index", "is_last", "parameters", "set_buffer"}

@@ -1,6 +1,6 @@
 """Hooks on a GPU: streams, numbers, memory and launches; skipped where there is none.
 
-Most of it runs on the CPU as well: the bodies in tests/distributed/test_device_bodies.py, streams
+Most of it runs on the CPU as well: the bodies in tests/hook/test_device_bodies.py, streams
 on a lazy device in tests/unit/test_lazy_streams.py.
 """
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from tests.device.bodies import BODIES
 from tests.device.host_bodies import HOSTS
 from tests.device.two_ranks import all_reduced, bodies_of_ranks, of_ranks, simulated, tolerance
-from tests.distributed.harness import run_ranks
+from tests.tools.harness import run_ranks
 
 pytestmark = [
     pytest.mark.device,

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks.core._scheme import Scheme, slots_of
-from tests.distributed.test_fsdp2 import sharded
+from tests.fsdp.test_fsdp2 import sharded
 from tests.fuzz.case import Case
 from tests.fuzz.hosted import Hosted, here, takes_shards
 from tests.fuzz.model import Line

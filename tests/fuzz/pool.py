@@ -24,7 +24,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.harness import _context, _start_server
+from tests.tools.harness import _context, _start_server
 
 __all__ = ["Leave", "Team", "Trouble"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.harness import run_ranks
 from tests.hostile.cases import KINDS
 from tests.hostile.runs import run
+from tests.tools.harness import run_ranks
 
 
 def _some(rank: int, world_size: int, folder: str) -> Any:

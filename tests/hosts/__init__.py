@@ -1,1 +1,0 @@
-"""Training scripts as others write them: they know nothing of commhooks."""

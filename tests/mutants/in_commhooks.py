@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
+UNIT = "tests/unit"
 LAWS = "tests/contract/test_conformance.py::test_registered_schemes_obey_every_law"
 FEEDBACK = f"{UNIT}/test_references_feedback.py"
 LOW_RANK = f"{UNIT}/test_references_low_rank.py"
@@ -12,9 +12,9 @@ POLICIES = f"{UNIT}/test_references_policies.py"
 WRAPPERS = f"{UNIT}/test_wrappers.py"
 MEMORY = f"{UNIT}/test_memory.py"
 CHECKPOINT = f"{UNIT}/test_checkpoint.py"
-WORLD = f"{DISTRIBUTED}/test_other_ranks.py"
-FUNCTIONS = f"{DISTRIBUTED}/test_functions.py"
-GROUP = f"{DISTRIBUTED}/test_process_group.py"
+WORLD = "tests/checkpoint/test_other_ranks.py"
+FUNCTIONS = "tests/hosts/test_functions.py"
+GROUP = "tests/hosts/test_process_group.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -47,7 +47,7 @@ MUTANTS: list[Mutant] = [
             "every part of a bucket that is cut ends the step",
             "is_last=is_last and position == len(groups) - 1,",
             "is_last=is_last,",
-            f"{DISTRIBUTED}/test_cut_buckets.py::test_parts_outside_of_backward_are_one_step",
+            "tests/hook/test_cut_buckets.py::test_parts_outside_of_backward_are_one_step",
         ),
     ),
     *planted(
@@ -56,7 +56,7 @@ MUTANTS: list[Mutant] = [
             "a bucket is cut too late by one parameter",
             "if filled + size > most:",
             "if filled > most:",
-            f"{DISTRIBUTED}/test_cut_buckets.py::test_a_large_parameter_is_a_part_of_its_own",
+            "tests/hook/test_cut_buckets.py::test_a_large_parameter_is_a_part_of_its_own",
         ),
     ),
     *planted(
@@ -65,7 +65,7 @@ MUTANTS: list[Mutant] = [
             "an inner backward pass ends the step",
             "if step.paused and not step.told:",
             "if step.paused:",
-            f"{DISTRIBUTED}/test_ddp_steps.py"
+            "tests/ddp/test_ddp_steps.py"
             "::test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank",
         ),
     ),
@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
             "buckets are known by their address",
             "StorageWeakRef(buffer.untyped_storage())",
             "buffer.data_ptr()",
-            f"{DISTRIBUTED}/test_resume.py"
+            "tests/checkpoint/test_resume.py"
             "::test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt",
         ),
     ),
@@ -85,14 +85,14 @@ MUTANTS: list[Mutant] = [
             "a host without gradients leaves all parameters alone",
             "return isinstance(bucket, dist.GradBucket)  #",
             "return True  #",
-            f"{DISTRIBUTED}/test_steps.py"
+            "tests/hook/test_steps.py"
             "::test_a_host_whose_parameters_have_no_gradients_keeps_its_residuals",
         ),
         (
             "a state of the inner module takes every gradient for arrived",
             "return isinstance(bucket, dist.GradBucket)  #",
             "return False  #",
-            f"{DISTRIBUTED}/test_ddp_steps.py"
+            "tests/ddp/test_ddp_steps.py"
             "::test_a_state_of_the_inner_module_keeps_what_nobody_applies",
         ),
     ),
@@ -102,13 +102,13 @@ MUTANTS: list[Mutant] = [
             "our class does not start from the saved buckets",
             "        core.restore_layout(members,",
             "        print(members,",
-            f"{DISTRIBUTED}/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
+            "tests/checkpoint/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
         ),
         (
             "our class travels in the loaded layout whatever its buckets are",
             "regroups=core is None)",
             "regroups=True)",
-            f"{DISTRIBUTED}/test_resume.py"
+            "tests/checkpoint/test_resume.py"
             "::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
     ),
@@ -426,7 +426,7 @@ MUTANTS: list[Mutant] = [
             "parameters that no rank uses lose their residual",
             "        if left_alone:\n            absent = {",
             "        if False:\n            absent = {",
-            f"{DISTRIBUTED}/test_steps.py"
+            "tests/hook/test_steps.py"
             "::test_applied_and_residual_sum_to_the_gradients_of_the_steps_counted",
         ),
     ),
@@ -451,7 +451,7 @@ MUTANTS: list[Mutant] = [
             "an abandoned step is not dropped",
             "        with self._lock:\n            self._open = None\n\n    def bucket",
             "        with self._lock:\n            pass\n\n    def bucket",
-            f"{DISTRIBUTED}/test_steps.py::test_a_step_whose_backward_raised_is_dropped",
+            "tests/hook/test_steps.py::test_a_step_whose_backward_raised_is_dropped",
         ),
     ),
     *planted(
@@ -602,7 +602,7 @@ MUTANTS: list[Mutant] = [
             "the handshake does not look at node sizes",
             "for fact in inside.environment(engine.world_size)",
             "for fact in ()",
-            f"{DISTRIBUTED}/test_pairs.py::test_ranks_that_count_nodes_differently_are_told",
+            "tests/hook/test_pairs.py::test_ranks_that_count_nodes_differently_are_told",
         ),
     ),
     *planted(
@@ -611,7 +611,7 @@ MUTANTS: list[Mutant] = [
             "a loaded hook draws by its own seed",
             'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
             'engine.step = loaded.common["step"]',
-            f"{DISTRIBUTED}/test_functions.py::test_saved_and_loaded_calls_go_on_bit_for_bit",
+            "tests/hosts/test_functions.py::test_saved_and_loaded_calls_go_on_bit_for_bit",
         ),
     ),
     *planted(
@@ -719,13 +719,13 @@ MUTANTS: list[Mutant] = [
             "a replica that recovers counts",
             "self._hook.world_size / manager.num_participants()",
             "1.0",
-            f"{DISTRIBUTED}/test_torchft.py::test_a_hook_follows_the_quorum",
+            "tests/hosts/test_torchft.py::test_a_hook_follows_the_quorum",
         ),
         (
             "a step with an error is kept",
             "self._hook.step_aborted()  #",
             "pass  #",
-            f"{DISTRIBUTED}/test_torchft.py::test_a_hook_follows_the_quorum",
+            "tests/hosts/test_torchft.py::test_a_hook_follows_the_quorum",
         ),
     ),
     *planted(

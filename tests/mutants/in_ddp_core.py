@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
+UNIT = "tests/unit"
 COLLECTIVES = f"{UNIT}/test_collectives.py"
 LAYOUT = f"{UNIT}/test_layout.py"
 PLAN = f"{UNIT}/test_plan.py"
-CORE = f"{DISTRIBUTED}/test_ddp_core.py"
-PRECISION = f"{DISTRIBUTED}/test_ddp_precision.py"
-STEPS = f"{DISTRIBUTED}/test_ddp_steps.py"
+CORE = "tests/ddp/test_ddp_core.py"
+PRECISION = "tests/ddp/test_ddp_precision.py"
+STEPS = "tests/ddp/test_ddp_steps.py"
 
-RESUME = f"{DISTRIBUTED}/test_resume.py"
-HOLD = f"{DISTRIBUTED}/test_ddp_hold.py"
-ABANDONED = f"{DISTRIBUTED}/test_ddp_abandoned.py"
-PARALLEL = f"{DISTRIBUTED}/test_tensor_parallel.py"
+RESUME = "tests/checkpoint/test_resume.py"
+HOLD = "tests/ddp/test_ddp_hold.py"
+ABANDONED = "tests/faults/test_ddp_abandoned.py"
+PARALLEL = "tests/hosts/test_tensor_parallel.py"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -155,7 +155,7 @@ MUTANTS: list[Mutant] = [
             "a rank that compiles nothing is not asked for buckets",
             "return self.settled and self.splits.open and self._steps > 0",
             "return bool(self.splits.buckets) and self.splits.open and self._steps > 0",
-            f"{DISTRIBUTED}/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
+            "tests/ddp/test_ddp_compile.py::test_a_rank_without_inputs_joins_a_compiled_model",
         ),
     ),
     *planted(
@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
             "a shadowed first step of a static graph counts as one of the others'",
             "        usage.learn_of_others()\n",
             "        usage.learn_of_others()\n        plan.stage = type(plan.stage).NEW\n",
-            f"{DISTRIBUTED}/test_ddp_pairs.py"
+            "tests/ddp/test_ddp_pairs.py"
             "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
         ),
     ),
@@ -441,7 +441,7 @@ MUTANTS: list[Mutant] = [
             "a whole bucket is not divided",
             "            self.buffer.mul_(1.0 / divisor)\n",
             "            pass\n",
-            f"{DISTRIBUTED}/test_ddp_parity.py::test_twelve_steps_have_the_bits_of_torch",
+            "tests/ddp/test_ddp_parity.py::test_twelve_steps_have_the_bits_of_torch",
         ),
     ),
     *planted(
@@ -517,7 +517,7 @@ MUTANTS: list[Mutant] = [
             "a model goes to other ranks though its hook does not",
             "                self.replica.group = group_before\n",
             "                pass\n",
-            f"{DISTRIBUTED}/test_other_ranks.py"
+            "tests/checkpoint/test_other_ranks.py"
             "::test_what_cannot_change_says_why_and_stays_as_it_was",
         ),
     ),
@@ -527,7 +527,7 @@ MUTANTS: list[Mutant] = [
             "what work raises is lost",
             "            raise self._error\n",
             "            pass\n",
-            f"{DISTRIBUTED}/test_lanes.py::test_work_that_fails_is_a_failure_of_the_scheme",
+            "tests/hook/test_lanes.py::test_work_that_fails_is_a_failure_of_the_scheme",
         ),
         (
             "work that no driver does is never done",
@@ -542,7 +542,7 @@ MUTANTS: list[Mutant] = [
             "an exchange goes on before its work is done",
             "            events.put(ticket)  # the work comes before the collective's own event\n",
             "            future.add_done_callback(lambda _: events.put(ticket))\n",
-            f"{DISTRIBUTED}/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
+            "tests/hook/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
         ),
     ),
     *planted(
@@ -551,13 +551,13 @@ MUTANTS: list[Mutant] = [
             "work waits for its collective",
             "                alive._work_beside(event)",
             "                pass",
-            f"{DISTRIBUTED}/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
+            "tests/hook/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
         ),
         (
             "closing leaves other ranks waiting",
             "done = stops and (alive is None or not alive._under_way)",
             "done = stops",
-            f"{DISTRIBUTED}/test_lanes.py"
+            "tests/hook/test_lanes.py"
             "::test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it",
         ),
     ),
@@ -567,7 +567,7 @@ MUTANTS: list[Mutant] = [
             "a group is dropped with a collective under way",
             "        left -= isinstance(events.get(), tuple)  # and not a ticket with work\n",
             "        left = 0\n",
-            f"{DISTRIBUTED}/test_other_ranks.py"
+            "tests/checkpoint/test_other_ranks.py"
             "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
         ),
         (
@@ -584,7 +584,7 @@ MUTANTS: list[Mutant] = [
             "exchanges that were given up never end",
             "            task.give_up()",
             "            pass",
-            f"{DISTRIBUTED}/test_other_ranks.py"
+            "tests/checkpoint/test_other_ranks.py"
             "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
         ),
     ),
@@ -603,8 +603,7 @@ MUTANTS: list[Mutant] = [
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",
             "dist.all_reduce(choice, dist.ReduceOp.MIN, group=group)",
-            f"{DISTRIBUTED}/test_ddp_pairs.py"
-            "::test_uneven_inputs_with_every_option_and_buffer_hooks",
+            "tests/ddp/test_ddp_pairs.py::test_uneven_inputs_with_every_option_and_buffer_hooks",
         ),
     ),
     *planted(
@@ -613,7 +612,7 @@ MUTANTS: list[Mutant] = [
             "rows are stored as of another rank",
             "group.recv([_real(receive[place])]",
             "group.recv([_real(receive[(place + 1) % size])]",
-            f"{DISTRIBUTED}/test_pairs.py::test_rows_arrive_where_they_belong",
+            "tests/hook/test_pairs.py::test_rows_arrive_where_they_belong",
         ),
     ),
     *planted(
@@ -622,7 +621,7 @@ MUTANTS: list[Mutant] = [
             "threads still have messages while the interpreter ends",
             "    _waiters.add(waiter)\n",
             "",
-            f"{DISTRIBUTED}/test_pairs.py::test_messages_are_dropped_before_the_interpreter_ends",
+            "tests/hook/test_pairs.py::test_messages_are_dropped_before_the_interpreter_ends",
         ),
     ),
     *planted(
@@ -650,7 +649,7 @@ MUTANTS: list[Mutant] = [
             "sparse parts are padded, and the padding is summed",
             "indices[rank, :count].t(),\n                values[rank, :count],",
             "indices[rank].t(),\n                values[rank].fill_(1),",
-            f"{DISTRIBUTED}/test_sparse_sum.py::test_the_sum_is_gloos",
+            "tests/ddp/test_sparse_sum.py::test_the_sum_is_gloos",
         ),
     ),
     *planted(
@@ -659,7 +658,7 @@ MUTANTS: list[Mutant] = [
             "gradients that share their values are divided twice",
             "values.clone() if divisor is None else values / divisor",
             "values.clone() if divisor is None else values.div_(divisor)",
-            f"{DISTRIBUTED}/test_sparse_sum.py"
+            "tests/ddp/test_sparse_sum.py"
             "::test_gradients_that_share_their_values_are_averaged_once",
         ),
     ),
@@ -669,7 +668,7 @@ MUTANTS: list[Mutant] = [
             "complex gradients are handed to a group as reals",
             "as_numbers(bucket.buffer, bucket.parameters[0])",
             "bucket.buffer",
-            "tests/distributed/test_process_group.py::test_complex_numbers_travel_exactly",
+            "tests/hosts/test_process_group.py::test_complex_numbers_travel_exactly",
         ),
     ),
     *planted(
@@ -741,14 +740,14 @@ MUTANTS: list[Mutant] = [
             "the group is aborted and the loop goes on",
             "        _raise_in(pending.thread, self._error)\n",
             "",
-            f"{DISTRIBUTED}/test_as_gpu.py"
+            "tests/hook/test_as_gpu.py"
             "::test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed",
         ),
         (
             "a step that the GPU has done is looked up all the same",
             "if pending.is_over is not None and self._ask(pending.is_over):",
             "if False:",
-            f"{DISTRIBUTED}/test_as_gpu.py::test_a_step_that_nobody_waits_for_is_left_alone",
+            "tests/hook/test_as_gpu.py::test_a_step_that_nobody_waits_for_is_left_alone",
         ),
     ),
     *planted(
@@ -865,7 +864,7 @@ MUTANTS: list[Mutant] = [
             "a mean of three ranks has other bits than torch's",
             "self.tensor.mul_(1.0 / group.size())",
             "self.tensor.div_(group.size())",
-            f"{DISTRIBUTED}/test_host_bits.py"
+            "tests/hosts/test_host_bits.py"
             "::test_without_a_scheme_hosts_and_calls_give_their_own_bits[3]",
         ),
     ),
@@ -875,7 +874,7 @@ MUTANTS: list[Mutant] = [
             "a mean is scattered as a sum",
             'op = dist.ReduceOp.AVG if self.op == "mean" else dist.ReduceOp.SUM',
             "op = dist.ReduceOp.SUM",
-            f"{DISTRIBUTED}/test_fsdp2.py::test_none_has_the_bits_of_fsdp2_itself[1-2]",
+            "tests/fsdp/test_fsdp2.py::test_none_has_the_bits_of_fsdp2_itself[1-2]",
         ),
     ),
     *planted(
@@ -884,7 +883,7 @@ MUTANTS: list[Mutant] = [
             "futures of buffer hooks are kept for ever",
             "            self._effective, self._futures = None, []\n",
             "            self._effective = None\n",
-            "tests/distributed/test_ddp_parity.py"
+            "tests/ddp/test_ddp_parity.py"
             "::test_a_scenario_ends_with_the_bits_of_torch[buffer-hook-after]",
         ),
     ),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-HOSTED = "tests/distributed/test_hosted.py"
-FUNCTIONS = "tests/distributed/test_functions.py"
-GROUP = "tests/distributed/test_process_group.py"
+HOSTED = "tests/hosts/test_hosted.py"
+FUNCTIONS = "tests/hosts/test_functions.py"
+GROUP = "tests/hosts/test_process_group.py"
 GROUP_REFUSES = f"{GROUP}::test_what_a_group_cannot_do_is_refused_with_what_to_do"
 LAZY = "tests/unit/test_lazy_hosts.py"
-TORCHFT = "tests/distributed/test_torchft.py"
+TORCHFT = "tests/hosts/test_torchft.py"
 ATTACHMENT = "tests/unit/test_attachment.py"
 CHANGED = f"{ATTACHMENT}::test_a_change_of_the_parameters_is_an_error_in_the_next_step"
 FINE = f"{ATTACHMENT}::test_what_is_no_mistake_is_no_error"
@@ -22,7 +22,7 @@ MUTANTS: list[Mutant] = [
             "memory is in units of what FSDP2 has divided",
             "    return hook.engine.keeps_memory\n",
             "    return False\n",
-            "tests/distributed/test_hsdp.py::test_memory_is_in_units_of_the_gradient[inside-2]",
+            "tests/fsdp/test_hsdp.py::test_memory_is_in_units_of_the_gradient[inside-2]",
         ),
     ),
     *planted(
@@ -364,7 +364,7 @@ MUTANTS: list[Mutant] = [
             "calls of other ranks that failed are raised where the ranks have changed",
             "self._pending.clear()",
             "pass",
-            "tests/distributed/test_other_ranks.py"
+            "tests/checkpoint/test_other_ranks.py"
             "::test_calls_that_failed_are_forgotten_where_the_ranks_change",
         ),
     ),
@@ -428,7 +428,7 @@ MUTANTS: list[Mutant] = [
             "what was sent to the ranks before is applied on some of those now",
             "self._pending, change = [], move(self.hook, group)",
             "change = move(self.hook, group)",
-            "tests/distributed/test_other_ranks.py::test_diloco_takes_a_rank_in",
+            "tests/checkpoint/test_other_ranks.py::test_diloco_takes_a_rank_in",
         ),
     ),
     *planted(
@@ -437,7 +437,7 @@ MUTANTS: list[Mutant] = [
             "a rank that joins trains from its own parameters",
             "            fragment.restore()\n",
             "            pass\n",
-            "tests/distributed/test_other_ranks.py::test_diloco_takes_a_rank_in",
+            "tests/checkpoint/test_other_ranks.py::test_diloco_takes_a_rank_in",
         ),
     ),
     *planted(

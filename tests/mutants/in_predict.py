@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-UNIT, DISTRIBUTED = "tests/unit", "tests/distributed"
+UNIT = "tests/unit"
 ADVISE, HEADROOM, AUTO = (
     f"{UNIT}/test_advise.py",
     f"{UNIT}/test_headroom.py",
-    f"{DISTRIBUTED}/test_auto.py",
+    "tests/predict/test_auto.py",
 )
-FAR = f"{DISTRIBUTED}/test_link.py::test_a_long_delay_leaves_the_bandwidth_known"
+FAR = "tests/predict/test_link.py::test_a_long_delay_leaves_the_bandwidth_known"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -210,7 +210,7 @@ MUTANTS: list[Mutant] = [
             "ranks are counted as on every other node",
             'f"node {global_rank // int(local)}"',
             'f"node {global_rank % int(local)}"',
-            f"{DISTRIBUTED}/test_link.py::test_nodes_are_told_by_torchruns_number_of_local_ranks",
+            "tests/predict/test_link.py::test_nodes_are_told_by_torchruns_number_of_local_ranks",
         ),
     ),
     *planted(

@@ -232,7 +232,7 @@ MUTANTS: list[Mutant] = [
             "a scale of several ranks is as fine as one of a rank",
             "return (_TOP / max(_TOP // world_size, 1)) ** 2",
             "return 1.0",
-            "tests/distributed/test_verify.py"
+            "tests/verify/test_verify.py"
             "::test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses",
         ),
     ),
@@ -437,7 +437,7 @@ MUTANTS: list[Mutant] = [
             "a hook of one's own counts buckets, not steps",
             "if bucket.is_last() and not self._on_models.inners:",
             "if not self._on_models.inners:",
-            "tests/distributed/test_classic.py::test_a_hook_of_ones_own_counts_steps_in_the_state",
+            "tests/ddp/test_classic.py::test_a_hook_of_ones_own_counts_steps_in_the_state",
         ),
     ),
 ]

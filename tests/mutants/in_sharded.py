@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-FSDP2 = "tests/distributed/test_fsdp2.py"
-FSDP1 = "tests/distributed/test_fsdp1.py"
+FSDP2 = "tests/fsdp/test_fsdp2.py"
+FSDP1 = "tests/fsdp/test_fsdp1.py"
 BESIDE = f"{FSDP1}::test_a_loss_beside_a_whole_unit_is_an_error"
 HALVES = "tests/unit/test_halves.py"
 ADD_UP = f"{FSDP2}::test_what_is_sent_and_what_is_kept_are_the_gradients"
@@ -15,14 +15,14 @@ REFUSED = f"{FSDP2}::test_what_cannot_run_is_refused_with_what_to_do"
 BETWEEN = f"{FSDP2}::test_between_nodes_what_was_not_sent_is_kept_and_saved"
 OWN_MEMORY = "test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives"
 
-STEPS = "tests/distributed/test_sharded_steps.py"
-GATHERED = "tests/distributed/test_gathered_parameters.py"
-PLACEMENT = "tests/distributed/test_placement.py"
+STEPS = "tests/fsdp/test_sharded_steps.py"
+GATHERED = "tests/fsdp/test_gathered_parameters.py"
+PLACEMENT = "tests/checkpoint/test_placement.py"
 COLUMNS = (
     f"{PLACEMENT}::test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found"
 )
-FSDP2_REFUSED = "tests/distributed/test_fsdp2_refused.py"
-TOGETHER = "tests/distributed/test_hsdp.py::test_the_states_of_all_ranks_are_put_together"
+FSDP2_REFUSED = "tests/fsdp/test_fsdp2_refused.py"
+TOGETHER = "tests/fsdp/test_hsdp.py::test_the_states_of_all_ranks_are_put_together"
 
 MUTANTS: list[Mutant] = [
     *planted(
@@ -295,7 +295,7 @@ MUTANTS: list[Mutant] = [
             "modules are exchanged with the rest of the model",
             "for module in [*modules, model]:",
             "for module in [model]:",
-            "tests/distributed/test_process_group.py::test_replicas_on_fsdp2_average_by_a_scheme",
+            "tests/hosts/test_process_group.py::test_replicas_on_fsdp2_average_by_a_scheme",
         ),
     ),
     *planted(
@@ -370,7 +370,7 @@ MUTANTS: list[Mutant] = [
             "hosts that need shards take schemes of whole buckets",
             "    if not scheme.traits.shards:\n",
             "    if not scheme.traits:\n",
-            "tests/distributed/test_host_matrix.py::test_a_host_runs_what_the_page_says[FSDP2]",
+            "tests/hosts/test_host_matrix.py::test_a_host_runs_what_the_page_says[FSDP2]",
         ),
     ),
     *planted(

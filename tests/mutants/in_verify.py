@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-VERIFY = "tests/distributed/test_verify.py"
-EQUAL = "tests/distributed/test_equal_parameters.py"
+VERIFY = "tests/verify/test_verify.py"
+EQUAL = "tests/verify/test_equal_parameters.py"
 NAMED = f"{EQUAL}::test_the_first_parameter_that_differs_is_named_with_its_ranks"
-SHARDS = "tests/distributed/test_verify_shards.py"
+SHARDS = "tests/verify/test_verify_shards.py"
 PLANTED = f"{VERIFY}::test_a_planted_bug_is_named_with_step_rank_and_parameter"
 NORM = "tests/unit/test_sketch.py::test_a_norm_is_known_to_some_percent"
 NEAR = f"{VERIFY}::test_errors_of_sketches_are_near_those_of_gradients"
@@ -269,7 +269,7 @@ MUTANTS: list[Mutant] = [
             "ranks may do other things about what they find",
             'getattr(self.verification, "action", None)',
             "None",
-            "tests/distributed/test_handshake.py::test_every_field_that_differs_is_named",
+            "tests/hook/test_handshake.py::test_every_field_that_differs_is_named",
         ),
     ),
     *planted(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, planted
 
-TEST = "tests/distributed/test_zero_optimizer.py"
+TEST = "tests/hosts/test_zero_optimizer.py"
 BITS = f"{TEST}::test_two_ranks_have_the_bits_of_plain_training"
 PAIRS = f"{TEST}::test_pairs_of_features_have_the_bits_of_plain_training"
 OVERFLOW = f"{TEST}::test_a_step_that_overflows_on_one_rank_changes_nothing_on_any"
@@ -235,8 +235,7 @@ MUTANTS: list[Mutant] = [
             '        check_returns_shards(self.hook.scheme, "ZeroOptimizer", '
             '"ZeroOptimizer(scheme=...)")\n',
             "",
-            "tests/distributed/test_host_matrix.py"
-            "::test_a_host_runs_what_the_page_says[`ZeroOptimizer`]",
+            "tests/hosts/test_host_matrix.py::test_a_host_runs_what_the_page_says[`ZeroOptimizer`]",
         ),
     ),
     *planted(

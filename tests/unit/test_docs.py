@@ -28,8 +28,8 @@ from commhooks import make
 from commhooks.cli._app import app
 from commhooks.errors import MissingPackageError
 from commhooks.research.conformance import check_scheme
-from tests.distributed.harness import run_ranks
 from tests.shelf import BASELINES, BUILT_IN
+from tests.tools.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

@@ -1,0 +1,226 @@
+"""States that no run has saved are refused whole, and leave hook, optimizer and memory alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import commhooks
+from commhooks.checkpoint._form import checksum
+from commhooks.local._diloco import VERSION as OUTER_VERSION
+from commhooks.local._diloco import sealed as sealed_outer
+from tests.tools.harness import run_ranks
+from tests.tools.training import ddp, outcome
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """With the checksum that is right for it: only the laws of values are left to refuse it."""
+    for field, part in state.items():
+        if field.startswith("rank"):
+            part["checksum"] = checksum(state, part)
+    return state
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return [item for key in sorted(value) for item in (key, *flat(value[key]))]
+    if isinstance(value, (list, tuple)):
+        return [item for one in value for item in flat(one)]
+    return value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
+
+
+def trained(name: str, **options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = ddp(nn.Linear(64, 64))
+    hook = commhooks.register(model, name, **options)
+    for _ in range(3):
+        model.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+    return model, hook
+
+
+def memory(state: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    return state["rank0"]["memory"]
+
+
+def rows(count: int) -> Any:
+    return lambda state: memory(state)["powersgd.q"].update(weight=torch.ones(count, 64))
+
+
+def of(dtype: torch.dtype) -> Any:
+    return lambda state: memory(state)["powersgd.q"].update(
+        weight=memory(state)["powersgd.q"]["weight"].to(dtype)
+    )
+
+
+def filled(key: str, value: float) -> Any:
+    return lambda state: memory(state)[key]["bias"].fill_(value)
+
+
+def changed(name: str, value: Tensor) -> Any:
+    return lambda state: memory(state)["residual"].update({name: value})
+
+
+HOOK: dict[str, tuple[str, Any]] = {
+    "memory is gone": ("topk", lambda s: s["rank0"].update(memory={})),
+    "a residual is gone": ("topk", lambda s: memory(s)["residual"].pop("bias")),
+    "residuals are gone": ("powersgd", lambda s: memory(s).pop("residual")),
+    "factors are gone": ("powersgd", lambda s: memory(s).pop("powersgd.q")),
+    "momentum is gone": ("dgc", lambda s: memory(s).pop("dgc.momentum")),
+    "scales are NaN": ("sdp4bit", lambda s: memory(s)["averaged_error"]["weight"].fill_(255)),
+    "a residual is NaN": ("topk", filled("residual", torch.nan)),
+    "a total is infinite": ("onebit_adam", filled("onebit_adam.momentum", torch.inf)),
+    "factors of no rank": ("powersgd", rows(0)),
+    "factors of 500 rows": ("powersgd", rows(500)),
+    "factors are whole": ("powersgd", of(torch.int64)),
+    "factors are flags": ("powersgd", of(torch.bool)),
+    "a residual of bytes": ("topk", changed("bias", torch.zeros(64).byte())),
+    "a parameter that is not": ("topk", changed("x", torch.zeros(64))),
+    "a key that is not": ("topk", lambda s: memory(s).update(x={"bias": torch.zeros(64)})),
+    "a key of another scheme": ("int8", lambda s: memory(s).update(residual={"x": torch.zeros(1)})),
+}  # fmt: skip
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for label, (name, change) in HOOK.items():
+        options = {"local_size": 1} if name == "sdp4bit" else {}
+        _, hook = trained(name, **options)
+        before = hook.state_dict()
+        state = copy.deepcopy(before)
+        state["step"] = 7
+        for strict in (True, False):
+            hook.load_state_dict(sealed(copy.deepcopy(state)), strict=strict)
+            hook.load_state_dict(before)
+        change(state)
+        error = outcome(hook.load_state_dict, sealed(state))
+        if error is None or error[0] != "CheckpointError" or len(error[1]) > 600:
+            wrong.append(f"{label}: {error}")
+        if flat(hook.state_dict()) != flat(before):
+            wrong.append(f"{label}: changed")
+    return wrong
+
+
+def test_a_state_that_breaks_a_law_is_refused_and_nothing_changes():
+    assert run_ranks(_refused, 1) == [[]]
+
+
+OUTER: dict[str, Any] = {
+    "outer is NaN": lambda s: s["outer"]["0.weight"].fill_(torch.nan),
+    "momentum is infinite": lambda s: s["momentum"]["0.weight"].fill_(torch.inf),
+    "outer is broadcast": lambda s: s["outer"].update({"0.weight": torch.ones(1)}),
+    "outer of another shape": lambda s: (
+        s["hook"].update(step=5),
+        sealed(s["hook"]),
+        s["outer"].update({"1.weight": torch.ones(5, 5)}),
+    ),
+    "outer is whole": lambda s: s["outer"].update({"0.bias": torch.ones(16).long()}),
+    "outer is sparse": lambda s: s["outer"].update({"0.bias": torch.ones(16).to_sparse()}),
+    "outer is no tensor": lambda s: s["outer"].update({"0.bias": 3}),
+    "a parameter is gone": lambda s: s["outer"].pop("0.bias"),
+    "steps in words": lambda s: s.update(steps="7"),
+    "negative steps": lambda s: s.update(steps=-5),
+    "steps that are true": lambda s: s.update(outer_steps=True),
+    "an arriving mean of a wrong size": lambda s: s["arriving"][0].update(mean=torch.ones(3)),
+    "an arriving mean that is none": lambda s: s["arriving"][0].update(mean=None),
+    "an arriving fragment that is not": lambda s: s["arriving"][0].update(fragment=9),
+    "an arriving fragment in words": lambda s: s["arriving"][0].update(fragment="0"),
+    "a fragment twice": lambda s: s["arriving"].append(s["arriving"][0]),
+    "steps left in words": lambda s: s["arriving"][0].update(left="1"),
+    "too many steps left": lambda s: s["arriving"][0].update(left=100),
+    "what arrives is no list": lambda s: s.update(arriving={}),
+    "what arrives is nothing": lambda s: s["arriving"].append(None),
+    "a damaged hook": lambda s: s["hook"].update(step=6),
+    "no hook": lambda s: s.update(hook=None),
+    **{
+        f"no {one}": lambda s, one=one: s.pop(one) for one in ("hook", "arriving", "steps", "outer")
+    },
+}
+UNSEALED: dict[str, Any] = {
+    "a changed value": lambda s: s["outer"]["0.weight"].add_(1),
+    "a changed step": lambda s: s.update(steps=1),
+    "a changed count": lambda s: s["arriving"][0].update(left=1),
+    "a changed mean": lambda s: s["arriving"][0]["mean"].add_(1),
+    "no checksum": lambda s: s.pop("checksum"),
+    "an older version": lambda s: s.update(version=1),
+    "a newer version": lambda s: s.update(version=OUTER_VERSION + 1),
+    "a version that is true": lambda s: s.update(version=True),
+}
+
+
+def _outer() -> commhooks.DiLoCo:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+    outer = commhooks.DiLoCo(model, "topk", every=8, delay=3, lr=0.5)
+    for parameter in model.parameters():
+        parameter.data += 0.1
+    for _ in range(9):
+        outer.step()
+    return outer
+
+
+def _refused_outer(rank: int, world_size: int) -> list[str]:
+    outer, wrong = _outer(), []
+    before = outer.state_dict()
+    if not before["arriving"]:
+        wrong.append("nothing arrives")
+    for label, change in {**OUTER, **UNSEALED}.items():
+        state = copy.deepcopy(before)
+        change(state)
+        if label in OUTER:
+            with suppress(AttributeError, KeyError, TypeError, RuntimeError):
+                state = sealed_outer(state)  # where a checksum can be of it
+        error = outcome(outer.load_state_dict, state)
+        if error is None or error[0] != "CheckpointError":
+            wrong.append(f"{label}: {error}")
+        if flat(outer.state_dict()) != flat(before):
+            wrong.append(f"{label}: changed")
+    first = {key: value for key, value in before.items() if key not in ("version", "checksum")}
+    for good in (before, first):
+        again = _outer()
+        again.steps = 99
+        again.load_state_dict(good)
+        if flat(again.state_dict()) != flat(before):
+            wrong.append("a good state was not taken up")
+    return wrong
+
+
+def test_a_damaged_diloco_state_is_refused_and_nothing_changes():
+    assert run_ranks(_refused_outer, 1) == [[]]
+
+
+# ---- pickled states
+
+
+def _pickled(rank: int, world_size: int) -> Any:
+    model, hook = trained("powersgd", rank=2)
+    file = io.BytesIO()
+    torch.save({"state": hook}, file)
+    file.seek(0)
+    loaded = torch.load(file)  # weights_only, torch's default
+    again = ddp(nn.Linear(64, 64))
+    again.load_state_dict(model.state_dict())
+    again.register_comm_hook(loaded["state"], commhooks.comm_hook)
+    for one in (model, again):
+        one.zero_grad()
+        torch.manual_seed(rank)
+        one(torch.randn(4, 64)).square().mean().backward()
+    equal = torch.equal(model.module.weight.grad, again.module.weight.grad)
+    states: list[Any] = [copy.deepcopy(hook)]
+    torch.distributed.broadcast_object_list(states, src=0)
+    fresh = ddp(nn.Linear(64, 64))
+    fresh.register_comm_hook(states[0], commhooks.comm_hook)
+    error = outcome(fresh(torch.randn(4, 64)).square().mean().backward)
+    return equal, loaded["state"].scheme == hook.scheme, error
+
+
+def test_a_pickled_hook_state_goes_on_on_its_own_rank_only():
+    for equal, same_scheme, error in run_ranks(_pickled, 2):
+        assert equal
+        assert same_scheme
+        assert "rank 0 of 2" in error[1]

@@ -1,0 +1,570 @@
+"""A living hook goes on with other ranks: what it keeps, who joins, who is lost, what is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from commhooks.checkpoint._ranks import resizes_of
+from ddp_core import AllReduce, Lanes, Task
+from ddp_core.exchange._lane_groups import _pools
+from tests.tools.harness import Died, run_ranks
+from tests.tools.training import batch, equal_bits, flat, gradients, mlp, outcome, residuals
+
+CLASSES = {"torch": DistributedDataParallel, "core": ddp_core.DistributedDataParallel}
+TINY = 1.5 / 1024  # MiB: several buckets
+# At least one scheme for each thing that becomes of a slot: "sum", "same", "mean", "drop", none.
+SCHEMES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "int8": ("int8", {}),
+    "topk": ("topk", {"ratio": 0.2}),
+    "powersgd": ("powersgd", {"rank": 1}),
+    "acpsgd": ("acpsgd", {"rank": 1}),
+    "ef21": (commhooks.wrappers.EF21(commhooks.schemes.TopK(0.2), momentum=0.5), {}),
+    "dgc": ("dgc", {"ratio": 0.2}),
+    "demo": ("demo", {}),
+    "gossip": ("gossip", {}),
+    "sdp4bit": ("sdp4bit", {"local_size": 2, "inside_block": 64, "between_block": 64}),
+    "onebit_adam": ("onebit_adam", {"freeze_step": 1, "block": 64}),
+}
+
+
+def group_of(*ranks: int) -> Any:
+    """A group of some ranks, which the others need not know of.
+
+    Torch names it by its ranks and the number of groups that a rank has: all have made as many.
+    """
+    return dist.new_group(list(ranks), use_local_synchronization=True)
+
+
+def wrapped(host: str, group: Any, **options: Any) -> Any:
+    return CLASSES[host](mlp(), process_group=group, bucket_cap_mb=TINY, **options)
+
+
+def step(model: nn.Module, number: int, rank: int) -> Tensor:
+    """This rank's gradient alone; the averaged one is in ``.grad``."""
+    alone = mlp()
+    alone.load_state_dict(model.module.state_dict())
+    for one in (alone, model):
+        one.zero_grad()
+        one(batch(number, rank, 4, 16)).square().sum().backward()
+    return gradients(alone)
+
+
+def mean_over(group: Any, tensor: Tensor, size: int | None = None) -> Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, group=group)
+    return total / (size or group.size())
+
+
+def kept(hook: commhooks.HookState, group: Any) -> list[dict[str, dict[str, Tensor]]]:
+    """What each rank keeps, by key and parameter."""
+    mine: dict[str, dict[str, Tensor]] = {}
+    for key, name, value in hook.engine.memory.items():
+        mine.setdefault(key, {})[name] = value.clone()
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
+def share_model(model: nn.Module, group: Any, source: int) -> None:
+    for value in model.module.state_dict().values():
+        dist.broadcast(value, group=group, group_src=source)
+
+
+def carried_over(
+    before: list[Any], after: list[Any], resizes: dict[str, str], joined: tuple[int, ...]
+) -> None:
+    """Checks what became of every slot. ``before``: of those that go on, and of no others."""
+    stayed = [rank for rank in range(len(after)) if rank not in joined]
+    for key in sorted({key for one in before for key in one}):
+        for name in sorted({name for one in before for name in one.get(key, {})}):
+            old = [one[key][name].double() for one in before if name in one.get(key, {})]
+            new = [one.get(key, {}).get(name) for one in after]
+            resize = resizes.get(key, "same")
+            if resize == "drop":
+                assert new == [None] * len(after)
+            elif resize == "same":
+                assert all(torch.equal(one.double(), old[0]) for one in new), key
+            elif resize == "mean":
+                mean = sum(old) / len(old)
+                for one in new:
+                    torch.testing.assert_close(one.double(), mean, rtol=1e-5, atol=1e-7)
+            else:
+                assert all(one is None for rank, one in enumerate(new) if rank in joined)
+                total = sum(new[rank].double() for rank in stayed) / len(after)
+                torch.testing.assert_close(total, sum(old) / len(before), rtol=1e-6, atol=1e-7)
+
+
+# ---- 4, 2, 3 ranks
+
+
+def _changes(rank: int, world_size: int, host: str, names: list[str], verify: bool) -> Any:
+    found = {}
+    for name in names:
+        found[name] = _four_two_three(rank, host, name, verify)
+        dist.barrier()
+    return found
+
+
+def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tensor]:
+    scheme, options = SCHEMES[name]
+    resizes = resizes_of(commhooks.make(scheme, **options))
+    register = {**options, "verify": 1 if verify else None}
+    model = wrapped(host, dist.group.WORLD)
+    hook = commhooks.register(model, scheme, **register)
+    seen: list[Tensor] = []
+
+    def train(group: Any, numbers: range) -> None:
+        for number in numbers:
+            held = mean_over(group, residuals(hook, model))
+            own = step(model, number, rank)
+            seen.append(gradients(model))
+            if name in ("topk", "powersgd", "acpsgd"):
+                # What is applied and what is held back is all there is.
+                now = mean_over(group, residuals(hook, model))
+                total = mean_over(group, own) + held
+                torch.testing.assert_close(seen[-1] + now, total, rtol=1e-4, atol=1e-4)
+
+    train(dist.group.WORLD, range(3))
+    # Four become two, which take over what the others keep by a state of all.
+    before = kept(hook, dist.group.WORLD)
+    state = hook.state_dict(gather=True)
+    if rank in (1, 3):
+        two = group_of(1, 3)
+        change = hook.change_group(two)
+        assert change[:4] == (3, 4, 2, 0), change
+        assert (change.joined, change.behind, change.lost) == ((), (), 2)
+        assert bool(change.dropped) == (name == "sdp4bit")
+        hook.load_state_dict(state)
+        assert (hook.rank, hook.world_size, hook.step) == (rank // 2, 2, 3)
+        carried_over(before, kept(hook, two), resizes, ())
+        train(two, range(3, 6))
+        before = kept(hook, two)
+    # Two become three: rank 0 comes anew, with a model and a hook of its own.
+    if rank == 0:
+        model = wrapped(host, group_of(0))
+        hook = commhooks.register(model, scheme, **register, seed=5)
+    if rank == 2:
+        return []
+    three = group_of(0, 1, 3)
+    change = hook.change_group(three)
+    assert change[:4] == (6, 2, 3, 1), change
+    assert (change.joined, change.lost) == ((0,), 0)
+    assert hook.engine.seed == 0
+    told: list[Any] = [None] * 3
+    dist.all_gather_object(told, before, group=three)
+    carried_over(told[1], kept(hook, three), resizes, (0,))
+    share_model(model, three, change.source)
+    del seen[:]
+    train(three, range(6, 9))
+    assert hook.step == 9
+    assert str(change).startswith("before step 6: 2 ranks became 3; joined: [0]")
+    assert len(hook.group_changes) == (1 if rank == 0 else 2)
+    hook.close()
+    return seen
+
+
+def _equal_on_all_ranks(found: list[Any], names: list[str]) -> None:
+    for name in names:
+        for grads in zip(found[0][name], found[1][name], found[3][name], strict=True):
+            assert equal_bits(list(grads)) or name == "gossip", name  # each has its own there
+
+
+@pytest.mark.parametrize("host", [pytest.param("torch", marks=pytest.mark.slow), "core"])
+def test_four_ranks_become_two_and_then_three(host: str) -> None:
+    names = list(SCHEMES) if host == "torch" else ["topk", "powersgd", "ef21"]
+    _equal_on_all_ranks(run_ranks(_changes, 4, host, names, False, timeout=120), names)
+
+
+def test_a_verified_run_goes_on_to_be_verified() -> None:
+    names = ["powersgd", "int8"]
+    _equal_on_all_ranks(run_ranks(_changes, 4, "torch", names, True, timeout=90), names)
+
+
+# ---- a rank dies
+
+
+def _of_survivors(world: str, ranks: list[int], rank: int, directory: str) -> Any:
+    """A group of those that are left; "anew": torch.distributed begins with them once more."""
+    if world == "group":
+        return group_of(*ranks)
+    dist.destroy_process_group()
+    store = dist.FileStore(os.path.join(directory, "again"), len(ranks))
+    dist.init_process_group("gloo", store=store, rank=ranks.index(rank), world_size=len(ranks))
+    return dist.group.WORLD
+
+
+def _dies(
+    rank: int, world_size: int, host: str, name: str, verify: bool, world: str, directory: str
+) -> Any:
+    scheme, options = SCHEMES[name]
+    model = wrapped(host, dist.group.WORLD)
+    if verify:
+        options = {**options, "verify": 1}
+    hook = commhooks.register(model, scheme, **options)
+    for number in range(3):
+        step(model, number, rank)
+    before = kept(hook, dist.group.WORLD)
+    if rank == 2:
+        next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    error = outcome(step, model, 3, rank)
+    assert error is not None
+    # A rank whose neighbours in a ring are alive hears of it by the timeout only.
+    survivors = _of_survivors(world, [0, 1, 3], rank, directory)
+    dist.barrier(survivors)
+    begin = time.monotonic()
+    change = hook.change_group(survivors)
+    assert change[:4] == (3, 4, 3, 0), change
+    assert (change.joined, change.behind, change.lost) == ((), (), 1)
+    assert "lost, with what they kept: 1" in str(change)
+    assert time.monotonic() - begin < 3
+    # The residuals of those that are left weigh what they did: 1 / 4 each.
+    resizes = resizes_of(hook.scheme)
+    after = kept(hook, survivors)
+    for key, resize in resizes.items():
+        for parameter in before[0].get(key, {}) if resize == "sum" else ():
+            old = sum(before[one][key][parameter].double() for one in (0, 1, 3)) / 4
+            new = sum(one[key][parameter].double() for one in after) / 3
+            torch.testing.assert_close(new, old, rtol=1e-6, atol=1e-7)
+    if name == "ef21":  # the estimates of those that are left have another mean
+        for parameter, total in after[0]["ef21.total"].items():
+            assert all(torch.equal(one["ef21.own"][parameter], total) for one in after)
+    found = []
+    for number in range(3, 6):
+        held = mean_over(survivors, residuals(hook, model))
+        own = step(model, number, rank)
+        found.append(gradients(model))
+        if name == "topk":
+            now = mean_over(survivors, residuals(hook, model))
+            total = mean_over(survivors, own) + held
+            torch.testing.assert_close(found[-1] + now, total, rtol=1e-4, atol=1e-4)
+    assert hook.step == 6
+    lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
+    end = time.monotonic() + 5  # what was under way with the dead rank fails by itself
+    while len(lanes) > 1 and time.monotonic() < end:
+        time.sleep(0.05)
+        lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
+    assert len(lanes) == 1
+    hook.close()
+    return found
+
+
+@pytest.mark.parametrize("host", CLASSES)
+@pytest.mark.parametrize(
+    ("name", "verify", "world"),
+    [("topk", False, "group"), ("powersgd", True, "anew"), ("ef21", False, "group")],
+)
+def test_ranks_go_on_without_one_that_died(
+    name: str, verify: bool, world: str, host: str, tmp_path: Path
+) -> None:
+    found = run_ranks(
+        _dies, 4, host, name, verify, world, str(tmp_path),
+        may_die=[2], timeout=90, pg_timeout=5,
+    )  # fmt: skip
+    assert isinstance(found[2], Died)
+    for grads in zip(found[0], found[1], found[3], strict=True):
+        assert equal_bits(list(grads))
+
+
+# ---- who goes on, and what is refused
+
+
+def _was_away(rank: int, world_size: int) -> Any:
+    model = wrapped("torch", dist.group.WORLD)
+    hook = commhooks.register(model, "topk", ratio=0.2)
+    step(model, 0, rank)
+    if rank < 2:
+        pair = group_of(0, 1)
+        lost = hook.change_group(pair).lost
+        for number in range(1, 4):
+            step(model, number, rank)
+    else:
+        group_of(2)
+        lost = 1
+    everybody = group_of(0, 1, 2)
+    change = hook.change_group(everybody)
+    share_model(model, everybody, change.source)
+    held = float(residuals(hook, model).abs().sum())
+    own = step(model, 4, rank)
+    mine = mean_over(everybody, own)
+    del mine
+    hook.close()
+    return lost, change.joined, hook.step, held > 0, gradients(model)
+
+
+def test_a_rank_that_was_away_for_a_change_joins_as_a_new_one() -> None:
+    found = run_ranks(_was_away, 3)
+    assert [one[:4] for one in found] == [
+        (1, (2,), 5, True),
+        (1, (2,), 5, True),
+        (1, (2,), 5, False),
+    ]
+    assert equal_bits([one[4] for one in found])
+
+
+def _loaded_elsewhere(rank: int, world_size: int) -> Any:
+    model = wrapped("torch", group_of(2) if rank == 2 else group_of(0, 1))
+    hook = commhooks.register(model, "topk", ratio=0.2)
+    for number in range(2 if rank < 2 else 7):
+        step(model, number, rank)
+    everybody = group_of(0, 1, 2)
+    change = hook.change_group(everybody)
+    held = residuals(hook, model)
+    hook.close()
+    dist.barrier()
+    return change[:5], float(held.abs().sum()) > 0
+
+
+def test_a_rank_with_a_larger_step_joins_all_the_same() -> None:
+    first, second, third = run_ranks(_loaded_elsewhere, 3)
+    assert first == second == ((2, 2, 3, 0, (2,)), True)
+    assert third == ((2, 2, 3, 0, (2,)), False)
+
+
+def _refuses(rank: int, world_size: int, host: str) -> None:
+    model = wrapped(host, dist.group.WORLD)
+    hook = commhooks.register(model, "topk", ratio=0.2)
+    step(model, 0, rank)
+    other = group_of(*range(world_size))
+    # Of another scheme: nothing is changed, on no rank.
+    hidden = hook.engine.scheme
+    if rank == 1:
+        hook.engine.scheme = commhooks.make("topk", ratio=0.3)
+    name, text = outcome(hook.change_group, other)
+    assert name == "MismatchError"
+    assert "HookState.change_group: scheme and options" in text
+    hook.engine.scheme = hidden
+    assert not hook.group_changes
+    step(model, 1, rank)  # on the ranks before
+    # Within a step.
+    found = []
+    last = next(iter(model.parameters()))
+    handle = last.register_hook(lambda _: found.append(outcome(hook.change_group, other)))
+    step(model, 2, rank)
+    handle.remove()
+    assert "between two steps" in found[0][1]
+    dist.barrier()
+
+
+@pytest.mark.parametrize("host", CLASSES)
+def test_what_cannot_change_says_why_and_stays_as_it_was(host: str) -> None:
+    run_ranks(_refuses, 2, host)
+
+
+def _nobody_told_it(rank: int, world_size: int, explicit: bool) -> Any:
+    model = wrapped("torch", dist.group.WORLD)
+    group = dist.group.WORLD if explicit else None
+    hook = commhooks.register(model, "topk", ratio=0.2, process_group=group)
+    step(model, 0, rank)
+    other = dist.new_group([0, 1])
+    model._update_process_group(other)
+    error = outcome(step, model, 1, rank)
+    hook.change_group(other)
+    assert model.process_group is other
+    step(model, 1, rank)
+    hook.close()
+    dist.barrier()
+    return error, hook.step, gradients(model)
+
+
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_model_that_moved_alone_raises_until_its_hook_follows(explicit: bool) -> None:
+    found = run_ranks(_nobody_told_it, 2, explicit)
+    for error, steps, _ in found:
+        assert error[0] == "RegistrationError"
+        assert "hook.change_group(group)" in error[1]
+        assert steps == 2
+    assert equal_bits([grads for _, _, grads in found])
+
+
+# ---- what is left over
+
+
+def _sockets() -> int:
+    places = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
+    return sum(os.path.exists(one) and os.readlink(one).startswith("socket") for one in places)
+
+
+def _back_and_forth(rank: int, world_size: int) -> Any:
+    model = wrapped("core", dist.group.WORLD)
+    hook = commhooks.register(model, "powersgd", rank=1, verify=1)
+    counts = []
+    for number in range(6):
+        group = dist.new_group([0, 1])
+        before = model.process_group
+        hook.change_group(group)
+        if before is not dist.group.WORLD:
+            dist.destroy_process_group(before)
+        del before, group
+        step(model, number, rank)
+        dist.barrier()
+        counts.append((_sockets(), threading.active_count(), len(_pools)))
+    hook.close()
+    return counts
+
+
+def test_nothing_of_the_groups_before_is_left() -> None:
+    for counts in run_ranks(_back_and_forth, 2):
+        assert len(set(counts[1:])) == 1, counts
+
+
+def _two_sums(tensor: Tensor, fails: bool) -> Any:
+    tensor = yield AllReduce(tensor, "sum")
+    if fails:
+        raise ArithmeticError
+    return (yield AllReduce(tensor, "sum"))
+
+
+def _gives_up(rank: int, world_size: int) -> Any:
+    """Rank 1 does not come to the second round, and says nothing."""
+    lanes = Lanes(dist.group.WORLD, rounds=2)
+    task = Task(_two_sums(torch.ones(1), rank == 1), 0, 0, 4, world_size, 2)
+    future = lanes.run(task)
+    if rank == 1:
+        assert outcome(future.wait) is not None
+        time.sleep(6)
+        lanes.abandon()
+        return None
+    time.sleep(0.5)
+    begin = time.monotonic()
+    lanes.abandon()
+    seconds = time.monotonic() - begin
+    error = outcome(future.wait)
+    time.sleep(0.2)
+    left = len(_pools[dist.group.WORLD].all)
+    closed = outcome(lanes.run, task)
+    threads = [one for one in threading.enumerate() if one.name.startswith("commhooks")]
+    for thread in threads:
+        thread.join(15)
+    alive = [one.name for one in threads if one.is_alive()]
+    del lanes, task, future
+    return seconds, error, left, closed, alive, len(_pools[dist.group.WORLD].all)
+
+
+def test_lanes_are_given_up_without_waiting_for_a_silent_rank() -> None:
+    seconds, error, held, closed, alive, left = run_ranks(_gives_up, 2, pg_timeout=3)[0]
+    assert seconds < 1
+    assert "CollectiveError" in error[1] or error[0] == "CollectiveError"
+    assert "its ranks have changed" in error[1]
+    assert "lanes are closed" in closed[1]
+    # Not dropped while a collective is under way: whoever does that waits for it.
+    assert held == 1
+    assert not alive
+    assert left == 0
+
+
+# ---- hooks with more than gradients
+
+
+def _diloco(rank: int, world_size: int) -> Any:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    own = group_of(0, 1) if rank < 2 else group_of(2)
+    outer = commhooks.DiLoCo(model, "topk", every=2, delay=1, ratio=0.3, process_group=own)
+
+    def train(count: int, first: int) -> None:
+        for number in range(first, first + count):
+            optimizer.zero_grad()
+            model(batch(number, rank, 4, 16)).square().sum().backward()
+            optimizer.step()
+            outer.step()
+
+    if rank < 2:
+        train(4, 0)
+        assert outer._pending  # what was sent to the ranks before is dropped
+        assert "call change_group of that" in outcome(outer.hook.change_group, own)[1]
+    everybody = group_of(0, 1, 2)
+    change = outer.change_group(everybody)
+    assert change.joined == (2,)
+    assert (outer.steps, outer.outer_steps) == (4, 1)
+    if rank == 2:  # it trains from there
+        assert torch.equal(flat(model.parameters()), flat(outer._all()[0].outer))
+    train(3, 4)
+    values = flat(outer._all()[0].outer)  # with a delay, each rank keeps a part of its own
+    outer.close()
+    return values
+
+
+def test_diloco_takes_a_rank_in() -> None:
+    assert equal_bits(run_ranks(_diloco, 3))
+
+
+def _auto(rank: int, world_size: int) -> Any:
+    model = wrapped("core", dist.group.WORLD)
+    hook = commhooks.register(model, "auto", measure_steps=1)
+    step(model, 0, rank)
+    change = hook.change_group(dist.new_group([0, 1]))
+    undecided = hook.decided
+    step(model, 1, rank)
+    hook.switch("int8")
+    step(model, 2, rank)
+    hook.close()
+    return change.step, undecided, hook._trials._begun, gradients(model)
+
+
+def test_a_search_begins_anew_where_the_ranks_change() -> None:
+    found = run_ranks(_auto, 2)
+    assert [one[:3] for one in found] == [(1, False, 1)] * 2
+    assert equal_bits([one[3] for one in found])
+
+
+def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
+    """A rank that joins calls has made fewer of them; random positions go by their number."""
+    options = {"ratio": 0.3} if name == "random_k" else {}
+    group = group_of(0, 1) if rank < 2 else group_of(2)
+    collectives = commhooks.Collectives(name, group, **options)
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(rank))
+    for _ in range(3 if rank < 2 else 1):
+        collectives.all_reduce(tensor.clone(), "weight", op=dist.ReduceOp.AVG)
+    assert dist.group.WORLD is not None
+    collectives.change_group(dist.group.WORLD)
+    means = [tensor.clone(), tensor.clone()]
+    for mean, one in zip(means, ("weight", "another"), strict=True):
+        collectives.all_reduce(mean, one, op=dist.ReduceOp.AVG)
+    collectives.close()
+    return means
+
+
+@pytest.mark.parametrize("name", ["random_k", "eden", "topk"])
+def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others(name: str) -> None:
+    for means in zip(*run_ranks(_joins_calls, 3, name), strict=True):
+        assert equal_bits(list(means))
+
+
+def _after_a_call_that_failed(rank: int, world_size: int) -> Tensor | None:
+    """Rank 2 does not come to a call, which the others give up to go on without it."""
+    collectives = commhooks.Collectives("topk", ratio=0.3)
+    tensor = torch.randn(500, generator=torch.Generator().manual_seed(rank))
+    collectives.all_reduce(tensor.clone(), "weight", op=dist.ReduceOp.AVG)
+    store: Any = dist.distributed_c10d._get_default_store()
+    if rank == 2:
+        store.wait(["0 has changed", "1 has changed"])
+        return None
+    handle = collectives.all_reduce(tensor.clone(), "weight", async_op=True)
+    assert handle is not None
+    collectives.change_group(group_of(0, 1))
+    store.set(f"{rank} has changed", "")
+    with pytest.raises(RuntimeError, match="was given up: its ranks have changed"):
+        handle.wait()
+    for _ in range(2):  # of the same name
+        collectives.all_reduce(mean := tensor.clone(), "weight", op=dist.ReduceOp.AVG)
+    collectives.wait()
+    collectives.close()
+    return mean
+
+
+def test_calls_that_failed_are_forgotten_where_the_ranks_change() -> None:
+    *pair, _ = run_ranks(_after_a_call_that_failed, 3)
+    assert equal_bits(pair)

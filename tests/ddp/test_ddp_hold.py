@@ -1,0 +1,584 @@
+"""Reduction at a named point: ``hold`` and ``reduce``, and errors where a pass is half inside."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import commhooks
+from ddp_core import DistributedDataParallel, MixedPrecision
+from tests.tools.harness import run_ranks
+from tests.tools.models import Breaks, Cnn, loss_of
+from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
+
+STEPS = 4
+SMALL = {"bucket_cap_mb": 0.002}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "find_unused": {"find_unused_parameters": True},
+    "skips_unused": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    "static_graph": {"static_graph": True},
+    "precision": {"mixed_precision": MixedPrecision(torch.bfloat16, torch.float32)},
+}
+
+
+def add_pass(model: nn.Module, step: int, micro: int, rank: int, **more: Any) -> None:
+    """Forward and backward."""
+    loss_of(model(batch(10 * step + micro, rank, 4, 16), **more)).backward()
+
+
+# ---- what is averaged
+
+
+def _as_with_no_sync(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    held, other = (DistributedDataParallel(mlp(), **SMALL, **options) for _ in range(2))
+    for step in range(STEPS):
+        for model in (held, other):
+            model.zero_grad()
+        for micro in range(3):
+            with held.hold():
+                add_pass(held, step, micro, rank)
+            with contextlib.nullcontext() if micro == 2 else other.no_sync():
+                add_pass(other, step, micro, rank)
+        held.reduce()
+        # Buckets are laid out by the same order of arrival, and gradients are scaled as there.
+        torch.testing.assert_close(gradients(held), gradients(other), rtol=0, atol=0)
+        assert held.reducer.launcher.step == step + 1
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_reduce_gives_what_a_last_pass_outside_of_no_sync_gives(options: str) -> None:
+    run_ranks(_as_with_no_sync, 2, OPTIONS[options])
+
+
+def _ranks_differ(rank: int, world_size: int) -> None:
+    """Rank r runs r passes in step 0, more by one in each step; the last rank then has none."""
+    model, local = DistributedDataParallel(Cnn(), **SMALL), Cnn()
+    local.load_state_dict(model.module.state_dict())
+    for step in range(STEPS):
+        model.zero_grad()
+        local.zero_grad()
+        with model.hold():
+            for micro in range((rank + step) % world_size):
+                images = batch(10 * step + micro, rank, 4, 3, 8, 8)
+                loss_of(model(images)).backward()
+                loss_of(local(images)).backward()
+        model.reduce()
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+        for buffer in model.buffers():  # those of rank 0, on all ranks
+            assert equal_bits([*_gathered(buffer)])
+        model.eval()
+        with torch.no_grad():  # after which a forward pass would leave buffers as they are
+            model(batch(step, rank, 4, 3, 8, 8))
+        model.train()
+        local.load_state_dict(model.module.state_dict())
+
+
+def _gathered(tensor: Tensor) -> list[Tensor]:
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor)
+    return found
+
+
+def test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between() -> None:
+    run_ranks(_ranks_differ, 3)
+
+
+class Branches(nn.Module):
+    """Two branches, of which a pass uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(mlp(seed=seed) for seed in range(3))
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        return self.branches[branch](x)
+
+
+def _branches(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model, local = DistributedDataParallel(Branches(), **SMALL, **options), Branches()
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        with model.hold():
+            add_pass(model, step, 0, rank, branch=rank % 2)
+        add_pass(local, step, 0, rank, branch=rank % 2)
+        model.reduce()
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+        unused = [p.grad is None for p in model.module.branches[2].parameters()]
+        assert all(unused), "what no rank uses has a gradient"
+        assert all(p.grad is not None for p in model.module.branches[0].parameters())
+
+
+@pytest.mark.parametrize("options", ["find_unused", "skips_unused", "static_graph"])
+def test_parameters_that_no_rank_uses_keep_their_gradient(options: str) -> None:
+    run_ranks(_branches, 2, OPTIONS[options])
+
+
+def _mixed_with_others(rank: int, world_size: int) -> None:
+    """Whatever synchronises first averages what was held."""
+    model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
+    for step, averages in enumerate(("pass", "reduce", "no_sync and reduce", "within", "pass")):
+        model.zero_grad()
+        local.zero_grad()
+        with model.hold(), model.hold():
+            add_pass(model, step, 0, rank)
+            if averages == "within":
+                add_pass(model, step, 1, rank)
+                model.reduce()
+        if averages == "no_sync and reduce":
+            with model.no_sync():
+                add_pass(model, step, 1, rank)
+        if averages == "pass":
+            add_pass(model, step, 1, rank)
+        elif averages != "within":
+            model.reduce()
+        for micro in range(1 if averages == "reduce" else 2):
+            add_pass(local, step, micro, rank)
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert model.require_backward_grad_sync
+
+
+def test_hold_goes_with_passes_that_average_and_with_no_sync() -> None:
+    run_ranks(_mixed_with_others, 2)
+
+
+def _held_again(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(mlp(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with model.hold():
+        add_pass(model, 0, 0, rank)
+        model.reduce()
+        optimizer.step()
+        add_pass(model, 0, 1, rank)
+        assert "hold" in (outcome(optimizer.step) or ("", ""))[1]
+
+
+def test_passes_after_reduce_within_hold_are_held() -> None:
+    run_ranks(_held_again, 2)
+
+
+class Recorder:
+    """A hook's state that writes down what it hears."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self.heard.append("last" if bucket.is_last() else "bucket")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(averaged(bucket.buffer()))
+        return future
+
+    def backward_finished(self) -> None:
+        self.heard.append("end")
+
+    def gradients_written(self, left_alone: Any) -> None:
+        self.heard.append("landed")
+
+    def step_aborted(self) -> None:
+        self.heard.append("abandoned")
+
+
+def _hook_hears(rank: int, world_size: int) -> None:
+    model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
+    model.register_comm_hook(state, Recorder.hook)
+    for step in range(3):
+        model.zero_grad()
+        with model.hold():
+            for micro in range(2):
+                add_pass(model, step, micro, rank)
+        assert state.heard == []
+        model.reduce()
+        buckets = ["bucket"] * (len(model.reducer.buckets) - 1)
+        assert state.heard == [*buckets, "last", "end", "landed"]
+        state.heard.clear()
+    frame = model.timeline.frame()
+    assert set(frame.step) == {0, 1, 2}
+
+
+def test_a_hook_hears_of_one_step_and_the_timeline_has_it() -> None:
+    run_ranks(_hook_hears, 2)
+
+
+def _raises_in_reduce(rank: int, world_size: int) -> None:
+    model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
+
+    def hook(state: Any, bucket: Any) -> Any:
+        if bucket.index() == 1 and "broken" in state.heard:
+            raise ArithmeticError("on purpose")
+        return Recorder.hook(state, bucket)
+
+    model.register_comm_hook(state, hook)
+    with model.hold():
+        add_pass(model, 0, 0, rank)
+    model.reduce()  # buckets are rebuilt before the next one
+    state.heard.clear()
+    with model.hold():
+        add_pass(model, 1, 0, rank)
+    state.heard.append("broken")
+    error = outcome(model.reduce)
+    assert error is not None
+    assert "on purpose" in error[1]
+    assert state.heard == ["broken", "bucket", "abandoned"]
+    state.heard.clear()
+    model.zero_grad()
+    local = mlp()
+    with model.hold():
+        add_pass(model, 2, 0, rank)
+    add_pass(local, 2, 0, rank)
+    model.reduce()
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert state.heard[-1] == "landed"
+    assert "abandoned" not in state.heard
+
+
+def test_a_reduce_that_raises_is_a_step_that_was_abandoned() -> None:
+    run_ranks(_raises_in_reduce, 2)
+
+
+class Raising(nn.Module):
+    """Backward raises in the middle, if asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = mlp(seed=1), mlp(seed=2)
+
+    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
+        return self.last(Breaks.apply(self.first(x), breaks))
+
+
+def _raises_within_hold(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model, local = DistributedDataParallel(Raising(), **SMALL, **options), Raising()
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        with pytest.raises(ArithmeticError), model.hold():
+            add_pass(model, step, 0, rank, breaks=True)
+        assert model.require_backward_grad_sync
+        model.zero_grad()
+        with model.hold():
+            add_pass(model, step, 1, rank)
+        add_pass(local, step, 1, rank)
+        model.reduce()
+        if "mixed_precision" not in options:
+            torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("options", ["plain", "view", "find_unused", "precision"])
+def test_a_pass_that_raises_within_hold_leaves_nothing_behind(options: str) -> None:
+    run_ranks(_raises_within_hold, 2, OPTIONS[options])
+
+
+# ---- hosts of other features
+
+
+def _delayed(rank: int, world_size: int, everything: bool) -> None:
+    net, local = mlp(), mlp()
+    named = list(net.named_parameters())
+    late = named if everything else named[-2:]
+    model = DistributedDataParallel(
+        net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=net[0].weight
+    )
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        with model.hold():
+            for micro in range(rank + 1):
+                add_pass(model, step, micro, rank)
+                add_pass(local, step, micro, rank)
+        model.reduce()
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_delayed_parameters_are_averaged_too(everything: bool) -> None:
+    run_ranks(_delayed, 2, everything)
+
+
+def _in_backward(rank: int, world_size: int) -> None:
+    net, local = mlp(), mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(net, **SMALL)
+    with model.hold():
+        for micro in range(2):
+            add_pass(model, 0, micro, rank)
+            add_pass(local, 0, micro, rank)
+    model.reduce()
+    expected = [p.detach() - 0.1 * averaged(p.grad) for p in local.parameters()]
+    torch.testing.assert_close([p.detach() for p in net.parameters()], expected)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_optimizers_in_backward_step_when_reduce_has_averaged() -> None:
+    run_ranks(_in_backward, 2)
+
+
+def _uneven(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model, local = DistributedDataParallel(mlp(), **SMALL, **options), mlp()
+    hook = commhooks.register(model, "none")
+    steps = 1 + 2 * rank
+    with model.join():
+        for step in range(steps):
+            model.zero_grad()
+            local.zero_grad()
+            with model.hold():
+                for micro in range(rank + 1):
+                    add_pass(model, step, micro, rank)
+            model.reduce()
+            for peer in range(world_size):
+                if step < 1 + 2 * peer:
+                    for micro in range(peer + 1):
+                        add_pass(local, step, micro, peer)
+            torch.testing.assert_close(gradients(model), gradients(local) / world_size)
+    assert hook.step == 1 + 2 * (world_size - 1)
+
+
+@pytest.mark.parametrize("options", ["plain", "find_unused", "static_graph"])
+def test_ranks_without_inputs_take_part_in_reduce(options: str) -> None:
+    run_ranks(_uneven, 2, OPTIONS[options])
+
+
+def _compiled(rank: int, world_size: int) -> None:
+    model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
+    compiled: Any = torch.compile(model, backend="aot_eager")
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        with model.hold():
+            for micro in range(rank + 1):
+                add_pass(compiled, step, micro, rank)
+                add_pass(local, step, micro, rank)
+        model.reduce()
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+
+
+def test_a_compiled_model_is_held_as_an_eager_one() -> None:
+    run_ranks(_compiled, 2, timeout=120)
+
+
+def _pipeline(rank: int, world_size: int, schedule: str) -> None:
+    """Two stages, each in two replicas, with torch's schedules."""
+    from torch.distributed import pipelining
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    place, replica = mesh["stage"].get_local_rank(), mesh["replica"].get_local_rank()
+    whole = mlp(depth=4)
+    part = whole[:4] if place == 0 else whole[4:]
+    model = DistributedDataParallel(part, process_group=mesh["replica"].get_group(), **SMALL)
+    hook = commhooks.register(model, "none")
+    stage = pipelining.PipelineStage(
+        model, place, 2, torch.device("cpu"), group=mesh["stage"].get_group()
+    )
+    steps = getattr(pipelining, schedule)(stage, 4, loss_fn=lambda y, _: y.square().mean())
+    for step in range(3):
+        model.zero_grad()
+        with model.hold():
+            if place == 0:
+                steps.step(batch(step, replica, 8, 16))
+            else:
+                steps.step(target=torch.zeros(8, 16))
+        model.reduce()
+        whole_alone = mlp(depth=4)
+        for peer in range(2):
+            whole_alone(batch(step, peer, 8, 16)).square().mean().backward()
+        alone = whole_alone[:4] if place == 0 else whole_alone[4:]
+        torch.testing.assert_close(gradients(model), gradients(alone) / 2)
+    assert hook.step == 3
+
+
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
+def test_a_pipeline_of_torchs_is_one_step_per_schedule(schedule: str) -> None:
+    run_ranks(_pipeline, 4, schedule, timeout=90, ignore_warnings=(".*",))
+
+
+# ---- errors
+
+
+def _steps_too_early(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(mlp(), **SMALL)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
+    with model.hold():
+        add_pass(model, 0, 0, rank)
+    kind, text = outcome(optimizer.step) or ("", "")
+    assert kind == "RuntimeError"
+    assert "0.weight" in text
+    assert "reduce()" in text
+    other.step()
+    optimizer.zero_grad()
+    optimizer.step()  # nothing to step by
+    with model.hold():
+        add_pass(model, 1, 0, rank)
+    model.reduce()
+    optimizer.step()
+    with model.hold():
+        add_pass(model, 2, 0, rank)
+    del model  # nobody averages these any more
+    optimizer.step()
+
+
+def test_an_optimizer_refuses_gradients_that_are_held() -> None:
+    run_ranks(_steps_too_early, 2)
+
+
+def _half_inside(rank: int, world_size: int) -> None:
+    model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    for context in (model.no_sync, model.hold):
+        loss = loss_of(model(batch(0, rank, 4, 16)))
+        with context():
+            kind, text = outcome(loss.backward) or ("", "")
+        assert kind == "RuntimeError"
+        assert "its forward pass was outside" in text
+        model.zero_grad()
+    # Forward alone is right if a pass that averages follows, so only a step before that is wrong.
+    with model.no_sync():
+        loss = loss_of(model(batch(0, rank, 4, 16)))
+    loss.backward()
+    kind, text = outcome(optimizer.step) or ("", "")
+    assert kind == "RuntimeError"
+    assert "whose forward pass was inside" in text
+    add_pass(model, 1, 0, rank)
+    loss_of(local(batch(0, rank, 4, 16))).backward()
+    add_pass(local, 1, 0, rank)
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    optimizer.step()
+    with model.no_sync():  # local steps on purpose
+        add_pass(model, 2, 0, rank)
+        optimizer.step()
+    model.zero_grad()
+    model.require_backward_grad_sync = False  # as some trainers do it
+    add_pass(model, 3, 0, rank)
+    optimizer.step()
+    model.require_backward_grad_sync = True
+
+
+def test_a_pass_of_which_one_half_is_inside_is_an_error() -> None:
+    run_ranks(_half_inside, 2)
+
+
+def _torch_says_nothing(rank: int, world_size: int) -> None:
+    """What torch's class does in both cases, which the design page says."""
+    model, local = TorchDDP(mlp()), mlp()
+    loss = loss_of(model(batch(0, rank, 4, 16)))
+    with model.no_sync():
+        loss.backward()
+    loss_of(local(batch(0, rank, 4, 16))).backward()
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    model.zero_grad()
+    with model.no_sync():
+        loss = loss_of(model(batch(0, rank, 4, 16)))
+    loss.backward()
+    torch.testing.assert_close(gradients(model), gradients(local))
+
+
+def test_torchs_class_follows_the_forward_pass_without_a_word() -> None:
+    run_ranks(_torch_says_nothing, 2)
+
+
+def _nothing_to_reduce(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(mlp(), **SMALL)
+    hook = commhooks.register(model, "none")
+    nothing = "no rank has a gradient"
+    assert nothing in (outcome(model.reduce) or ("", ""))[1]
+    add_pass(model, 0, 0, rank)
+    assert nothing in (outcome(model.reduce) or ("", ""))[1]
+    model.zero_grad()
+    with model.hold():
+        add_pass(model, 1, 0, rank)
+    before = gradients(model)
+    model.reduce()
+    torch.testing.assert_close(gradients(model), averaged(before))
+    assert nothing in (outcome(model.reduce) or ("", ""))[1]
+    torch.testing.assert_close(gradients(model), averaged(before))
+    assert hook.step == 2
+    with model.hold():
+        add_pass(model, 2, 0, rank)
+    model.zero_grad()
+    assert nothing in (outcome(model.reduce) or ("", ""))[1]
+
+
+def test_a_second_reduce_is_an_error_on_all_ranks() -> None:
+    run_ranks(_nothing_to_reduce, 2)
+
+
+def _some_missing(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(Branches(), **SMALL)
+    with model.hold():
+        for branch in range(3 if rank else 2):
+            add_pass(model, 0, branch, rank, branch=branch)
+    kind, text = outcome(model.reduce) or ("", "")
+    assert kind == "RuntimeError"
+    assert "1 of the ranks" in text
+    assert "find_unused" in text
+    assert ("branches.2.0.weight" in text) == (rank == 0)
+    model.zero_grad()
+    with model.hold():
+        for branch in range(3):
+            add_pass(model, 0, branch, rank, branch=branch)
+    before = gradients(model)
+    model.reduce()
+    torch.testing.assert_close(gradients(model), averaged(before))
+
+
+def test_a_parameter_without_gradient_is_an_error_on_all_ranks() -> None:
+    run_ranks(_some_missing, 2)
+
+
+def _no_backward(rank: int, world_size: int) -> None:
+    model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
+    hook = commhooks.register(model, "none")
+    model(batch(9, rank, 4, 16))  # an evaluation without no_grad, say
+    with model.hold():
+        for micro in range(2):
+            add_pass(model, 0, micro, rank)
+            add_pass(local, 0, micro, rank)
+    assert hook.step == 0
+    model.reduce()
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert hook.step == 1
+
+
+def test_a_forward_pass_without_backward_makes_no_held_pass_a_step() -> None:
+    run_ranks(_no_backward, 2)
+
+
+def _within_backward(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(mlp(), **SMALL)
+    output = model(batch(0, rank, 4, 16))
+    output.register_hook(lambda _: model.reduce())
+    kind, text = outcome(output.sum().backward) or ("", "")
+    assert kind == "RuntimeError"
+    assert "within a backward pass" in text
+
+
+def test_reduce_within_a_backward_pass_is_an_error() -> None:
+    run_ranks(_within_backward, 1)
+
+
+def _dies(rank: int, world_size: int) -> str:
+    model = DistributedDataParallel(mlp(), **SMALL)
+    with model.hold():
+        add_pass(model, 0, 0, rank)
+    if rank:
+        import os
+
+        os._exit(3)
+    return (outcome(model.reduce) or ("", ""))[0]
+
+
+def test_a_rank_that_has_died_before_reduce_is_noticed() -> None:
+    error, _ = run_ranks(_dies, 2, may_die=[1])
+    assert error == "CollectiveError"

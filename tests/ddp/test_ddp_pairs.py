@@ -1,0 +1,503 @@
+"""Options of DistributedDataParallel with ways to use a model, against averaged local gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.utils.checkpoint import checkpoint
+
+from ddp_core import CollectiveError, DistributedDataParallel, MixedPrecision
+from tests.tools.harness import run_ranks
+from tests.tools.models import Branches, Breaks, SometimesUnused, frozen_part, loss_of
+from tests.tools.training import averaged, batch, gradients, mlp, outcome
+
+LOW = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+    "view": {"gradient_as_bucket_view": True},
+    "unused-view": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "skipping": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    "static-skipping": {"static_graph": True, "skip_all_reduce_unused_params": True},
+    "low": {"mixed_precision": LOW},
+    "low-unused": {"mixed_precision": LOW, "find_unused_parameters": True},
+    "low-static": {"mixed_precision": LOW, "static_graph": True},
+}
+
+# ---- ways to come to a loss: (model, batch) -> None, gradients are in .grad afterwards
+
+
+def once(model: nn.Module, x: Tensor) -> None:
+    loss_of(model(x)).backward()
+
+
+def recomputed(model: nn.Module, x: Tensor, *, reentrant: bool) -> None:
+    loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)).backward()
+
+
+def penalised(model: nn.Module, x: Tensor) -> None:
+    output = model(x.requires_grad_())
+    (slope,) = torch.autograd.grad(output.float().sum(), x, create_graph=True)
+    (loss_of(output) + slope.square().sum()).backward()
+
+
+def penalty_only(model: nn.Module, x: Tensor) -> None:
+    output = model(x.requires_grad_())
+    (slope,) = torch.autograd.grad(output.float().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+
+
+def saliency_first(model: nn.Module, x: Tensor) -> None:
+    output = model(x.requires_grad_())
+    torch.autograd.grad(output.sum(), x, retain_graph=True)
+    loss_of(output).backward()
+
+
+def attacked_first(model: nn.Module, x: Tensor) -> None:
+    model(x.requires_grad_()).sum().backward(inputs=[x])
+    assert x.grad is not None
+    loss_of(model((x + 0.1 * x.grad.sign()).detach())).backward()
+
+
+def functional_first(model: nn.Module, x: Tensor) -> None:
+    torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+    loss_of(model(x)).backward()
+
+
+def evaluated_between(model: nn.Module, x: Tensor) -> None:
+    output = model(x)
+    with torch.no_grad():
+        model(2 * x)
+    loss_of(output).backward()
+
+
+def evaluated_within(model: nn.Module, x: Tensor) -> None:
+    def look(grad: Tensor) -> None:
+        with torch.no_grad():
+            model(2 * x)
+
+    output = model(x)
+    output.register_hook(look)
+    loss_of(output).backward()
+
+
+def two_forwards(model: nn.Module, x: Tensor) -> None:
+    (loss_of(model(x)) + loss_of(model(2 * x))).backward()
+
+
+WAYS: dict[str, Callable[[nn.Module, Tensor], None]] = {
+    "once": once,
+    "recomputed": lambda model, x: recomputed(model, x, reentrant=False),
+    "recomputed-reentrant": lambda model, x: recomputed(model, x, reentrant=True),
+    "penalised": penalised,
+    "penalty-only": penalty_only,
+    "saliency-first": saliency_first,
+    "attacked-first": attacked_first,
+    "functional-first": functional_first,
+    "evaluated-between": evaluated_between,
+    "evaluated-within": evaluated_within,
+    "two-forwards": two_forwards,
+}
+
+
+def same(ours: Tensor, expected: Tensor, *, low: bool) -> bool:
+    # bfloat16 has 8 bits; gradients here are sums of a few dozen products.
+    tolerance = 2.0**-5 if low else 1e-5
+    return float((ours - expected).abs().max()) <= tolerance * float(expected.abs().max())
+
+
+def _ways(rank: int, world_size: int, names: list[str]) -> list[str]:
+    wrong = []
+    for name, way, hooked in itertools.product(names, WAYS, (False, True)):
+        options, accumulates = OPTIONS[name], hooked == ("unused" in name)
+        local = mlp()
+        model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.001, **options)
+        model.timeline.first = 2  # arrivals of recorded steps take another path
+        if hooked:
+            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        for step in range(3):
+            for one in (model, local):
+                one.zero_grad()
+                if accumulates:
+                    with contextlib.nullcontext() if one is local else model.no_sync():
+                        WAYS[way](one, batch(100 + step, rank, 4, 16))
+                WAYS[way](one, batch(step, rank, 4, 16))
+            if not same(gradients(model), averaged(gradients(local)), low="low" in name):
+                wrong.append(f"{name} {way} hooked={hooked} accumulates={accumulates} step={step}")
+    return wrong
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0, 1])
+def test_every_way_to_a_loss_gives_the_mean(part):
+    for wrong in run_ranks(_ways, 2, list(OPTIONS)[part::2], timeout=100):
+        assert wrong == []
+
+
+# ---- optimizer in backward
+
+
+def _in_backward(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    for (name, options), way in itertools.product(OPTIONS.items(), ("once", "recomputed")):
+        results = []
+        for fused in (False, True):
+            module = mlp()
+            if fused:
+                _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+            model = DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
+            optimizer = None if fused else torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(3):
+                if optimizer is not None:
+                    optimizer.zero_grad()
+                with model.no_sync():
+                    WAYS[way](model, batch(100 + step, rank, 4, 16))
+                WAYS[way](model, batch(step, rank, 4, 16))
+                if optimizer is not None:
+                    optimizer.step()
+            results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        if not torch.equal(*results):
+            wrong.append(f"{name} {way}")
+    return wrong
+
+
+@pytest.mark.slow
+def test_an_optimizer_in_backward_steps_as_after_it_with_every_option():
+    for wrong in run_ranks(_in_backward, 2, ignore_warnings=(".*full backward hook",)):
+        assert wrong == []
+
+
+class Broken(nn.Module):
+    """Layers between which backward may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = mlp(seed=1), nn.Linear(16, 64)
+
+    def forward(self, x: Tensor, breaks: bool) -> Tensor:
+        return self.last(Breaks.apply(self.first(x), breaks))
+
+
+def _after_a_raise(rank: int, world_size: int) -> None:
+    module = Broken()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    model = DistributedDataParallel(module, bucket_cap_mb=0.0005)
+    for step in range(8):
+        breaks = step in (0, 3, 4)
+        loss = loss_of(model(batch(step, rank, 4, 16), breaks))
+        with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
+            loss.backward()
+    everything = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(averaged(everything), everything)
+
+
+@pytest.mark.slow
+def test_ranks_stay_equal_when_backward_raises_between_steps_in_backward():
+    run_ranks(_after_a_raise, 2)
+
+
+# ---- graphs that change
+
+
+def _changed_graph(rank: int, world_size: int, uses: list[tuple[int, int]]) -> tuple[Any, Any]:
+    model = DistributedDataParallel(Branches(), static_graph=True, bucket_cap_mb=0.001)
+    error = None
+    for step, choices in enumerate(uses):
+        model.zero_grad()
+        loss = loss_of(model(batch(step, rank, 4, 16), choices[rank]))
+        error = error or outcome(loss.backward)
+        if error is not None:
+            break
+    return error, model._get_ddp_logging_data()["error"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("uses", [[(0, 0), (2, 2)], [(0, 0), (0, 0), (0, 2)], [(1, 1), (0, 1)]])
+def test_a_static_graph_that_changes_is_an_error_in_that_backward(uses):
+    results = run_ranks(_changed_graph, 2, uses)
+    changed = [rank for rank in range(2) if uses[0][rank] != uses[-1][rank]]
+    for rank, (error, logged) in enumerate(results):
+        assert error is not None
+        assert "Your training graph has changed in this iteration" in error[1]
+        assert error[0] == ("RuntimeError" if rank in changed else CollectiveError.__name__)
+        assert "Your training graph has changed in this iteration" in logged or rank not in changed
+
+
+def _late(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(SometimesUnused(), find_unused_parameters=True)
+    left, right = model(batch(0, rank, 4, 16))
+    loss_of(left).backward(retain_graph=True)
+    error = outcome(loss_of(right).backward)
+    assert error is not None
+    assert "right" in error[1], error
+    assert "call backward on the sum" in error[1]
+    model.zero_grad()
+    loss_of(model(batch(1, rank, 4, 16))).backward()  # the step after is right
+    twice = DistributedDataParallel(mlp())
+    x = batch(0, rank, 4, 16).requires_grad_()
+    error = outcome(loss_of(twice(checkpoint(twice, x, use_reentrant=True))).backward)
+    assert error is not None
+    assert "marked as ready twice" in error[1]
+
+
+@pytest.mark.slow
+def test_gradients_that_would_stay_local_are_an_error():
+    run_ranks(_late, 2)
+
+
+def _thawed(rank: int, world_size: int) -> None:
+    model = DistributedDataParallel(frozen_part())
+    compiled = torch.compile(DistributedDataParallel(frozen_part()), backend="aot_eager")
+    for step, one in enumerate((model, copy.deepcopy(model), model, compiled)):
+        loss_of(one(batch(step, rank, 4, 16))).backward()
+    model.module.requires_grad_(True)
+    error = outcome(loss_of(model(batch(1, rank, 4, 16))).backward)
+    assert error is not None
+    assert "2.weight was frozen" in error[1] or "2.bias was frozen" in error[1]
+
+
+@pytest.mark.slow
+def test_a_parameter_that_was_frozen_and_is_trained_is_an_error():
+    run_ranks(_thawed, 1)
+
+
+def _raised_after_no_sync(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    local = Branches()
+    model = DistributedDataParallel(
+        copy.deepcopy(local), find_unused_parameters=True, bucket_cap_mb=0.0005
+    )
+    for step in range(3):
+        for one in (model, local):
+            one.zero_grad()
+        with model.no_sync():  # a branch that the synchronised passes do not use
+            loss_of(model(batch(100 + step, rank, 4, 16), 2)).backward()
+        loss_of(local(batch(100 + step, rank, 4, 16), 2)).backward()
+        output = model(batch(50 + step, rank, 4, 16), 0)
+        output.register_hook(_raise)
+        with pytest.raises(ArithmeticError):
+            loss_of(output).backward()
+        for one in (model, local):
+            loss_of(one(batch(step, rank, 4, 16), 0)).backward()
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+        assert model.module.never.grad is None
+
+
+def _raise(grad: Tensor) -> None:
+    raise ArithmeticError("on purpose")
+
+
+@pytest.mark.slow
+def test_marks_of_no_sync_survive_a_raised_step():
+    run_ranks(_raised_after_no_sync, 2)
+
+
+# ---- skipped buckets
+
+
+def _skipped(rank: int, world_size: int) -> list[int]:
+    def count(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+        launched.append(bucket.is_last())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    launched: list[bool] = []
+    sent = []
+    options = OPTIONS["skipping"]
+    torch.manual_seed(0)
+    local = Branches()
+    model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.0005, **options)
+    model.register_comm_hook(None, count)
+    for step, (choice, earlier) in enumerate([(0, 0), (rank, rank), (2, rank), (2, 2), (1, 2)]):
+        launched.clear()
+        for one in (model, local):
+            one.zero_grad()
+            with contextlib.nullcontext() if one is local else model.no_sync():
+                loss_of(one(batch(100 + step, rank, 4, 16), earlier)).backward()
+            loss_of(one(batch(step, rank, 4, 16), choice)).backward()
+        for mine, theirs in zip(model.module.parameters(), local.parameters(), strict=True):
+            grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
+            expected = averaged(grad)
+            ours = torch.zeros_like(mine) if mine.grad is None else mine.grad
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+        assert launched == [False] * (len(launched) - 1) + [True]
+        assert model._get_ddp_logging_data()["num_buckets_reduced"] == len(launched)
+        sent.append(len(launched) < len(model.reducer.buckets))
+    return sent
+
+
+@pytest.mark.slow
+def test_buckets_are_skipped_where_no_rank_has_a_gradient():
+    for sent in run_ranks(_skipped, 2):
+        assert sent == [True, False, False, True, False]
+
+
+# ---- uneven inputs
+
+
+class WithBuffers(nn.Module):
+    """A layer, batch norm, and a branch that is not always used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.idle, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+class _After:
+    name = "POST_FORWARD"
+
+
+class _Before:
+    name = "PRE_FORWARD"
+
+
+def _average_buffers(state: None, buffers: dict[str, Tensor]) -> list[Any]:
+    return [
+        dist.all_reduce(buffer.div_(dist.get_world_size()), async_op=True).get_future()
+        for buffer in buffers.values()
+        if buffer.is_floating_point()
+    ]
+
+
+def _join(rank: int, world_size: int) -> list[str]:
+    wrong = []
+    names = ("unused", "view", "static", "skipping", "static-skipping", "low-unused")
+    for number, (name, location) in enumerate(itertools.product(names, (None, _Before, _After))):
+        options = OPTIONS[name]
+        by_world = bool(number % 2)
+        if "static_graph" not in options:
+            options = {**options, "find_unused_parameters": True}
+        local = WithBuffers()
+        model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.001, **options)
+        model.schedule_comm_hook(1, None, default_hooks.allreduce_hook)
+        if location is not None:
+            model._register_buffer_comm_hook(None, _average_buffers, location)
+        for epoch in range(2):  # in the second one other ranks run out of inputs first
+            steps = [1, 2, 3][(rank + epoch) % 3]
+            with model.join(divide_by_initial_world_size=by_world):
+                for step in range(steps):
+                    model.zero_grad()
+                    with torch.no_grad():  # an evaluation among the steps
+                        model(batch(50 + step, rank, 4, 16))
+                    with model.no_sync():
+                        loss_of(model(batch(100 + step, rank, 4, 16))).backward()
+                    loss_of(model(batch(step, rank, 4, 16))).backward()
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            if parameter.grad is not None:
+                                parameter -= 0.01 * parameter.grad
+        everything = torch.cat([p.detach().flatten() for p in model.parameters()])
+        first = everything.clone()
+        dist.broadcast(first, 0)
+        if not torch.equal(first, everything) or model.reducer.launcher.step != 6:
+            wrong.append(f"{name} {location} {by_world}")
+    return wrong
+
+
+def test_uneven_inputs_with_every_option_and_buffer_hooks():
+    for wrong in run_ranks(_join, 3, timeout=100):
+        assert wrong == []
+
+
+class _Maybe(nn.Module):
+    """Uses its parameters, or none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(3)))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        y: Tensor = self.layers(x) if uses else x * 1.0
+        return y
+
+
+def _idle_in_a_static_graph(rank: int, world_size: int, steps: list[list[int]]) -> Tensor:
+    model = DistributedDataParallel(_Maybe(), static_graph=True, bucket_cap_mb=0.001)
+    for epoch, counts in enumerate(steps):
+        with model.join():
+            for step in range(counts[rank]):
+                x = batch(10 * epoch + step, rank, 4, 16).requires_grad_()
+                loss_of(model(x, uses=rank == 0 or len(steps) > 1)).backward()
+    averages = averaged(gradients(model)) if len(steps) == 1 else torch.zeros(())
+    buckets = torch.tensor([index for one in model.reducer.buckets for index in one.members])
+    return torch.cat([averages.flatten(), buckets])
+
+
+# A rank that uses no parameter; one without inputs in the first step; in the first four.
+@pytest.mark.parametrize("steps", [[[4, 4]], [[1, 0], [4, 4]], [[4, 0], [4, 4]]])
+def test_a_rank_that_is_idle_at_first_rebuilds_with_the_others(steps):
+    first, second = run_ranks(_idle_in_a_static_graph, 2, steps, pg_timeout=5)
+    assert torch.equal(first, second)
+
+
+# ---- other ranks
+
+
+class Follows:
+    """A hook's state that goes with its model to another process group."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+
+    def change_group(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def hook(self, bucket: Any) -> Any:
+        return default_hooks.allreduce_hook(self.group, bucket)
+
+
+def _other_ranks(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    for hook, state in (
+        (None, None),
+        (Follows.hook, Follows()),
+        (default_hooks.fp16_compress_hook, alone),
+    ):
+        module = mlp()
+        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+        model = DistributedDataParallel(module, process_group=alone, bucket_cap_mb=0.001)
+        if isinstance(state, Follows):
+            state.group = alone
+        if hook is not None:
+            model.register_comm_hook(state, hook)
+        model.timeline.every = 1
+        loss_of(model(batch(0, 0, 4, 16))).backward()
+        error = outcome(model._update_process_group, dist.group.WORLD)
+        if state is alone:
+            assert error is not None
+            assert "fp16_compress_hook" in error[1]
+            assert "remove_comm_hook()" in error[1]
+            model.remove_comm_hook()
+            model._update_process_group(dist.group.WORLD)
+        else:
+            assert error is None
+        assert model.timeline.every == 1
+        loss_of(model(batch(1, rank, 4, 16))).backward()
+        everything = torch.cat([p.detach().flatten() for p in model.parameters()])
+        torch.testing.assert_close(everything, averaged(everything), rtol=0, atol=0)
+        assert not torch.equal(
+            everything, torch.cat([p.detach().flatten() for p in mlp().parameters()])
+        )
+        assert all(parameter.grad is None for parameter in model.parameters())  # it has stepped
+
+
+@pytest.mark.slow
+def test_a_hook_follows_to_other_ranks_or_says_that_it_cannot():
+    run_ranks(_other_ranks, 2, ignore_warnings=(".*full backward hook",))

@@ -1,0 +1,357 @@
+"""What the state of a communication hook hears of a step's end."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed._composable import replicate
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+import commhooks
+from ddp_core import DistributedDataParallel
+from tests.tools.harness import run_ranks
+from tests.tools.models import Breaks, loss_of
+from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
+
+
+class Recorder:
+    """A hook's state: holds every bucket back until backward has ended, and writes events down."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.held: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
+        self.left_alone: list[nn.Parameter] = []
+
+    def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        self.heard.append("bucket")
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self.held.append((future, bucket.buffer()))
+        return future
+
+    def backward_finished(self) -> None:
+        self.heard.append("end")
+        for future, buffer in self.held:
+            future.set_result(averaged(buffer))
+        self.held = []
+
+    def gradients_written(self, left_alone: Sequence[nn.Parameter]) -> None:
+        self.heard.append("landed")
+        self.left_alone = list(left_alone)
+
+    def step_aborted(self) -> None:
+        self.heard.append("abandoned")
+        for future, _ in self.held:
+            future.set_exception(RuntimeError("abandoned"))
+        self.held = []
+
+    def take(self) -> list[str]:
+        heard, self.heard = self.heard, []
+        return heard
+
+
+class Net(nn.Module):
+    """Backward raises in the middle or after the last gradient; a branch may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.idle, self.last = mlp(seed=1), nn.Linear(16, 16), mlp(seed=2)
+
+    def forward(self, x: Tensor, breaks: str = "", idle: bool = False) -> Tensor:
+        x = Breaks.apply(x, breaks == "after")
+        x = Breaks.apply(self.first(x), breaks == "within")
+        return self.last(x if idle else self.idle(x))
+
+
+def recorded(**options: Any) -> tuple[DistributedDataParallel, Recorder]:
+    model = DistributedDataParallel(Net(), **{"bucket_cap_mb": 0.002, **options})
+    state = Recorder()
+    model.register_comm_hook(state, Recorder.hook)
+    return model, state
+
+
+def one_step(model: nn.Module, step: int, rank: int, **inputs: Any) -> None:
+    # An input that requires a gradient: backward goes on after the last parameter's gradient.
+    loss_of(model(batch(step, rank, 4, 16).requires_grad_(), **inputs)).backward()
+
+
+def _told(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model, state = recorded(**options)
+    local = Net()
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        one_step(model, step, rank)
+        one_step(local, step, rank)
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+        assert state.take() == ["bucket"] * len(model.reducer.buckets) + ["end", "landed"]
+        assert state.left_alone == []
+        with model.no_sync():
+            one_step(model, step, rank)
+        model.zero_grad()
+        assert state.take() == []
+        for breaks in ("within", "after"):
+            with pytest.raises(ArithmeticError):
+                one_step(model, step, rank, breaks=breaks)
+            launched = state.take()
+            assert set(launched) <= {"bucket"}
+            assert len(launched) < len(model.reducer.buckets) or breaks == "after" or not step
+            model.zero_grad()
+            one_step(model, step, rank)
+            heard = state.take()
+            assert heard[0] == "abandoned", heard
+            assert heard[1:] == ["bucket"] * len(model.reducer.buckets) + ["end", "landed"]
+    with pytest.raises(ArithmeticError):
+        one_step(model, 9, rank, breaks="after")
+    state.take()
+    model.remove_comm_hook()  # a raised step does not stand in the way, and its state hears of it
+    assert state.take() == ["abandoned"]
+    model.zero_grad()
+    one_step(model, 2, rank)
+    torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+    assert state.take() == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["plain", "unused", "static"],
+)
+def test_a_state_hears_whether_a_step_lands_or_is_abandoned(options):
+    run_ranks(_told, 2, options, ignore_warnings=("find_unused",))
+
+
+def _left_alone(rank: int, world_size: int, view: bool, in_backward: bool) -> None:
+    model, state = recorded(find_unused_parameters=True, gradient_as_bucket_view=view)
+    idle = list(model.module.idle.parameters())
+    if in_backward:
+        _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    one_step(model, 0, rank, idle=rank == 1)
+    assert state.left_alone == []  # rank 0 uses it
+    one_step(model, 1, rank, idle=True)
+    # A gradient that is the bucket's view is overwritten with the bucket.
+    assert set(state.left_alone) == (set() if view and not in_backward else set(idle))
+    model.zero_grad()
+    one_step(model, 2, rank, idle=True)
+    assert set(state.left_alone) == set(idle)
+    assert all(parameter.grad is None for parameter in idle)
+    state.take()
+    with model.join():
+        for step in range(1 + 2 * rank):
+            model.zero_grad()
+            one_step(model, step, rank, idle=True)
+    assert state.take() == 3 * (["bucket"] * len(model.reducer.buckets) + ["end", "landed"])
+    assert set(state.left_alone) == set(idle)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+def test_a_state_hears_which_gradients_were_not_written(view, in_backward):
+    run_ranks(_left_alone, 2, view, in_backward, ignore_warnings=(".*full backward hook",))
+
+
+def _unused_and_joined(rank: int, world_size: int, view: bool) -> None:
+    model = DistributedDataParallel(
+        Net(), find_unused_parameters=True, gradient_as_bucket_view=view
+    )
+    hook = commhooks.register(model, "powersgd", rank=1)
+
+    def kept() -> list[Tensor]:
+        return [hook.residual(f"idle.{name}") for name, _ in model.module.idle.named_parameters()]
+
+    with model.join():
+        one_step(model, 0, rank)  # gradients stay, on the rank that ends here
+        before = kept()
+        for step in range(1, 1 + 2 * rank):
+            model.zero_grad()
+            one_step(model, step, rank, idle=True)
+    assert hook.step == 3
+    assert all(map(torch.equal, kept(), before)), "counts as sent, was not applied"
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_a_rank_without_inputs_keeps_what_nobody_applies(view):
+    run_ranks(_unused_and_joined, 2, view)
+
+
+def _refused_on_torchs(rank: int, world_size: int) -> str:
+    model = TorchDDP(Net(), find_unused_parameters=True)
+    commhooks.register(model, "topk", ratio=0.1)
+    with pytest.raises(commhooks.errors.RegistrationError) as raised, model.join():
+        one_step(model, 0, rank)
+    return str(raised.value)
+
+
+def test_torchs_join_with_unused_parameters_and_memory_is_refused():
+    for text in run_ranks(_refused_on_torchs, 2):
+        assert "a rank without inputs is not told which parameters no rank has used" in text
+
+
+def _given_otherwise(rank: int, world_size: int, how: str) -> None:
+    """The hook's state knows the inner module only; a DistributedDataParallel calls it."""
+    net = Net()
+    if how == "replicate":
+        model = replicate(net, find_unused_parameters=True)
+    else:
+        model = {"torch": TorchDDP, "core": DistributedDataParallel}[how](
+            net, find_unused_parameters=True
+        )
+    hook = commhooks.HookState("powersgd", net, rank=1)
+    model.register_comm_hook(hook, commhooks.comm_hook)
+    one_step(model, 0, rank)
+    kept = hook.residual("idle.weight")
+    assert kept.any()
+    for step in range(1, 3):
+        net.zero_grad()
+        one_step(model, step, rank, idle=True)
+    assert torch.equal(hook.residual("idle.weight"), kept)
+
+
+@pytest.mark.parametrize("how", ["torch", "core", "replicate"])
+def test_a_state_of_the_inner_module_keeps_what_nobody_applies(how):
+    run_ranks(_given_otherwise, 2, how)
+
+
+def _broken_end(rank: int, world_size: int) -> None:
+    model, state = recorded()
+    good = state.backward_finished
+
+    def bad() -> None:
+        raise ArithmeticError("on purpose")
+
+    model.remove_comm_hook()
+    state.backward_finished = bad  # type: ignore[method-assign]
+    model.register_comm_hook(state, Recorder.hook)
+    error = outcome(one_step, model, 0, rank)
+    assert error is not None
+    assert "on purpose" in error[1]
+    assert state.take()[-1] == "abandoned"
+    state.backward_finished = good  # type: ignore[method-assign]
+    model.replace_comm_hook(state, Recorder.hook)
+    model.zero_grad()
+    one_step(model, 1, rank)
+    assert state.take()[-2:] == ["end", "landed"]
+    model.zero_grad()
+    one_step(model, 1, rank, idle=True)  # without find_unused_parameters
+    assert "landed" not in state.take()
+    with contextlib.suppress(RuntimeError):
+        one_step(model, 2, rank)
+    assert state.take() == ["abandoned"]
+
+
+def test_a_step_that_fails_at_its_end_is_abandoned():
+    run_ranks(_broken_end, 2)
+
+
+def _delayed_joins(rank: int, _: int) -> str:
+    module = mlp()
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
+    model = DistributedDataParallel(
+        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
+    )
+    with pytest.raises(RuntimeError) as raised, model.join():
+        pass
+    return str(raised.value)
+
+
+def _delayed_in_backward(rank: int, _: int) -> str:
+    module = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
+    with pytest.raises(ValueError, match="delay_all_reduce") as raised:
+        DistributedDataParallel(
+            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
+        )
+    return str(raised.value)
+
+
+def test_delayed_parameters_with_an_optimizer_in_backward_are_refused():
+    (text,) = run_ranks(_delayed_in_backward, 1)
+    assert "2.weight, 2.bias run in backward" in text
+
+
+DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed", "all"]
+
+
+def _delayed_gradients(rank: int, world_size: int, how: str) -> None:
+    module, local = mlp(), mlp()
+    prefix = "" if how == "all" else "2."
+    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith(prefix)]
+    model = DistributedDataParallel(
+        module,
+        delay_all_reduce_named_params=delayed,
+        param_to_hook_all_reduce=module[2].bias if how == "recomputed" else module[0].weight,
+    )
+    if how == "recomputed":  # the trigger's gradient comes in an inner backward pass
+        inner = module[2].forward
+        module[2].forward = lambda x: checkpoint(inner, x, use_reentrant=True)
+    if how in ("evaluated", "all"):
+        model = copy.deepcopy(model)
+    call = torch.compile(model, backend="aot_eager") if how == "compiled" else model
+    for step in range(3):
+        model.zero_grad()
+        local.zero_grad()
+        if how == "replaced":
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+        output = call(batch(step, rank, 4, 16))
+        if how == "evaluated":
+            with torch.no_grad():
+                model(batch(step, rank, 4, 16))
+        if how == "zeroed":
+            model.zero_grad()
+        loss_of(output).backward(create_graph=how == "create_graph")
+        loss_of(local(batch(step, rank, 4, 16))).backward()
+        torch.testing.assert_close(gradients(model).detach(), averaged(gradients(local)))
+
+
+@pytest.mark.parametrize("how", DELAYED)
+def test_delayed_parameters_are_averaged(how):
+    run_ranks(_delayed_gradients, 2, how, ignore_warnings=(".*create_graph=True",))
+
+
+def test_delayed_parameters_and_uneven_inputs_are_refused() -> None:
+    for text in run_ranks(_delayed_joins, 1):
+        assert "delay_all_reduce_named_params" in text
+
+
+class Recomputes(nn.Module):
+    """A part is recomputed in an inner backward pass; the outer one raises afterwards, if told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.inner, self.last = mlp(seed=1), mlp(seed=2), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
+        x = Breaks.apply(self.first(x), breaks)
+        return self.last(checkpoint(self.inner, x, use_reentrant=True))
+
+
+def _raises_outside(rank: int, world_size: int) -> Tensor:
+    model = DistributedDataParallel(Recomputes(), bucket_cap_mb=0.002)
+    hook = commhooks.register(model, "random_k", ratio=0.5)
+    counts = []
+    for step in range(9):
+        model.zero_grad()
+        breaks = step % 3 == 1
+        with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
+            loss_of(model(batch(step, rank, 4, 16).requires_grad_(), breaks)).backward()
+        if rank == 1:
+            time.sleep(0.05)  # here the exchanges are over at the next forward pass
+        counts.append(hook.step)
+    assert counts == [1, 1, 2, 3, 3, 4, 5, 5, 6]
+    return gradients(model)
+
+
+def test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank():
+    assert equal_bits(run_ranks(_raises_outside, 2))

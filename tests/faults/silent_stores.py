@@ -1,0 +1,223 @@
+"""Many ways in which the host of a store falls silent: how long the ranks wait, over the timeout.
+
+``python -m tests.faults.silent_stores --cases 60``: a store's process is stopped, rank 0 is
+that holds it, or the cable of rank 0 is cut, in each of the moments below. Cables need root's
+network namespaces, see ``experiments/tools/namespaces.py``; without them those cases are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from datetime import timedelta
+from multiprocessing import connection
+from typing import Any, NamedTuple
+
+from experiments.tools import namespaces
+from tests.tools.harness import _context, _start_server, _start_store
+
+FAULTS = ("process", "rank 0", "cable")
+CLASSES = ("torch", "core")
+SCHEMES = ("none", "int8", "powersgd", "topk", "sdp4bit", "onebit")
+MOMENTS = ("register", "step", "switch", "state_dict", "change_group", "roll_call", "close")
+TIMEOUT = 6.0
+MORE = 3.0  # seconds beyond it that a wait may take
+_PATIENCE = 60.0  # seconds, after which a rank counts as hanging
+
+
+class Case(NamedTuple):
+    """What falls silent, and when."""
+
+    fault: str
+    kind: str
+    scheme: str
+    moment: str
+
+
+class Wait(NamedTuple):
+    """How long a rank waited, and what it was told."""
+
+    seconds: float
+    told: str
+
+
+def cases(count: int, seed: int) -> list[Case]:
+    """Every fault, class and moment in turn, with schemes by chance."""
+    draw = random.Random(seed)
+    faults = FAULTS if namespaces.access().kind == "root" else FAULTS[:2]
+    every = list(itertools.product(faults, CLASSES, MOMENTS))
+    draw.shuffle(every)
+    return [
+        Case(fault, kind, draw.choice(SCHEMES), moment)
+        for fault, kind, moment in itertools.islice(itertools.cycle(every), count)
+    ]
+
+
+# ---- in a rank
+
+
+def _rank(
+    case: Case, rank: int, holder: int, port: int, timeout: float, pipe: connection.Connection
+) -> None:
+    """Runs a rank; ``holder`` is a process in the network of its host, or 0."""
+    import torch
+    import torch.distributed as dist
+
+    import commhooks
+    import ddp_core
+    from commhooks.hook._handshake import roll_call
+
+    # Where these ranks end, and some of them abort, nobody looks.
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    address = "127.0.0.1"
+    if holder:
+        _enter(holder)
+        os.environ["GLOO_SOCKET_IFNAME"], address = "eth0", "10.99.0.1"
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=timeout)
+    holds = rank == 0 and case.fault != "process"
+    store: Any = dist.TCPStore(address, port, is_master=holds, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=limit)
+    of_core = case.kind == "core"
+    wrap: Any = ddp_core if of_core else torch.nn.parallel
+    model = wrap.DistributedDataParallel(torch.nn.Linear(64, 64))
+    other = dist.new_group(timeout=limit)
+
+    def step() -> None:
+        model.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+
+    options = {"local_size": 1} if case.scheme == "sdp4bit" else {}
+    hook: Any = None
+    if case.moment != "register":
+        hook = commhooks.register(model, case.scheme, **options)
+        for _ in range(3):
+            step()
+    dist.barrier()
+    pipe.send("ready")
+    pipe.recv()
+    if case.moment == "step" and case.fault == "process" and rank == 0:
+        time.sleep(timeout + 2 * MORE)  # the other one waits
+        os._exit(0)
+    begin, told = time.monotonic(), "no error"
+    try:
+        if case.moment == "register":
+            commhooks.register(model, case.scheme, **options)
+        elif case.moment == "step":
+            for _ in range(10**6):
+                step()
+        elif case.moment == "switch":
+            hook.switch("bf16")
+        elif case.moment == "state_dict":
+            hook.state_dict(gather=True)
+        elif case.moment == "change_group":
+            hook.change_group(other)
+        elif case.moment == "roll_call":
+            roll_call("a call", dist.group.WORLD)  # type: ignore[arg-type]
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    if hook is not None:
+        hook.close()
+    pipe.send(Wait(time.monotonic() - begin, told))
+
+
+def _enter(process: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{process}/ns/net") as network:
+        if libc.setns(network.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+# ---- around them
+
+
+def run(case: Case, timeout: float = TIMEOUT) -> list[Wait]:
+    """Runs a case; returns the waits of the ranks that can tell.
+
+    Args:
+        timeout: of the process group, in seconds.
+    """
+    _start_server()
+    with ExitStack() as stack:
+        holders, port = [0, 0], 29500
+        if case.fault == "cable":
+            enter = stack.enter_context(namespaces.made_hosts(None))
+            holders = [int(words[words.index("--target") + 1]) for words in enter]
+        elif case.fault == "process":
+            store, (_, port) = _start_store()
+            stack.callback(store.kill)
+        else:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+        ranks, pipes = [], []
+        for rank in range(2):
+            ours, theirs = _context.Pipe()
+            told = case, rank, holders[rank], port, timeout, theirs
+            ranks.append(_context.Process(target=_rank, args=told, daemon=True))
+            ranks[-1].start()
+            stack.callback(ranks[-1].kill)
+            theirs.close()
+            pipes.append(ours)
+        for pipe in pipes:
+            if not pipe.poll(_PATIENCE) or pipe.recv() != "ready":
+                raise RuntimeError(f"{case}: a rank did not begin")
+        if case.fault == "cable":
+            subprocess.run([*enter[0], "ip", "link", "set", "eth0", "down"], check=True)
+        else:
+            silent = ranks[0] if case.fault == "rank 0" else store
+            os.kill(silent.pid, signal.SIGSTOP)
+        for pipe in pipes:
+            pipe.send("go")
+        alone = case.fault == "rank 0" or (case.fault == "process" and case.moment == "step")
+        return [_wait_of(pipe) for pipe in (pipes[1:] if alone else pipes)]
+
+
+def _wait_of(pipe: connection.Connection) -> Wait:
+    with suppress(EOFError):
+        if pipe.poll(_PATIENCE):
+            wait: Wait = pipe.recv()
+            return wait
+        return Wait(_PATIENCE, "hangs")
+    return Wait(_PATIENCE, "ended without a word")
+
+
+def main() -> int:
+    """The command line; 1 if a wait was too long."""
+    parser = argparse.ArgumentParser(prog="python -m tests.faults.silent_stores")
+    parser.add_argument("--cases", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--processes", type=int, default=4, help="cases at a time")
+    asked = parser.parse_args()
+    everything: list[Wait] = []
+    with ThreadPoolExecutor(asked.processes) as pool:
+        chosen = cases(asked.cases, asked.seed)
+        for case, waits in zip(chosen, pool.map(run, chosen), strict=True):
+            everything += waits
+            for one in waits:
+                late = " LATE" * (one.seconds > TIMEOUT + MORE)
+                print(f"{case.fault:8} {case.kind:6} {case.scheme:9} {case.moment:13}"
+                      f"{one.seconds:6.1f} s{late}  {one.told[:90]!r}",
+                      flush=True)  # fmt: skip
+    late = [one for one in everything if one.seconds > TIMEOUT + MORE]
+    worst = max(one.seconds for one in everything) - TIMEOUT
+    print(
+        f"{len(chosen)} cases, {len(everything)} ranks: the longest wait was {worst:+.1f} s over "
+        f"the timeout of {TIMEOUT:g} s; {len(late)} took more than {MORE:g} s over it"
+    )
+    return int(bool(late))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""A backward pass that raises and is caught: all ranks go on from the same place, or none does."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import ZeroOptimizer
+from ddp_core import DistributedDataParallel
+from tests.tools.harness import run_ranks
+from tests.tools.models import Breaks, loss_of
+from tests.tools.training import averaged, batch, equal_bits, gradients, outcome
+
+LAYERS = 6
+STEPS = 7
+AT = 3  # the step in which some ranks raise
+NOWHERE = -1
+
+
+class Equal(nn.Module):
+    """Layers of one size, each a bucket; backward raises below a layer, after those above it."""
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+
+    def forward(self, x: Tensor, breaks: int = NOWHERE) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(Breaks.apply(x, breaks == number)).tanh()
+        return self.norm(x)
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(Equal(), bucket_cap_mb=0.001, **options)
+
+
+def backward(model: nn.Module, step: int, rank: int, breaks: int = NOWHERE) -> None:
+    model.zero_grad()
+    loss_of(model(batch(step, rank, 8, 16).requires_grad_(), breaks)).backward()
+
+
+class Heard(NamedTuple):
+    """What came of training that went on, on one rank."""
+
+    landed: dict[int, Tensor]  # gradients by step
+    error: Any = None
+    again: Any = None  # the error of the next forward pass
+
+
+def careless(model: nn.Module, rank: int, breaks: int, at: int = AT) -> Heard:
+    """Trains; catches what backward raises on purpose, and goes on."""
+    landed = {}
+    for step in range(STEPS):
+        try:
+            backward(model, step, rank, breaks if step == at else NOWHERE)
+        except ArithmeticError:
+            continue
+        except RuntimeError as error:
+            again = outcome(model, batch(step, rank, 8, 16))
+            return Heard(landed, (type(error).__name__, str(error)), again)
+        landed[step] = gradients(model)
+    return Heard(landed)
+
+
+def means(ranks: int) -> list[Tensor]:
+    """The averaged gradients of each step, computed here."""
+    expected = []
+    for step in range(STEPS):
+        each = []
+        for rank in range(ranks):
+            model = Equal()
+            backward(model, step, rank)
+            each.append(gradients(model))
+        expected.append(torch.stack(each).mean(0))
+    return expected
+
+
+HOOKS: dict[str, Any] = {
+    "none": None,
+    "powersgd": "powersgd",
+    "topk": commhooks.make("topk", ratio=0.1),
+}
+
+
+def _alone(
+    rank: int, world_size: int, places: tuple[int, ...], options: dict[str, Any], at: int
+) -> Heard:
+    return careless(wrapped(**options), rank, places[rank], at)
+
+
+def hears(results: list[Heard], places: tuple[int, ...], at: int) -> None:
+    """All ranks raise in time; until then nothing but means was in ``.grad``."""
+    expected = means(len(results))
+    for rank, (landed, error, again) in enumerate(results):
+        for step, mine in landed.items():
+            torch.testing.assert_close(mine, expected[step])
+        # All buckets were sent by a rank that raised after the last: the others land the step.
+        raised, late = places[rank] != NOWHERE, 0 in places
+        assert list(landed) == [*range(at + (late and not raised))]
+        assert error[0] == ("MismatchError" if raised else "CollectiveError"), error
+        assert again[0] == "MismatchError", again  # until the process ends
+        assert f"dropped step {at} after" in error[1]
+        assert "resume from the last" in error[1]
+        assert "did not within" not in error[1]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=["plain", "unused", "static", "view"],
+)
+@pytest.mark.parametrize("breaks", [LAYERS - 2, 1, 0], ids=["early", "late", "after"])
+def test_a_rank_that_goes_on_alone_is_an_error_on_all(options, breaks):
+    places = (NOWHERE, breaks)
+    results = run_ranks(_alone, 2, places, options, AT, ignore_warnings=("find_unused",))
+    hears(results, places, AT)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_the_same_before_and_after_buckets_are_rebuilt(at):
+    hears(run_ranks(_alone, 2, (2, NOWHERE), {}, at), (2, NOWHERE), at)
+
+
+@pytest.mark.parametrize(
+    "places",
+    [(2, NOWHERE, 2), (NOWHERE, 2, NOWHERE), (2, 4, NOWHERE), (1, 4, 4), (4, 1, 3)],
+)
+def test_three_ranks_that_raise_not_alike(places):
+    hears(run_ranks(_alone, 3, places, {}, AT), places, AT)
+
+
+def test_different_places_are_an_error_on_both():
+    results = run_ranks(_alone, 2, (2, 4), {}, AT)
+    hears(results, (2, 4), AT)
+    assert results[0].error == results[1].error  # in the same words
+
+
+def _hooked(rank: int, world_size: int, hook: str, places: tuple[int, ...]) -> Any:
+    model = wrapped()
+    commhooks.register(model, HOOKS[hook])
+    return careless(model, rank, places[rank]).error
+
+
+@pytest.mark.parametrize("places", [(NOWHERE, 2), (2, 4)])
+@pytest.mark.parametrize("hook", ["powersgd", "topk"])
+def test_hooks_with_memory(hook, places):
+    for name, text in run_ranks(_hooked, 2, hook, places):
+        assert name in ("CollectiveError", "MismatchError")
+        assert f"dropped step {AT} after" in text
+        assert "did not within" not in text
+
+
+def _alike(rank: int, world_size: int, hook: str, options: dict[str, Any]) -> int:
+    model, plain = wrapped(**options), wrapped(**options)
+    if HOOKS[hook] is not None:
+        for one in (model, plain):
+            commhooks.register(one, HOOKS[hook])
+    keys = []
+    store = dist.distributed_c10d._get_default_store()
+    for step in range(12):
+        for place in (step % LAYERS, LAYERS - 1):
+            with pytest.raises(ArithmeticError):
+                backward(model, 90 + step, rank, place)
+        backward(model, step, rank)
+        backward(plain, step, rank)
+        assert torch.equal(gradients(model), gradients(plain)), step
+        keys.append(store.num_keys())
+    return max(keys[6:]) - max(keys[:6])
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_raise_alike_go_on_again_and_again(hook, options, world_size):
+    grown = run_ranks(_alike, world_size, hook, options)
+    # Lanes and lent groups may come and go; two drops per step would be dozens of keys.
+    assert max(grown) <= 2
+
+
+def _without_others(rank: int, world_size: int) -> None:
+    model, local = wrapped(), Equal()
+    for step in range(3):
+        # Nothing travels in these passes, so each rank may drop its own.
+        with model.no_sync():
+            breaks = 2 if rank == step % 2 else NOWHERE
+            with contextlib.suppress(ArithmeticError):
+                backward(model, step, rank, breaks)
+        with model.hold(), contextlib.suppress(ArithmeticError):
+            backward(model, step, rank, 2 - 3 * rank)
+        with torch.no_grad():
+            model(batch(step, rank, 8, 16))
+        backward(model, step, rank)
+        backward(local, step, rank)
+        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
+
+
+def test_passes_in_which_nothing_travels_may_raise_on_one_rank():
+    run_ranks(_without_others, 2)
+
+
+def _alone_in_the_world(rank: int, world_size: int) -> None:
+    model, local = wrapped(), Equal()
+    for step in range(3):
+        with pytest.raises(ArithmeticError):
+            backward(model, step, rank, 2)
+        backward(model, step, rank)
+        backward(local, step, rank)
+        assert torch.equal(gradients(model), gradients(local))
+
+
+def test_a_single_rank_asks_nobody():
+    run_ranks(_alone_in_the_world, 1)
+
+
+def _otherwise(rank: int, world_size: int, how: str) -> Any:
+    """Rank 1 raises, catches it, and does something else than a training step."""
+    model = DistributedDataParallel(Equal(norm=how == "buffers"), bucket_cap_mb=0.001)
+    second = wrapped()
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            backward(model, 1, rank, 2)
+        model.zero_grad()
+        if how == "buffers":
+            with torch.no_grad():
+                return outcome(model, batch(0, rank, 8, 16))
+        if how == "reduce":
+            with model.hold():  # asks nobody yet
+                backward(model, 2, rank)
+            return outcome(model.reduce)
+        if how == "another model":
+            return outcome(backward, second, 2, rank)
+        if how == "replaced":
+            model.register_comm_hook(None, _zeros)
+        return outcome(backward, model, 2, rank)
+    return outcome(backward, model, 1, rank)
+
+
+def _zeros(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(torch.zeros_like(bucket.buffer()))
+    return future
+
+
+@pytest.mark.parametrize("how", ["buffers", "reduce", "replaced", "another model"])
+def test_whatever_comes_first_where_ranks_meet_is_an_error(how):
+    other, alone = run_ranks(_otherwise, 2, how)
+    assert other[0] == "CollectiveError"
+    assert alone[0] == "MismatchError"
+    assert "rank 1 dropped step 0 after" in other[1]
+
+
+def _joined(rank: int, world_size: int) -> Any:
+    model = wrapped()
+
+    def train() -> None:
+        with model.join():
+            for step in range(1 + 3 * rank):
+                with contextlib.suppress(ArithmeticError):
+                    backward(model, step, rank, 2 if step == 2 else NOWHERE)
+
+    return outcome(train)
+
+
+def test_a_rank_without_inputs_does_not_raise_with_the_others():
+    shadow, alone = run_ranks(_joined, 2, ignore_warnings=("Detected uneven inputs",))
+    assert shadow[0] == "CollectiveError"
+    assert alone[0] == "MismatchError"
+
+
+def _sharded(rank: int, world_size: int, in_backward: bool, alike: bool) -> Any:
+    model = wrapped()
+    zero = ZeroOptimizer(model, torch.optim.Adam, lr=1e-2, in_backward=in_backward)
+    for step in range(6):
+        try:
+            backward(model, step, rank, 2 if step == 3 and (alike or rank) else NOWHERE)
+        except ArithmeticError:
+            zero.zero_grad()
+        except RuntimeError as error:
+            return type(error).__name__, str(error)
+        zero.step()
+        zero.zero_grad()
+    return torch.cat([one.detach().flatten() for one in model.parameters()])
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_sharded_optimizer(in_backward):
+    other, alone = run_ranks(_sharded, 2, in_backward, False)
+    assert other[0] == "CollectiveError", other
+    assert alone[0] == "MismatchError", alone
+    assert "rank 1 dropped step 3 after" in other[1]
+    assert equal_bits(run_ranks(_sharded, 2, in_backward, True))
+
+
+def _missing(rank: int, world_size: int) -> Any:
+    model = wrapped()
+    for step in range(2):
+        backward(model, step, rank)
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 1:  # done with training, and alive
+        store.wait(["over"])
+        return None
+    with pytest.raises(ArithmeticError):
+        backward(model, 2, rank, LAYERS - 1)
+    error = outcome(backward, model, 3, rank)
+    store.set("over", "")
+    return error
+
+
+def test_a_rank_that_never_comes_is_named_after_the_groups_timeout():
+    (name, text), _ = run_ranks(_missing, 2, pg_timeout=3)
+    assert name == "MismatchError"
+    assert "rank 0 dropped step 2 after" in text
+    assert "rank 1 did not within 3 s" in text
+
+
+def _other_ranks(rank: int, world_size: int) -> Any:
+    """After the error, the ranks go on in another process group."""
+    model, group = wrapped(), dist.new_group()
+    error = careless(model, rank, 2 if rank else NOWHERE).error
+    if rank == 1:  # it came later, and counts its steps from 0
+        model = wrapped(process_group=dist.new_group([1], use_local_synchronization=True))
+    model.change_group(group)
+    for step, mean in enumerate(means(world_size)):
+        with pytest.raises(ArithmeticError):
+            backward(model, step, rank, 3)
+        backward(model, step, rank)
+        torch.testing.assert_close(gradients(model), mean)
+    return error
+
+
+def test_another_process_group_is_a_new_beginning():
+    for name, _ in run_ranks(_other_ranks, 2):
+        assert name in ("CollectiveError", "MismatchError")

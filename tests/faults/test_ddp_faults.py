@@ -1,0 +1,216 @@
+"""A rank that dies or fails: the others raise in time, say where, and can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+import commhooks
+from commhooks import Result, Scheme
+from ddp_core import AllReduce, CollectiveError, DistributedDataParallel
+from tests.tools.harness import Died, run_ranks
+from tests.tools.models import loss_of
+from tests.tools.training import batch, mlp
+
+VICTIM = 1
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The error that a surviving rank met, and how long it took from the fault."""
+
+    name: str
+    text: str
+    place: tuple[int, int, int]
+    seconds: float
+    ended: bool  # the process group could be destroyed
+
+
+def survive(model: nn.Module, rank: int, steps: int = 6) -> Seen:
+    """Trains until an error comes."""
+    began = time.monotonic()
+    try:
+        for step in range(steps):
+            model.zero_grad()
+            began = time.monotonic()
+            loss_of(model(batch(step, rank, 8, 16))).backward()
+    except RuntimeError as error:
+        seconds = time.monotonic() - began
+        place = (-1, -1, -1)
+        if isinstance(error, CollectiveError):
+            place = (error.step, error.bucket, error.round)
+        text, name = str(error), type(error).__name__
+        del error, model
+        dist.destroy_process_group()
+        return Seen(name, text, place, seconds, ended=True)
+    raise AssertionError("no error came")
+
+
+def small(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
+
+
+class _DiesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dies: bool) -> Tensor:
+        ctx.dies = dies
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.dies:
+            die()
+        return grad, None
+
+
+class Mortal(nn.Module):
+    """Dies in the middle of a backward pass on one rank, in its third forward."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.first, self.last = mlp(seed=1), mlp(seed=2)
+        self.rank, self.calls = rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        dies = self.rank == VICTIM and self.calls == 3
+        return self.last(_DiesInBackward.apply(self.first(x), dies))
+
+
+def _in_backward(rank: int, world_size: int, scheme: str | None) -> Seen:
+    model = small(Mortal(rank))
+    if scheme is not None:
+        commhooks.register(model, scheme)
+    return survive(model, rank)
+
+
+@pytest.mark.parametrize("scheme", [None, "powersgd"])
+def test_a_rank_killed_in_backward(scheme):
+    alive = run_ranks(_in_backward, 3, scheme, may_die=[VICTIM], pg_timeout=8)
+    assert alive[VICTIM] == Died(-signal.SIGKILL)
+    for seen in (alive[0], alive[2]):
+        assert seen.name == "CollectiveError", seen
+        assert seen.place[0] == 2
+        assert "step 2, bucket" in seen.text
+        assert seen.seconds < 16
+
+
+@dataclass(frozen=True)
+class TwoRounds(Scheme):
+    """Averages in its second round; on one rank it may die between the rounds."""
+
+    at_step: int
+    traits = commhooks.Traits(rounds=2)
+
+    def exchange(self, bucket: Any) -> Any:
+        yield AllReduce(torch.zeros(1))
+        if bucket.rank == VICTIM and bucket.step == self.at_step:
+            die()
+        mean = yield AllReduce(bucket.gradient)
+        return Result(mean)
+
+
+def _between_rounds(rank: int, world_size: int) -> Seen:
+    model = small(mlp())
+    commhooks.register(model, TwoRounds(at_step=2))
+    return survive(model, rank)
+
+
+def test_a_rank_killed_before_a_lanes_second_round():
+    alive = run_ranks(_between_rounds, 3, may_die=[VICTIM], pg_timeout=8)
+    assert alive[VICTIM] == Died(-signal.SIGKILL)
+    for seen in (alive[0], alive[2]):
+        assert seen.name == "CollectiveError", seen
+        assert seen.place[::2] == (2, 1) or seen.place[::2] == (2, 0), seen
+        assert "round" in seen.text
+        assert seen.seconds < 16
+    assert 1 in (alive[0].place[2], alive[2].place[2])
+
+
+def _in_rebuild(rank: int, world_size: int) -> Seen:
+    model = small(mlp())
+    if rank == VICTIM:
+        model.reducer.plan.step_ended = lambda _: die()  # at the end of the first step
+    return survive(model, rank)
+
+
+def test_a_rank_killed_in_the_rebuild():
+    alive = run_ranks(_in_rebuild, 2, may_die=[VICTIM], pg_timeout=8)
+    assert alive[VICTIM] == Died(-signal.SIGKILL)
+    seen = alive[0]
+    assert seen.name == "CollectiveError"
+    assert "new buckets" in seen.text or "step 1" in seen.text
+    assert seen.seconds < 16
+
+
+def _hook_raises(rank: int, world_size: int, kind: str) -> Seen:
+    model = small(mlp())
+    calls = 0
+
+    def hook(state: None, bucket: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if rank == VICTIM and calls == 8:
+            raise ArithmeticError("on purpose")
+        return default_hooks.allreduce_hook(None, bucket)
+
+    if kind == "hook":
+        model.register_comm_hook(None, hook)
+    else:
+        commhooks.register(model, Raises(at_step=2))
+    try:
+        return survive(model, rank)
+    except ArithmeticError as error:
+        return Seen("ArithmeticError", str(error), (-1, -1, -1), 0.0, ended=True)
+
+
+@dataclass(frozen=True)
+class Raises(Scheme):
+    """Fails on one rank."""
+
+    at_step: int
+
+    def exchange(self, bucket: Any) -> Any:
+        if bucket.rank == VICTIM and bucket.step == self.at_step:
+            raise ArithmeticError("on purpose")
+        mean = yield AllReduce(bucket.gradient)
+        return Result(mean)
+
+
+@pytest.mark.parametrize("kind", ["hook", "scheme"])
+def test_an_exception_in_a_hook_on_one_rank_reaches_all_long_before_the_timeout(kind):
+    alive = run_ranks(_hook_raises, 3, kind, pg_timeout=60)
+    assert "on purpose" in alive[VICTIM].text
+    for seen in (alive[0], alive[2]):
+        assert seen.name == "CollectiveError", seen
+        assert "on purpose" in seen.text
+        assert f"rank {VICTIM}" in seen.text
+        assert seen.seconds < 10
+
+
+def _stopped(rank: int, world_size: int) -> Seen | None:
+    model = small(mlp())
+    loss_of(model(batch(0, rank, 8, 16))).backward()
+    if rank == VICTIM:
+        time.sleep(12)  # neither dead nor answering
+        return None
+    return survive(model, rank)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_after_the_groups_timeout():
+    seen, _ = run_ranks(_stopped, 2, pg_timeout=3)
+    assert seen.name == "CollectiveError"
+    assert 2 < seen.seconds < 9

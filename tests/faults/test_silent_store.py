@@ -1,0 +1,114 @@
+"""The process that holds the store falls silent: nobody waits beyond the group's timeout."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import commhooks
+import ddp_core
+from commhooks.errors import SilentStoreError
+from experiments.tools import namespaces
+from tests.faults import silent_stores
+from tests.tools.harness import run_ranks, store_process
+from tests.tools.training import batch, mlp
+
+CLASSES = {
+    "torch": torch.nn.parallel.DistributedDataParallel,
+    "core": ddp_core.DistributedDataParallel,
+}
+TIMEOUT = 3.0
+MORE = silent_stores.MORE
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """The store's host is stopped inside, for all ranks."""
+    dist.barrier()
+    os.kill(store_process(), signal.SIGSTOP)
+    time.sleep(0.1)
+    yield
+    dist.barrier()
+    os.kill(store_process(), signal.SIGCONT)
+
+
+def _ends_in_time(call: Callable[[], Any]) -> str:
+    """Returns the error's type and text."""
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError) as caught:
+        call()
+    seconds = time.monotonic() - begin
+    assert seconds < TIMEOUT + MORE, (seconds, caught.value)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def _step(model: Any, rank: int) -> None:
+    model.zero_grad()
+    model(batch(0, rank, 4, 16)).square().sum().backward()
+
+
+def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
+    model, found = CLASSES["core"](mlp()), {}
+    with _silent():
+        found["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd"))
+    hook = commhooks.register(model, "powersgd")
+    other = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    _step(model, rank)
+    with _silent():
+        _step(model, rank)  # which needs no store
+        found["switch"] = _ends_in_time(lambda: hook.switch("int8"))
+        found["state_dict"] = _ends_in_time(lambda: hook.state_dict(gather=True))
+        found["change_group"] = _ends_in_time(lambda: hook.change_group(other))
+    hook.switch("int8")  # all may call again
+    _step(model, rank)
+    return found
+
+
+@pytest.mark.slow
+def test_a_call_that_waits_for_the_store_ends_at_the_timeout() -> None:
+    for found in run_ranks(_meet_nobody, 2, pg_timeout=TIMEOUT):
+        for call, text in found.items():
+            assert text.startswith(SilentStoreError.__name__), (call, text)
+            assert "has not answered for 3 s" in text, (call, text)
+
+
+def _wait_for_a_bucket(rank: int, world_size: int, kind: str) -> str:
+    model = CLASSES[kind](mlp())
+    hook = commhooks.register(model, "powersgd")
+    for _ in range(3):
+        _step(model, rank)
+    dist.barrier()
+    os.kill(store_process(), signal.SIGSTOP)
+    if rank == 1:  # whom rank 0 waits for
+        time.sleep(TIMEOUT + 1)
+        os._exit(0)
+    text = _ends_in_time(lambda: _step(model, rank))
+    begin = time.monotonic()
+    hook.close()
+    assert time.monotonic() - begin < MORE
+    return text
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_a_step_ends_by_the_timeout_of_its_collectives(kind: str) -> None:
+    text, _ = run_ranks(_wait_for_a_bucket, 2, kind, pg_timeout=TIMEOUT, may_die=[1])
+    assert "in step 3, bucket 0" in text
+
+
+@pytest.mark.parametrize("fault", ["rank 0", pytest.param("cable", marks=pytest.mark.netns)])
+def test_a_step_ends_in_time_where_rank_0_holds_the_store(fault: str) -> None:
+    if fault == "cable" and namespaces.access().kind != "root":
+        pytest.skip("needs root, and network namespaces")
+    waits = silent_stores.run(silent_stores.Case(fault, "core", "powersgd", "step"), TIMEOUT)
+    for wait in waits:
+        assert TIMEOUT - 1 < wait.seconds < TIMEOUT + MORE, wait
+        assert wait.told.startswith("CollectiveError: the exchange failed in step 3"), wait

@@ -1,0 +1,352 @@
+"""Schemes as the communication hook of FSDP1, in both of its signatures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.errors import HookNotAttachedError, RegistrationError
+from tests.fsdp.test_fsdp2 import Elsewhere, backward, mean_residual, model_of, partly_frozen
+from tests.tools.harness import run_ranks
+
+QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD")
+
+
+def _unit(strategy: str, original: bool = True) -> FullyShardedDataParallel:
+    return FullyShardedDataParallel(
+        model_of(),
+        sharding_strategy=ShardingStrategy[strategy],
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=original,
+    )
+
+
+def _flat(model: FullyShardedDataParallel) -> Tensor:
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    flats: list[Any] = [one._handle.flat_param for one in units if one._handle is not None]
+    grads = [flat._saved_grad_shard if flat.grad is None else flat.grad for flat in flats]
+    return torch.cat([grad.reshape(-1).float() for grad in grads])
+
+
+def _matches(rank: int, world_size: int, strategy: str, name: str, original: bool) -> float:
+    plain, ours = _unit(strategy, original), _unit(strategy, original)
+    hook = commhooks.register(ours, name)
+    for model in (plain, ours):
+        backward(model, 0, rank)
+    assert hook.step == 1
+    assert {row.bucket for row in hook.ledger._rows} >= {0, 1, 2}
+    wanted, found = _flat(plain), _flat(ours)
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+@pytest.mark.parametrize("original", [True, False])
+def test_the_mean_arrives(strategy: str, original: bool) -> None:
+    for name, most in (("none", 0.0), ("int8", 0.02)):
+        ranks = run_ranks(_matches, 2, strategy, name, original, ignore_warnings=QUIET)
+        assert max(ranks) <= most
+
+
+def _documented(rank: int, world_size: int) -> None:
+    """FSDP1's own call, with the hooks that keep nothing; those that keep memory say what to do."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        plain = _unit(strategy)
+        backward(plain, 0, rank)
+        for hook, least, most in (
+            (commhooks.allreduce_hook, 0.0, 0.0),
+            (commhooks.fp16_compress_hook, 1e-6, 1e-3),
+            (commhooks.bf16_compress_wrapper(commhooks.allreduce_hook), 1e-4, 1e-2),
+            (commhooks.bf16_compress_wrapper(commhooks.fp16_compress_hook), 1e-4, 1e-2),
+        ):
+            ours = _unit(strategy)
+            ours.register_comm_hook(dist.group.WORLD, hook)
+            backward(ours, 0, rank)
+            wanted, found = _flat(plain), _flat(ours)
+            assert least <= float((found - wanted).norm() / wanted.norm()) <= most
+    for state, refused in (
+        (None, commhooks.allreduce_hook),
+        (commhooks.PowerSGDState(None), commhooks.powerSGD_hook),
+    ):
+        ours = _unit("NO_SHARD")
+        ours.register_comm_hook(state, refused)
+        with pytest.raises(
+            RegistrationError, match=r"FSDP1 cannot run (allreduce|powerSGD)_hook with"
+        ):
+            backward(ours, 0, rank)
+
+
+def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing() -> None:
+    run_ranks(_documented, 2, ignore_warnings=QUIET)
+
+
+def _schemes(rank: int, world_size: int) -> None:
+    """A scheme that returns memory of its own, and on whole gradients one that keeps some."""
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        plain, ours, kept, chosen = (_unit(strategy) for _ in range(4))
+        commhooks.register(ours, Elsewhere())
+        commhooks.register(kept, "int4", block=64)
+        rules = [commhooks.Rule(commhooks.make("int8"), name="*.weight", min_numel=100)]
+        commhooks.register(chosen, commhooks.PerParameter(rules, default=commhooks.make("none")))
+        for model in (plain, ours, kept, chosen):
+            backward(model, 0, rank)
+        wanted, found, near, other = map(_flat, (plain, ours, kept, chosen))
+        assert torch.equal(wanted, found)
+        assert 0 < float((near - wanted).norm() / wanted.norm()) < 0.4
+        assert 0 < float((other - wanted).norm() / wanted.norm()) < 0.02
+        exact = (other == wanted).sum()
+        dist.all_reduce(exact)
+        biases = [one for name, one in model_of().named_parameters() if name.endswith("bias")]
+        assert exact >= sum(one.numel() for one in biases)
+
+
+def _odd(rank: int, world_size: int) -> None:
+    """Three entries on two ranks, which nothing pads as nothing is cut."""
+    model = FullyShardedDataParallel(
+        nn.Linear(2, 1),
+        sharding_strategy=ShardingStrategy.NO_SHARD,
+        device_id=torch.device("cpu"),
+        use_orig_params=False,
+    )
+    hook = commhooks.register(model, "topk", ratio=0.4)
+    model(torch.ones(1, 2) * (rank + 1)).sum().backward()
+    assert hook.step == 1
+
+
+def test_whole_gradients_have_no_padding() -> None:
+    run_ranks(_odd, 2, ignore_warnings=QUIET)
+
+
+def test_the_mean_arrives_from_memory_of_a_schemes_own() -> None:
+    run_ranks(_schemes, 2, ignore_warnings=QUIET)
+
+
+def _run(rank: int, world_size: int, host: str, state: dict[str, Any] | None) -> dict[str, Any]:
+    model: Any = DistributedDataParallel(model_of()) if host == "ddp" else _unit("FULL_SHARD")
+    hook = commhooks.register(model, "int4", block=64)
+    if state is not None:
+        hook.load_state_dict(state)
+        return hook.state_dict(gather=True)
+    for step in range(2):
+        backward(model, step, rank)
+    return hook.state_dict(gather=True)
+
+
+@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp1"), ("fsdp1", "ddp")])
+def test_what_one_host_saves_another_loads(first: str, second: str) -> None:
+    saved = run_ranks(_run, 3, first, None, ignore_warnings=QUIET)[0]
+    loaded = run_ranks(_run, 3, second, saved, ignore_warnings=QUIET)[0]
+    for key in ("rank0", "rank1", "rank2"):
+        wanted, found = (
+            {
+                name: value
+                for name, value in one[key]["memory"]["residual"].items()
+                if "#" not in name
+            }
+            for one in (saved, loaded)
+        )
+        assert list(wanted) == list(found)
+        for name, value in wanted.items():
+            assert value.any()
+            assert torch.equal(found[name], value)
+
+
+def _some_frozen(rank: int, world_size: int) -> None:
+    """One unit is frozen as a whole, one in part."""
+    model = FullyShardedDataParallel(
+        partly_frozen(),
+        device_id=torch.device("cpu"),
+        auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
+        use_orig_params=True,
+    )
+    hook = commhooks.register(model, "int4", block=64)
+    ddp = DistributedDataParallel(partly_frozen())
+    other = commhooks.register(ddp, "int4", block=64)
+    backward(ddp, 0, rank)
+    hook.load_state_dict(other.state_dict(gather=True))
+    backward(model, 1, rank)
+    state = hook.state_dict(gather=True)
+    assert not any(name.startswith("0.") for name in state["rank0"]["memory"]["residual"])
+    other.load_state_dict(state)
+    assert other.step == 2
+
+
+def test_frozen_parameters_need_no_memory() -> None:
+    run_ranks(_some_frozen, 2, ignore_warnings=QUIET)
+
+
+def _on_fewer_ranks(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    model = _unit("FULL_SHARD")
+    hook = commhooks.register(model, "int4", block=64)
+    if state is not None:
+        hook.load_state_dict(state)
+    again = hook.state_dict(gather=True)
+    for step in range(2):
+        backward(model, hook.step, rank)
+        assert hook.step == again["step"] + step + 1
+    return again if state is not None else hook.state_dict(gather=True)
+
+
+def test_a_state_loads_on_fewer_ranks() -> None:
+    saved = run_ranks(_on_fewer_ranks, 3, None, ignore_warnings=QUIET)[0]
+    loaded = run_ranks(_on_fewer_ranks, 2, saved, ignore_warnings=QUIET)[0]
+    wanted, found = mean_residual(saved), mean_residual(loaded)
+    assert list(wanted) == list(found)
+    for name, value in wanted.items():
+        assert value.any()
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def _refused(rank: int, world_size: int) -> None:
+    with pytest.raises(RegistrationError, match="averages whole buckets"):
+        commhooks.register(_unit("FULL_SHARD"), "powersgd")
+    commhooks.register(_unit("NO_SHARD"), "powersgd").attendance.excused = True
+    model = _unit("FULL_SHARD")
+    commhooks.register(model, "int8").attendance.excused = True
+    with pytest.raises(RegistrationError, match="already has a hook"):
+        commhooks.register(model, "int8")
+    with pytest.raises(RegistrationError, match="auto"):
+        commhooks.register(_unit("FULL_SHARD"), "auto")
+    with pytest.raises(RegistrationError, match="for models of FSDP2"):
+        commhooks.register(_unit("FULL_SHARD"), "int8", replicate_group=dist.group.WORLD)
+    one = dist.new_group([rank], use_local_synchronization=True)
+    groups: Any = (dist.group.WORLD, one)
+    hybrid = FullyShardedDataParallel(
+        model_of(),
+        groups,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    with pytest.raises(RegistrationError, match="HYBRID_SHARD"):
+        commhooks.register(hybrid, "int8")
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    units[-1]._comm_hook = None
+    with pytest.raises(HookNotAttachedError, match=r"not run on 4: .*another reduction"):
+        backward(model, 0, rank)
+    units[-1]._comm_hook = lambda _state, _gradient, shard: shard.zero_()
+    with pytest.raises(HookNotAttachedError, match=r"not run on 4: .*another reduction"):
+        backward(model, 0, rank)
+
+
+def test_what_cannot_run_is_refused() -> None:
+    run_ranks(_refused, 2, ignore_warnings=QUIET)
+
+
+def _after_error(rank: int, world_size: int, strategy: str) -> None:
+    model = _unit(strategy)
+    hook = commhooks.register(model, "int4", block=64)
+    backward(model, 0, rank)
+
+    def fail(gradient: Tensor) -> None:
+        raise ValueError("planned")
+
+    def forward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
+    handle = next(iter(model.module.children())).register_forward_hook(forward)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="planned"):
+        backward(model, 9, rank)
+    handle.remove()
+    model.zero_grad()
+    with pytest.raises(HookNotAttachedError, match="resume from a checkpoint"):
+        backward(model, 1, rank)
+    assert hook.step == 1
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_pass_after_one_that_raised_is_an_error(strategy: str) -> None:
+    run_ranks(_after_error, 2, strategy, ignore_warnings=QUIET)
+
+
+def _beside(rank: int, world_size: int) -> list[str]:
+    errors = []
+    for trained in (False, True):
+        model = _unit("NO_SHARD")
+        commhooks.register(model, "int8")
+        if trained:
+            with model.no_sync():
+                backward(model, 0, rank)
+            penalty = sum(one.square().sum() for one in model.parameters())
+            (model(torch.randn(4, 33)).square().sum() + penalty).backward()
+        layer = model.get_submodule("_fsdp_wrapped_module.0._fsdp_wrapped_module")
+        loss = layer(torch.randn(4, 33)).square().sum()
+        with pytest.raises(HookNotAttachedError) as error:
+            loss.backward()
+        errors.append(str(error.value))
+    return errors
+
+
+def test_a_loss_beside_a_whole_unit_is_an_error() -> None:
+    """The parameters of a sharded one are flat pieces outside of it, which no layer takes."""
+    for first, later in run_ranks(_beside, 2, ignore_warnings=QUIET):
+        assert "without a forward pass of FullyShardedDataParallel" in first
+        assert "after this step's gradients were averaged" in later
+
+
+def _frozen_later(rank: int, world_size: int, strategy: str) -> None:
+    model = _unit(strategy)
+    hook = commhooks.register(model, "int4", block=64)
+    backward(model, 0, rank)
+    before = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
+    frozen = model.get_parameter("_fsdp_wrapped_module.0._fsdp_wrapped_module.weight")
+    frozen.requires_grad_(False)
+    for step in (1, 2):
+        backward(model, step, rank)
+    after = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
+    assert before["0.weight"].any()
+    for name, value in before.items():
+        assert torch.equal(after[name], value) == (name == "0.weight" or not value.any()), name
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(strategy: str) -> None:
+    run_ranks(_frozen_later, 2, strategy, ignore_warnings=QUIET)
+
+
+def _convolution(rank: int, world_size: int, order: torch.memory_format) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 5, (2, 3)), nn.Flatten(), nn.LazyLinear(4))
+    inputs = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+    plain(inputs)
+    plain.to(memory_format=order)
+    device = torch.device("cpu")
+    model = FullyShardedDataParallel(plain, device_id=device, use_orig_params=True)
+    # Rounds every entry by itself, wherever it lies.
+    hook = commhooks.register(model, "bf16", fp32_sum=True, error_feedback=True)
+    for _ in range(2):
+        model(inputs).square().sum().backward()
+        model.zero_grad()
+    return hook.state_dict(gather=True)
+
+
+def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None:
+    wanted, found = (
+        mean_residual(run_ranks(_convolution, 2, order, ignore_warnings=QUIET)[0])
+        for order in (torch.contiguous_format, torch.channels_last)
+    )
+    assert wanted["0.weight"].shape == (5, 3, 2, 3)
+    for name, value in wanted.items():
+        assert (found[name] - value).norm() < 0.1 * value.norm(), name
+
+
+def _converted(rank: int, world_size: int) -> None:
+    for strategy in ("FULL_SHARD", "NO_SHARD"):
+        for original in (True, False):
+            model = _unit(strategy, original)
+            commhooks.register(model, "int8")
+            backward(model, 0, rank)
+            model.double()
+            with pytest.raises(HookNotAttachedError, match=r"are of torch\.float64, and were"):
+                backward(model, 1, rank)
+
+
+def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass() -> None:
+    run_ranks(_converted, 2, ignore_warnings=QUIET)

@@ -1,0 +1,680 @@
+"""Schemes in FSDP2: as its reduce-scatter, between nodes (HSDP), and across hosts."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks._torch import fsdp2_groups
+from commhooks.core import Bucket, SchemeExchange
+from commhooks.errors import RegistrationError
+from commhooks.fsdp import gather_parameters, replicate
+from commhooks.schemes import Dense
+from commhooks.wrappers import AveragedFeedback
+from tests.tools.harness import run_ranks
+
+# With feedback: over steps, what is sent and what is kept add up to the gradients.
+SHARDED = {
+    "bf16": {"fp32_sum": True, "error_feedback": True},
+    "int8": {"rounding": "nearest"},
+    "int4": {"block": 64},
+    "onebit": {"block": 64},
+    "eden": {"bits": 4, "error_feedback": True},
+    "fp8": {"format": "mx_e4m3"},
+}
+
+
+def model_of(sizes: tuple[int, ...] = (33, 65, 64, 7)) -> nn.Sequential:
+    """Returns layers whose rows divide by no number of ranks, but one of them."""
+    torch.manual_seed(0)
+    pairs = itertools.pairwise(sizes)
+    layers = [part for a, b in pairs for part in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def sharded(model: nn.Module, mesh: Any = None, **options: Any) -> nn.Module:
+    """Shards every layer, and the rest."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.children():
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def backward(model: nn.Module, step: int, rank: int, scale: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    inputs = torch.randn(8, 33, generator=generator)
+    (scale * model(inputs).float().square().sum()).backward()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Returns whole gradients of trained parameters, by name, and drops them."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        assert parameter.grad is not None
+        grad: Any = parameter.grad
+        found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        parameter.grad = None
+    return found
+
+
+def _native(rank: int, world_size: int, policy: dict[str, torch.dtype], accumulate: int) -> None:
+    plain, ours = (sharded(model_of(), mp_policy=MixedPrecisionPolicy(**policy)) for _ in range(2))
+    hook = commhooks.register(ours, "none")
+    for step in range(2):
+        for model in (plain, ours):
+            for turn in range(accumulate):
+                model.set_requires_gradient_sync(turn == accumulate - 1)  # type: ignore[operator]
+                backward(model, accumulate * step + turn, rank)
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+        for (name, one), other in zip(
+            gradients(plain).items(), gradients(ours).values(), strict=True
+        ):
+            assert torch.equal(one, other), name
+    assert hook.step == 2
+    assert hook.calls == 2 * 3  # one for each layer with parameters
+    # The last row is of the verdict: whether all shards are finite.
+    assert {row.bucket for row in hook.ledger._rows} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_none_has_the_bits_of_fsdp2_itself(world_size: int, accumulate: int) -> None:
+    run_ranks(_native, world_size, {}, accumulate)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"reduce_dtype": torch.bfloat16},
+        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    ],
+    ids=["reduce", "param"],
+)
+def test_none_has_the_bits_of_fsdp2_itself_in_mixed_precision(
+    policy: dict[str, torch.dtype],
+) -> None:
+    run_ranks(_native, 2, policy, 1)
+
+
+def _add_up(rank: int, world_size: int, name: str, options: dict[str, Any]) -> float:
+    exact, ours = sharded(model_of()), sharded(model_of())
+    return _lost(rank, exact, ours, commhooks.register(ours, name, **options))
+
+
+def _lost(rank: int, exact: nn.Module, ours: nn.Module, hook: commhooks.HookState) -> float:
+    """Trains some steps; returns how far what was sent and what is kept are from the gradients."""
+    wanted: dict[str, Tensor] = {}
+    for step in range(4):
+        backward(exact, step, rank)
+        backward(ours, step, rank)
+        for key, value in gradients(exact).items():
+            wanted[key] = wanted.get(key, torch.zeros_like(value)) + value
+        for key, value in gradients(ours).items():
+            wanted[key] -= value
+    (part,) = [value for key, value in hook.state_dict().items() if key.startswith("rank")]
+    worst = 0.0
+    assert {key for key in part["memory"]["residual"] if "#" not in key} == set(wanted)
+    for key, value in wanted.items():
+        kept = part["memory"]["residual"][key]
+        dist.all_reduce(kept)
+        kept /= dist.get_world_size()
+        assert float(kept.norm()) > 0, key
+        worst = max(worst, float((value - kept).norm() / kept.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_what_is_sent_and_what_is_kept_are_the_gradients(name: str) -> None:
+    for worst in run_ranks(_add_up, 3, name, SHARDED[name]):
+        assert worst < 1e-3
+
+
+def partly_frozen() -> nn.Sequential:
+    model = model_of()
+    for name in ("0.weight", "0.bias", "2.bias"):
+        model.get_parameter(name).requires_grad_(False)
+    return model
+
+
+def _some_frozen(rank: int, world_size: int) -> float:
+    ours = sharded(partly_frozen())
+    hook = commhooks.register(ours, "int4", block=64)
+    lost = _lost(rank, sharded(partly_frozen()), ours, hook)
+    ddp = DistributedDataParallel(partly_frozen())
+    other = commhooks.register(ddp, "int4", block=64)
+    other.load_state_dict(hook.state_dict(gather=True))
+    backward(ddp, other.step, rank)
+    hook.load_state_dict(other.state_dict(gather=True))
+    assert hook.step == 5
+    return lost
+
+
+def test_frozen_parameters_are_left_out_of_buckets_and_states() -> None:
+    for worst in run_ranks(_some_frozen, 2):
+        assert worst < 1e-3
+
+
+def _columns(parameter: nn.Parameter) -> Shard | None:
+    return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 2 == 0 else None
+
+
+def _by_columns(rank: int, world_size: int) -> float:
+    models = [sharded(model_of((33, 64, 66, 7)), shard_placement_fn=_columns) for _ in range(2)]
+    return _lost(rank, *models, commhooks.register(models[1], "int4", block=64))
+
+
+def test_parameters_may_be_cut_along_their_columns() -> None:
+    for worst in run_ranks(_by_columns, 2):
+        assert worst < 1e-3
+
+
+@dataclass(frozen=True)
+class Elsewhere(Dense):
+    """Returns the mean in memory of its own; the bucket's has something else."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from bucket.all_reduce()
+        mean = result.mean.clone()
+        result.mean.zero_()
+        return result._replace(mean=mean)
+
+
+def _elsewhere(rank: int, world_size: int) -> None:
+    plain, inside, between = sharded(model_of()), sharded(model_of()), model_of()
+    commhooks.register(inside, Elsewhere())
+    commhooks.fsdp.replicate(between, Elsewhere())
+    for model in (plain, inside, between):
+        backward(model, 0, rank)
+    wanted, *others = map(gradients, (plain, inside, between))
+    for found in others:
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives() -> None:
+    run_ranks(_elsewhere, 2)
+
+
+def _rounded_once(rank: int, world_size: int, name: str) -> tuple[float, float]:
+    exact, ours = sharded(model_of()), sharded(model_of())
+    ddp = DistributedDataParallel(model_of())
+    commhooks.register(ours, name, error_feedback=False)
+    commhooks.register(ddp, name, error_feedback=False)
+    for model in (exact, ours, ddp):
+        backward(model, 0, rank)
+    wanted, once = gradients(exact), gradients(ours)
+    twice = {key.removeprefix("module."): value for key, value in gradients(ddp).items()}
+    flat = [torch.cat([one[key].view(-1) for key in wanted]) for one in (wanted, once, twice)]
+    return float((flat[1] - flat[0]).norm()), float((flat[2] - flat[0]).norm())
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "onebit"])
+def test_a_shard_is_rounded_once(name: str) -> None:
+    ranks = run_ranks(_rounded_once, 2, name)
+    for once, twice in ranks:
+        assert 0 < once < 0.9 * twice
+
+
+class _Infinite(torch.autograd.Function):
+    """Makes the gradient of the last output infinite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.index_fill(1, torch.tensor([grad.shape[1] - 1]), torch.inf)
+
+
+def _overflow(rank: int, world_size: int) -> None:
+    model: Any = sharded(model_of())
+    hook = commhooks.register(model, "int4", block=64)
+    backward(model, 0, rank)
+    gradients(model)
+    before = copy.deepcopy(hook.state_dict())
+    # In the last row of the first layer, which lies in the shard of the last rank.
+    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
+    backward(model, 1, rank)
+    handle.remove()
+    own = all(bool(one.grad.to_local().isfinite().all()) for one in model.parameters())
+    assert own == (rank == 0)
+    gradients(model)
+    after = hook.state_dict()
+    key = f"rank{rank}"
+    for name, value in before[key]["memory"]["residual"].items():
+        assert torch.equal(value, after[key]["memory"]["residual"][name])
+    assert (hook.step, hook.skipped_steps) == (2, 1)
+    backward(model, 2, rank)
+    assert all(bool(value.isfinite().all()) for value in gradients(model).values())
+    hook.switch("none")  # without memory
+    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
+    backward(model, 3, rank)
+    handle.remove()
+    assert hook.skipped_steps == 2
+
+
+def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any() -> None:
+    run_ranks(_overflow, 2)
+
+
+def _divided(rank: int, world_size: int, force_sum: bool) -> float:
+    plain, ours = sharded(model_of()), sharded(model_of())
+    commhooks.register(ours, "int8")
+    for model in (plain, ours):
+        for module in model.modules():
+            if hasattr(module, "set_gradient_divide_factor"):
+                module.set_gradient_divide_factor(5.0)
+                module.set_force_sum_reduction_for_comms(True if model is plain else force_sum)
+        backward(model, 0, rank)
+    wanted, found = gradients(plain), gradients(ours)
+    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+
+
+@pytest.mark.parametrize("force_sum", [False, True])
+def test_the_divide_factor_of_fsdp2_holds(force_sum: bool) -> None:
+    # Gloo itself takes no factor without ``force_sum``: the reference has it.
+    assert max(run_ranks(_divided, 2, force_sum)) < 0.02
+
+
+def _trained(model: nn.Module, rank: int, first: int, steps: int) -> dict[str, Tensor]:
+    for step in range(first, first + steps):
+        backward(model, step, rank)
+    return gradients(model)
+
+
+def _hook_on(host: str, **options: Any) -> tuple[nn.Module, commhooks.HookState]:
+    plain = model_of()
+    model = DistributedDataParallel(plain) if host == "ddp" else sharded(plain)
+    return model, commhooks.register(model, "int4", block=64, **options)
+
+
+def _save(rank: int, world_size: int, host: str) -> dict[str, Any]:
+    model, hook = _hook_on(host)
+    _trained(model, rank, 0, 3)
+    return hook.state_dict(gather=True)
+
+
+def _load(rank: int, world_size: int, host: str, state: dict[str, Any]) -> dict[str, Any]:
+    model, hook = _hook_on(host)
+    hook.load_state_dict(state)
+    again = hook.state_dict(gather=True)
+    _trained(model, rank, 3, 1)
+    assert hook.step == 4
+    return again
+
+
+def mean_residual(state: dict[str, Any]) -> dict[str, Tensor]:
+    parts = [state[key]["memory"]["residual"] for key in state if key.startswith("rank")]
+    names = [name for name in parts[0] if "#" not in name]
+    return {name: sum(part[name] for part in parts) / len(parts) for name in names}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "first", "second"),
+    [
+        *((2, 2, "ddp", "fsdp2"), (3, 2, "ddp", "fsdp2"), (2, 3, "ddp", "fsdp2")),
+        *((2, 2, "fsdp2", "ddp"), (3, 2, "fsdp2", "ddp"), (2, 3, "fsdp2", "ddp")),
+        (3, 2, "fsdp2", "fsdp2"),  # with padding of other sizes
+    ],
+)
+def test_what_one_host_saves_another_loads(
+    before: int, after: int, first: str, second: str
+) -> None:
+    saved = run_ranks(_save, before, first)[0]
+    loaded = run_ranks(_load, after, second, saved)[0]
+    wanted, found = mean_residual(saved), mean_residual(loaded)
+    assert list(wanted) == list(found)
+    for name, value in wanted.items():
+        assert float(value.norm()) > 0
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+
+
+def _averaged(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    scheme = AveragedFeedback(commhooks.make("int4", block=64, error_feedback=False))
+    plain = model_of()
+    model = DistributedDataParallel(plain) if state is None else sharded(plain)
+    hook = commhooks.register(model, scheme)
+    if state is not None:
+        hook.load_state_dict(state)
+    _trained(model, rank, hook.step, 2)
+    own = sum(value.numel() for _, _, value in hook.engine.memory.items())
+    entries = sum(value.numel() for value in plain.parameters()) if state is None else 0
+    assert state is not None or own < 1.3 * entries
+    return hook.state_dict(gather=True)
+
+
+def test_memory_in_8_bits_begins_anew_on_another_host() -> None:
+    saved = run_ranks(_averaged, 2, None)[0]
+    anew = (".*averaged_error.*begins anew",)
+    assert run_ranks(_averaged, 2, saved, ignore_warnings=anew)[0]["step"] == 4
+
+
+def _resume(rank: int, world_size: int) -> None:
+    whole, hook = _hook_on("fsdp2")
+    _trained(whole, rank, 0, 3)
+    state = hook.state_dict()
+    wanted = _trained(whole, rank, 3, 2)
+    half, other = _hook_on("fsdp2")
+    other.load_state_dict(state)
+    found = _trained(half, rank, 3, 2)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_a_resumed_run_continues_bit_for_bit() -> None:
+    run_ranks(_resume, 2)
+
+
+def _between(rank: int, world_size: int, name: str) -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
+    hook = commhooks.register(ours, name, replicate_group=mesh["replicate"])
+    for model in (native, ours):
+        backward(model, 0, rank)
+    wanted, found = gradients(native), gradients(ours)
+    assert hook.step == 1
+    if name == "none":
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+
+
+@pytest.mark.parametrize(("name", "most"), [("none", 0.0), ("int8", 0.03), ("powersgd", 1.0)])
+def test_between_nodes_any_scheme_averages(name: str, most: float) -> None:
+    assert max(run_ranks(_between, 4, name)) <= most
+
+
+def _between_resumed(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    place, replicas = mesh["shard"].get_local_rank(), mesh["replicate"].get_group()
+
+    def made() -> tuple[nn.Module, commhooks.HookState]:
+        model = sharded(model_of(), mesh["shard"])
+        return model, commhooks.register(
+            model, "topk", ratio=0.2, replicate_group=mesh["replicate"]
+        )
+
+    native, (ours, hook) = sharded(model_of(), mesh), made()
+    unsent: dict[str, Tensor] = {}
+    for step in range(3):
+        for model, sign in ((native, 1), (ours, -1)):
+            backward(model, step, rank)
+            for name, parameter in model.named_parameters():
+                grad: Any = parameter.grad
+                unsent[name] = unsent.get(name, 0) + sign * grad.to_local()
+                parameter.grad = None
+    residual = {name: value.clone() for key, name, value in hook.engine.memory.items()}
+    for name, value in unsent.items():
+        kept = residual[f"{name}#{place}"]
+        dist.all_reduce(kept, group=replicas)
+        torch.testing.assert_close(kept[: len(value)] / 2, value, rtol=1e-4, atol=1e-4)
+    assert any(value.any() for value in residual.values())
+    state, again = hook.state_dict(gather=True), made()
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, state)
+    again[1].load_state_dict(states[mesh.mesh[0, 1 - place]])  # each has the pieces of all shards
+    assert again[1].step == 3
+    for model in (ours, again[0]):
+        backward(model, 3, rank)
+    wanted, found = gradients(ours), gradients(again[0])
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_between_nodes_what_was_not_sent_is_kept_and_saved() -> None:
+    run_ranks(_between_resumed, 4)
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    messages = []
+    cases: list[tuple[nn.Module, str, dict[str, Any]]] = [
+        (sharded(model_of()), "powersgd", {}),
+        (sharded(model_of()), "auto", {"candidates": ["powersgd"]}),
+        (sharded(model_of()), "int8", {"layout": "shape"}),
+        (sharded(model_of(), mesh), "int8", {"replicate_group": mesh["replicate"]}),
+        (DistributedDataParallel(model_of()), "int8", {"replicate_group": mesh["shard"]}),
+    ]
+    for model, name, options in cases:
+        with pytest.raises(RegistrationError) as raised:
+            commhooks.register(model, name, **options)
+        messages.append(str(raised.value))
+    model = sharded(model_of())
+    with pytest.raises(commhooks.errors.OptionError, match="did you mean 'candidates'"):
+        commhooks.register(model, "auto", candidate=["int8"])
+    with pytest.raises(commhooks.errors.OptionError, match="a number of steps"):
+        commhooks.register(model, "int8", verify="raise")
+    with pytest.raises(RegistrationError, match="got 'replicate'"):
+        commhooks.register(model, "int8", replicate_group="replicate")
+    with pytest.raises(RegistrationError, match="gather_parameters: Sequential has no FSDP2"):
+        gather_parameters(model_of())
+    with pytest.raises(RegistrationError, match="Linear is none"):
+        replicate(model_of(), "int8", modules=[nn.Linear(2, 2)])
+    commhooks.register(model, "int8")
+    with pytest.raises(RegistrationError, match="already has the hook"):
+        commhooks.register(model, "int8")
+    commhooks.register(sharded(model_of()), "int8").attendance.excused = True
+    for module in model.modules():
+        if hasattr(module, "set_custom_reduce_scatter"):
+            from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
+            module.set_custom_reduce_scatter(DefaultReduceScatter())
+    with pytest.raises(commhooks.errors.HookNotAttachedError, match="another reduction"):
+        backward(model, 0, rank)
+    return messages
+
+
+def test_what_cannot_run_is_refused_with_what_to_do() -> None:
+    parts = ["TwoPhase", "TwoPhase", "layout", 'mesh["shard"]', "FSDP2"]
+    for message, part in zip(run_ranks(_refused, 2)[0], parts, strict=True):
+        assert part in message
+
+
+class _Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(33, 7), nn.Linear(33, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+def _unused(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = fully_shard(_Branches(), mesh=mesh)
+    commhooks.register(model, "int8")
+    with pytest.raises(Exception, match="set_reduce_scatter_unused_params"):
+        backward(model, 0, rank)
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # up to torch 2.11
+    model = fully_shard(_Branches(), mesh=mesh)
+    model.set_reduce_scatter_unused_params(True)
+    hook = commhooks.register(model, "int8")
+    backward(model, 0, rank)
+    assert hook.step == 1
+    assert not gradients(model)["unused.weight"].any()
+
+
+def test_parameters_without_a_gradient_are_named() -> None:
+    run_ranks(_unused, 2)
+
+
+def _recomputed(rank: int, world_size: int) -> None:
+    plain, ours = model_of(), model_of()
+    for model in (plain, ours):
+        for place, layer in enumerate(model):
+            if isinstance(layer, nn.Linear):
+                model[place] = checkpoint_wrapper(layer)
+                fully_shard(model[place], mesh=init_device_mesh("cpu", (world_size,)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    hook = commhooks.register(ours, "none")
+    for step in range(2):
+        for model in (plain, ours):
+            backward(model, step, rank)
+        found = gradients(ours)
+        assert all(torch.equal(found[name], value) for name, value in gradients(plain).items())
+    assert hook.step == 2
+
+
+def test_activation_checkpointing_counts_one_step() -> None:
+    run_ranks(_recomputed, 2)
+
+
+def _two_dimensions(rank: int, world_size: int, name: str) -> tuple[float, dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    models = []
+    for _ in range(2):
+        model = model_of((33, 64, 7))
+        parallelize_module(model, mesh["tp"], plan)
+        models.append(sharded(model, mesh["dp"]))
+    hook = commhooks.register(models[1], name, **({"block": 64} if name == "int4" else {}))
+    for model in models:
+        backward(model, 0, mesh["dp"].get_local_rank())
+    wanted, found = map(gradients, models)
+    if name == "none":
+        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
+    worst = max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+    return worst, hook.state_dict()
+
+
+@pytest.mark.parametrize(("name", "most"), [("none", 0.0), ("int8", 0.03), ("int4", 0.4)])
+def test_tensor_parallelism_beside_it(name: str, most: float) -> None:
+    ranks = run_ranks(_two_dimensions, 4, name, ignore_warnings=(".*returned a view tensor",))
+    assert max(worst for worst, _ in ranks) <= most
+    if name == "int4":
+        kept = [
+            state[f"rank{rank}"]["memory"]["residual"]["0.weight"]
+            for rank, (_, state) in enumerate(ranks)
+        ]
+        # Half of the rows are on each rank of the other dimension, under a key of its own.
+        assert all(one.shape == (32, 33) for one in kept)
+        assert not torch.equal(kept[0], kept[1])
+
+
+def _gathered(rank: int, world_size: int) -> float:
+    exact, ours = sharded(model_of()), sharded(model_of())
+    before = [one.full_tensor().clone() for one in ours.parameters()]  # type: ignore[attr-defined]
+    gathered = gather_parameters(ours)
+    outputs = []
+    for model in (exact, ours):
+        backward(model, 0, rank)
+        inputs = torch.ones(2, 33)
+        outputs.append(model(inputs).detach())
+    wanted, found = map(gradients, (exact, ours))
+    # Rounded for computing only; the owners' shards stay.
+    for one, parameter in zip(before, ours.parameters(), strict=True):
+        assert torch.equal(one, parameter.full_tensor())  # type: ignore[attr-defined]
+    assert gather_parameters(sharded(model_of()), "bf16").scheme == commhooks.make("bf16")
+    assert gather_parameters(sharded(model_of()), "int8").scheme == gathered.scheme
+    everyone = [torch.empty_like(outputs[1]) for _ in range(world_size)]
+    dist.all_gather(everyone, outputs[1])
+    assert all(torch.equal(one, outputs[1]) for one in everyone)
+    assert not torch.equal(outputs[0], outputs[1])
+    sent, dense = gathered.ledger.payload_bytes, gathered.ledger.dense_bytes
+    assert sent < 0.3 * dense
+    for options in ({}, {"error_feedback": False}, {"error_feedback": False, "rotate": False}):
+        with pytest.raises(RegistrationError, match="different weights"):
+            gather_parameters(ours, commhooks.make("int4", rounding="stochastic", **options))
+    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
+
+
+def test_gathered_parameters_are_rounded_alike_on_all_ranks() -> None:
+    assert max(run_ranks(_gathered, 2)) < 0.05
+
+
+def _gathered_in_a_node(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(model_of(), mesh["shard"])
+    gathered = gather_parameters(model)
+    assert gathered.world_size == 2
+    with pytest.raises(RegistrationError, match="over which ranks it gathers"):
+        gathered.change_group(mesh["replicate"].get_group())
+    backward(model, 0, rank)
+    assert gathered.calls > 0
+    output = model(torch.ones(2, 33)).detach()
+    everyone = [torch.empty_like(output) for _ in range(world_size)]
+    dist.all_gather(everyone, output)
+    assert all(torch.equal(one, output) for one in everyone)
+
+
+def test_parameters_are_gathered_among_the_ranks_that_have_their_shards() -> None:
+    run_ranks(_gathered_in_a_node, 4)
+
+
+def _own_group(rank: int, world_size: int) -> None:
+    model: Any = sharded(model_of())
+    model.set_separate_reduce_scatter_group(True)
+    hook = commhooks.register(model, "int8")
+    gathered = gather_parameters(model)
+    groups = [one.binding.group() for one in (hook, gathered)]
+    mesh = fsdp2_groups(model[0])[0].mesh_info
+    assert groups == [mesh.reduce_scatter_process_group, mesh.shard_process_group]
+    assert groups[0] is not groups[1]
+    backward(model, 0, rank)
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch has one group"
+)
+def test_gradients_and_parameters_travel_in_the_groups_of_fsdp2() -> None:
+    run_ranks(_own_group, 2)
+
+
+def _auto(rank: int, world_size: int, between: bool) -> list[str]:
+    mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(model_of(), mesh["shard"] if between else None)
+    place: dict[str, Any] = {"replicate_group": mesh["replicate"]} if between else {}
+    hook: Any = commhooks.register(model, "auto", measure_steps=2, candidates=["int8"], **place)
+    seen, plans = set(), ""
+    for step in range(200):
+        backward(model, step, rank)
+        gradients(model)
+        seen.add(str(hook.scheme))
+        plans += hook.plan  # the last one is of the second race, if there is one
+        if hook.decided:
+            break
+    assert hook.decided
+    assert "none: " in plans
+    assert "int8: " in plans
+    assert len(seen) == 3
+    assert {one.candidate for one in hook.tried} == {"none", "bf16", "int8"}
+    assert all(one.steps for one in hook.tried)
+    state = hook.state_dict(gather=True)
+    again: Any = commhooks.register(
+        sharded(model_of(), mesh["shard"] if between else None),
+        *("auto",),
+        candidates=["int8"],
+        **place,
+    )
+    again.load_state_dict(state)
+    assert again.decided
+    assert str(again.scheme) == str(hook.scheme)
+    return [str(hook.scheme), hook.plan]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "between"), [(2, False), (4, True)])
+def test_auto_times_candidates_and_all_ranks_keep_the_same(ranks: int, between: bool) -> None:
+    found = run_ranks(_auto, ranks, between)
+    assert all(one == found[0] for one in found)

@@ -1,0 +1,277 @@
+"""Parameters that FSDP2 gathers by a scheme, beside what else it does."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import commhooks
+from commhooks.errors import RegistrationError
+from commhooks.fsdp import gather_parameters
+from commhooks.fsdp._gather import GatherPacked, Packing
+from commhooks.schemes import Blockwise
+from commhooks.wrappers import Cast
+from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
+from tests.tools.harness import run_ranks
+
+SIZES = (33, 650, 640, 7)  # of matrices that are worth packing
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Returns the parameters that the next forward pass computes with, as they are gathered now."""
+    modules: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
+    for one in modules:
+        one.unshard()
+    values = [parameter.detach().clone() for parameter in model.parameters()]
+    for one in modules:
+        one.reshard()
+    return values
+
+
+def _exact(model: nn.Module) -> list[Tensor]:
+    return [one.full_tensor().detach().clone() for one in model.parameters()]  # type: ignore[attr-defined]
+
+
+@torch.no_grad()
+def _distance(ones: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(ones, others, strict=True)
+    return sum(float((one - other).square().sum()) for one, other in pairs) ** 0.5
+
+
+def _size(values: list[Tensor]) -> float:
+    return _distance(values, [torch.zeros_like(one) for one in values])
+
+
+def _equal_on_all_ranks(values: list[Tensor]) -> bool:
+    mine = torch.cat([value.flatten().float() for value in values])
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return all(torch.equal(one, mine) for one in everyone)
+
+
+def _steps(model: nn.Module, rank: int, count: int = 3, passes: int = 1) -> list[Tensor]:
+    """Trains; returns gradients of the last step."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    found: dict[str, Tensor] = {}
+    for step in range(count):
+        for turn in range(passes):
+            generator = torch.Generator().manual_seed(1000 * (passes * step + turn) + rank)
+            inputs = torch.randn(8, 33, generator=generator)
+            model(inputs).float().square().sum().backward()
+        optimizer.step()
+        found = gradients(model)
+    return list(found.values())
+
+
+# ---- what is gathered, and when
+
+
+def _in_16_bits(rank: int, world_size: int) -> None:
+    model = sharded(model_of(SIZES), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    gather_parameters(model, "int8")
+    _steps(model, rank)
+    found = _held(model)
+    assert all(one.dtype == torch.bfloat16 for one in found)
+    assert _equal_on_all_ranks(found)
+    wanted = [one.bfloat16() for one in _exact(model)]
+    assert 0 < _distance(found, wanted) < 0.01 * _size(wanted)
+
+
+def _inference(rank: int, world_size: int) -> None:
+    model = sharded(model_of(SIZES))
+    gather_parameters(model, "int8")
+    ones = torch.ones(2, 33)
+    model(ones)  # FSDP2 itself cannot train where its first pass was one of inference mode
+    for _ in range(2):
+        with torch.inference_mode():
+            output = model(ones)
+        assert torch.equal(output.clone(), model(ones).detach())
+        _steps(model, rank)
+
+
+def _ahead_of_time(rank: int, world_size: int) -> None:
+    """FSDP2's settings of when it gathers change no bit."""
+    results = []
+    for setting in ("", "prefetch", "async", "kept"):
+        model: Any = sharded(model_of(SIZES), reshard_after_forward=setting != "kept")
+        gather_parameters(model, "int8")
+        layers = [one for one in model.children() if isinstance(one, FSDPModule)]
+        if setting == "prefetch":
+            for one, after in itertools.pairwise(layers):
+                one.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([one])
+        if setting == "async":
+            model._set_unshard_async_op(True)
+        results.append(_steps(model, rank))
+    for found in results[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(results[0], found, strict=True))
+
+
+def _switched(rank: int, world_size: int) -> None:
+    model = sharded(model_of(SIZES))
+    gathered = gather_parameters(model, "int8")
+    with pytest.raises(RegistrationError, match="different weights"):
+        gathered.switch("int8", rounding="stochastic")
+    with pytest.raises(RegistrationError, match="fewer than 4 bits"):
+        gathered.switch("onebit")
+    gathered.switch("none")
+    assert _distance(_held(model), _exact(model)) == 0
+    gathered.switch("int8")
+    assert not gathered.scheme.stochastic  # type: ignore[attr-defined]
+    assert _distance(_held(model), _exact(model)) > 0
+    gathered.close()
+    assert _distance(_held(model), _exact(model)) == 0
+    gather_parameters(model, "fp8")
+
+
+def _failed(rank: int, world_size: int) -> None:
+    """A gather that fails raises, and the next one is as if it had not been."""
+    model = sharded(model_of(SIZES))
+    gathered = gather_parameters(model, "int8")
+    wanted, codec = _held(model), type(gathered.scheme)
+    before = codec.unpack_shards  # type: ignore[attr-defined]
+
+    def raises(*_: Any, **__: Any) -> Tensor:
+        raise ArithmeticError("planned")
+
+    codec.unpack_shards = raises  # type: ignore[attr-defined]
+    try:
+        with pytest.raises(RuntimeError, match="ArithmeticError: planned"):
+            _held(model)
+    finally:
+        codec.unpack_shards = before  # type: ignore[attr-defined]
+    assert all(torch.equal(one, other) for one, other in zip(wanted, _held(model), strict=True))
+
+
+def _refused(rank: int, world_size: int) -> None:
+    model = sharded(model_of())
+    for refused in ("int4", Cast(commhooks.make("topk", error_feedback=False))):
+        with pytest.raises(RegistrationError, match="take a name such as none"):
+            gather_parameters(model, refused)
+    for few in ("onebit", Blockwise("int2"), Cast(Blockwise("sign"))):
+        with pytest.raises(RegistrationError, match=r"fewer than 4 bits .* int8 or fp8"):
+            gather_parameters(model, few)
+
+
+# ---- several hooks, and tensor parallelism
+
+
+def _beside_hooks(rank: int, world_size: int) -> None:
+    """Accumulated gradients, evaluation and hooks of gradients beside gathered parameters."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = sharded(model_of(SIZES), mesh["shard"])
+    hook = commhooks.register(model, "powersgd", replicate_group=mesh["replicate"], rank=2)
+    inside = commhooks.register(model, "int8")
+    gather_parameters(model, "int8")
+    _steps(model, rank, passes=2)
+    with torch.no_grad():
+        output = model(torch.ones(2, 33))
+    assert _equal_on_all_ranks([output])
+    assert hook.step == inside.step == 6
+    assert _equal_on_all_ranks(_exact(model))
+
+
+PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+UNCUT = ("2.bias", "4.weight", "4.bias")  # the first is in a module with a piece
+
+
+def _pieces(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
+    """Returns the parameters of this rank of tensor parallelism, exact, on the ranks of FSDP2."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        local: Any = parameter
+        shards = [torch.empty(0)] * mesh["dp"].size()
+        dist.all_gather_object(shards, local.to_local(), group=mesh["dp"].get_group())
+        found[name] = torch.cat(shards)
+    return found
+
+
+def _columns(rank: int, world_size: int) -> None:
+    """Parameters that tensor parallelism does not cut stay equal on its ranks."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    for scheme in ("int8", "bf16"):
+        model = sharded(
+            parallelize_module(model_of((33, 256, 130, 7)), mesh["tp"], PLAN), mesh["dp"]
+        )
+        model._set_unshard_async_op(scheme == "int8")  # type: ignore[operator]
+        gathered = gather_parameters(model, scheme)
+        _steps(model, mesh["dp"].get_local_rank())
+        names = [name for name, _ in model.named_parameters()]
+        values = [one.to_local() if isinstance(one, DTensor) else one for one in _held(model)]
+        found = dict(zip(names, values, strict=True))
+        exact = _pieces(model, mesh)
+        assert _equal_on_all_ranks([found[name] for name in UNCUT])
+        assert torch.equal(found["2.bias"], exact["2.bias"])
+        for name in ("2.weight", "4.weight"):
+            assert 0 < _distance([found[name]], [exact[name]]) < 0.02 * _size([exact[name]])
+        ledger = gathered.ledger
+        assert ledger.payload_bytes < 0.55 * ledger.dense_bytes
+
+
+# ---- all of these, in few process starts
+
+
+def _each(rank: int, world_size: int, *cases: Any) -> None:
+    for case in cases:
+        case(rank, world_size)
+
+
+@pytest.mark.slow
+def test_when_and_as_what_fsdp2_gathers() -> None:
+    run_ranks(_each, 2, _in_16_bits, _ahead_of_time, _inference)
+
+
+def test_schemes_that_are_refused_and_gathers_that_fail() -> None:
+    run_ranks(_each, 2, _switched, _refused, _failed)
+
+
+def test_beside_hooks_of_gradients() -> None:
+    run_ranks(_beside_hooks, 4)
+
+
+def test_what_has_no_known_parts_travels_as_it_is() -> None:
+    """A tensor of the user's own form, or one of which nothing is to be packed."""
+    parts = Packing(((3, True), (2, False)))
+    codec = Blockwise("int8", 64)
+    for mine, numel, plain in (
+        (parts, 5, False),
+        (parts, 6, True),
+        (Packing(((5, False),)), 5, True),
+    ):
+        given = torch.zeros(numel)
+        call = GatherPacked("all_gather", given, given.new_zeros(2 * numel), packing=mine)
+        assert call.is_plain(codec) == plain
+
+
+def test_beside_tensor_parallelism() -> None:
+    run_ranks(_columns, 4, ignore_warnings=(".*returned a view tensor",))
+
+
+def _beside_large_ones(rank: int, world_size: int) -> float:
+    """Relative error of a bias that is 10,000 times smaller than the weight before it."""
+    torch.manual_seed(0)
+    layer = nn.Linear(39, 26)
+    bias = 1e-4 * torch.randn(26)
+    with torch.no_grad():
+        layer.bias.copy_(bias)
+    model = fully_shard(layer)
+    gather_parameters(model, "int8")
+    model.unshard()
+    return float((model.bias.detach() - bias).norm() / bias.norm())
+
+
+def test_a_small_parameter_is_gathered_as_exactly_as_its_large_neighbour() -> None:
+    assert 0 < max(run_ranks(_beside_large_ones, 2)) < 0.01

@@ -1,0 +1,188 @@
+"""Buckets with more entries than a scheme takes are exchanged in parts, cut between parameters."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+import ddp_core
+from commhooks.core import Layout, Traits
+from commhooks.hook._coalesce import Coalescer
+from commhooks.hook._engine import Engine
+from commhooks.wrappers._base import Wrapper
+from ddp_core import simulate
+from tests.shelf import BUILT_IN
+from tests.tools.harness import run_ranks
+from tests.tools.training import batch, equal_bits, gradients, mlp, residuals
+
+LIMITED = [name for name in BUILT_IN if commhooks.make(name).traits.max_bucket_numel < sys.maxsize]
+MOST = 16 * 16  # a weight of the model; its bias has a part of its own
+
+
+@dataclass(frozen=True)
+class Small(Wrapper):
+    """Takes few entries at a time."""
+
+    scheme: commhooks.Scheme
+    most: int = MOST
+
+    @property
+    def traits(self) -> Traits:
+        return self.scheme.traits._replace(max_bucket_numel=self.most)
+
+    def exchange(self, bucket: Any) -> Any:
+        assert bucket.raw.numel() <= self.most or len(bucket.layout) == 1
+        return (yield from self.scheme.exchange(bucket))
+
+
+def test_schemes_whose_places_are_32_bits_declare_it() -> None:
+    expected = {"topk", "random_k", "dgc", "demo"}
+    assert set(LIMITED) == expected
+    for name in expected:
+        scheme = commhooks.make(name, start_step=3) if name != "dgc" else commhooks.make(name)
+        assert scheme.traits.max_bucket_numel <= 2**31
+    assert commhooks.make("powersgd").traits.max_bucket_numel == sys.maxsize
+
+
+def _model(core: bool, bucket_mb: float, options: dict[str, Any]) -> Any:
+    kind = ddp_core.DistributedDataParallel if core else DistributedDataParallel
+    return kind(mlp(), bucket_cap_mb=bucket_mb, **options)
+
+
+SHAPES = {"a": (16, 16), "b": (16,), "c": (8, 32), "d": (1,)}
+
+
+@pytest.mark.parametrize("name", LIMITED)
+def test_a_cut_bucket_gives_what_small_buckets_give(name: str) -> None:
+    scheme = commhooks.make(name)
+    small = commhooks.Simulation(scheme, SHAPES, world_size=2)
+    cut = commhooks.Simulation(Small(scheme, 1), SHAPES, world_size=2)
+    generator = torch.Generator().manual_seed(0)
+    buckets = [Layout([name], [shape]) for name, shape in SHAPES.items()]
+    for _ in range(4):
+        grads = [torch.randn(small.layout.numel, generator=generator) for _ in range(2)]
+        assert equal_bits([*small.step(grads, buckets=buckets), *cut.step(grads)])
+    assert cut.buckets == [(name,) for name in SHAPES]
+    for rank in range(2):
+        expected = [(key, name, value) for key, name, value in small.engines[rank].memory.items()]
+        for key, name, value in expected:
+            assert equal_bits([value, cut.engines[rank].memory.get(key, name)])
+
+
+@pytest.mark.parametrize("core", [True, False], ids=["core", "torch"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=["plain", "static", "unused", "view"],
+)
+def test_modes_of_both_classes(core: bool, options: dict[str, Any]) -> None:
+    results = run_ranks(_in_mode, 2, core, options)
+    assert all(right for right, _ in results)
+    assert equal_bits([values for _, values in results])
+
+
+def _in_mode(rank: int, world_size: int, core: bool, options: Any) -> tuple[bool, torch.Tensor]:
+    """Trains with parts of one weight each; the sum of what is sent and kept is the gradient."""
+    model = _model(core, 25, options)
+    hook = commhooks.register(model, Small(commhooks.make("topk", ratio=0.1)))
+    before = residuals(hook, model)
+    right = True
+    for step in range(3):
+        model.zero_grad()
+        model(batch(step, rank, 4, 16)).square().mean().backward()
+        local = mlp()
+        local.load_state_dict(model.module.state_dict())
+        local(batch(step, rank, 4, 16)).square().mean().backward()
+        total = before + gradients(local)
+        after = residuals(hook, model)
+        sent = total - after
+        torch.distributed.all_reduce(sent)
+        right &= torch.allclose(sent / world_size, gradients(model), atol=1e-7)
+        before = after
+    return right, gradients(model)
+
+
+def _coalesced(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+    scheme = Small(commhooks.make("topk", ratio=0.1, coalesce=True))
+    model = _model(True, 1e-3, {})
+    hook = commhooks.register(model, scheme)
+    for step in range(3):
+        model(batch(step, rank, 4, 16)).square().mean().backward()
+    return gradients(model), len(hook.report().query("step == 2"))
+
+
+def test_coalesced_buckets_are_cut_too() -> None:
+    results = run_ranks(_coalesced, 2)
+    assert equal_bits([values for values, _ in results])
+    assert {rows for _, rows in results} == {6}  # three weights, three biases
+
+
+def test_a_large_parameter_is_a_part_of_its_own() -> None:
+    ranks = commhooks.Simulation(
+        Small(commhooks.make("topk"), 10),
+        {"a": (4,), "b": (6,), "c": (30,), "d": (1,)},
+        world_size=2,
+    )
+    ranks.step([torch.randn(41) for _ in range(2)])
+    assert ranks.buckets == [("a", "b"), ("c",), ("d",)]
+
+
+def _timeline(rank: int, world_size: int) -> list[int]:
+    model = _model(True, 25, {})
+    commhooks.register(model, Small(commhooks.make("topk", ratio=0.1)))
+    model(batch(0, rank, 4, 16)).square().mean().backward()
+    return [len(bucket.rounds) for bucket in model.timeline.steps[-1].buckets]
+
+
+def test_the_timeline_has_the_rounds_of_all_parts() -> None:
+    assert run_ranks(_timeline, 1) == [[6]]
+
+
+def _outside_of_backward(rank: int, world_size: int) -> int:
+    """Hands a bucket to the hook itself, as hosts without a backward pass do."""
+    model = mlp()
+    hook = commhooks.HookState(Small(commhooks.make("topk", ratio=0.1)), model)
+    for _ in range(3):
+        values = list(model.parameters())
+        buffer = torch.cat([value.detach().reshape(-1) for value in values])
+        hook.start(ddp_core.GradBucket(0, buffer, values)).wait()
+    return hook.step
+
+
+def test_parts_outside_of_backward_are_one_step() -> None:
+    assert run_ranks(_outside_of_backward, 2) == [3, 3]
+
+
+@dataclass(frozen=True)
+class Noting(Small):
+    """Notes where its buckets lie."""
+
+    places: Any = None
+
+    def exchange(self, bucket: Any) -> Any:
+        self.places.append(bucket.raw.data_ptr())
+        return (yield from super().exchange(bucket))
+
+
+def test_parts_are_not_copied() -> None:
+    layout = Layout(["a", "b", "c"], [(4,), (6,), (30,)])
+    buffer, places = torch.randn(40), []
+    parts = Coalescer(10)
+    parts.hold(0, buffer, lambda: layout)
+    engine = Engine(Noting(commhooks.make("none"), 10, places), rank=0, world_size=1)
+    for part in parts.one_by_one():
+        engine.begin_bucket(part)
+        simulate([part.exchange(engine.exchange)])
+    begin = buffer.data_ptr()
+    assert places == [begin, begin + 10 * 4]

@@ -1,0 +1,57 @@
+"""The harness of the distributed tests itself."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.tools.harness import Died, RankError, run_ranks
+
+
+def _sum(rank, world_size, offset):
+    total = torch.tensor([rank + offset])
+    dist.all_reduce(total)
+    return total
+
+
+def _raise_on_one(rank, world_size):
+    if rank == 1:
+        raise ValueError("rank one does not like it")
+    dist.barrier()
+
+
+def _hang_on_one(rank, world_size):
+    if rank == 0:
+        time.sleep(1000)
+
+
+def _die_on_one(rank, world_size):
+    if rank == 1:
+        os._exit(7)
+    return "alive"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_rank_returns_its_value(world_size):
+    want = sum(range(world_size)) + 10 * world_size
+    assert [int(value) for value in run_ranks(_sum, world_size, 10)] == [want] * world_size
+
+
+def test_an_exception_is_raised_with_rank_and_traceback():
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*_raise_on_one.*does not like") as info:
+        run_ranks(_raise_on_one, 2, timeout=20)
+    assert isinstance(info.value.__cause__, ValueError)
+
+
+def test_a_hanging_rank_is_named_with_its_stack():
+    with pytest.raises(RankError, match=r"(?s)rank 0 hung in.*_hang_on_one") as info:
+        run_ranks(_hang_on_one, 2, timeout=2)
+    assert info.value.ranks == [0]
+
+
+def test_a_dead_rank_is_an_error_unless_it_may_die():
+    with pytest.raises(RankError, match=r"(?s)rank 1 failed.*exit code 7"):
+        run_ranks(_die_on_one, 2)
+    assert run_ranks(_die_on_one, 2, may_die=[1]) == ["alive", Died(7)]

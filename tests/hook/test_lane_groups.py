@@ -1,0 +1,225 @@
+"""Groups of lanes: lent again and again, on all kinds of process groups, in real processes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+import commhooks
+import ddp_core
+from ddp_core import AllReduce, Lanes, Task
+from ddp_core.exchange._lane_groups import _pools
+from tests.tools.harness import run_ranks
+from tests.tools.training import batch, equal_bits, mlp, outcome
+
+TINY = 0.2  # KiB a bucket: several buckets
+
+
+def _train(place, group, scheme, steps=2, **options):
+    """The hook, and what the last step's gradients are."""
+    model = ddp_core.DistributedDataParallel(
+        mlp(), process_group=group, bucket_cap_mb=TINY / 1024, init_sync=False
+    )
+    hook = commhooks.register(model, scheme, **options)
+    for step in range(steps):
+        model.zero_grad()
+        model(batch(step, place, 4, 16)).square().sum().backward()
+    return hook, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+# ---- TORCH_DISTRIBUTED_DEBUG=DETAIL: a collective returns when all ranks have come to it
+
+SCHEMES = {"powersgd": {"rank": 1}, "int8": {}, "sdp4bit": {"local_size": 2}, "topk": {}}
+
+
+def _train_in_detail(rank, world_size):
+    found = {}
+    ranks = list(range(world_size))
+    for level in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
+        dist.set_debug_level(level)
+        group = dist.new_group(ranks)
+        wrapper = type(group._get_backend(torch.device("cpu"))).__name__
+        assert (wrapper == "_ProcessGroupWrapper") == (level == dist.DebugLevel.DETAIL)
+        for name, options in SCHEMES.items():
+            hook, grads = _train(rank, group, name, 3, **options)
+            hook.close()
+            found.setdefault(name, []).append(grads)
+    return found
+
+
+def test_schemes_of_several_rounds_train_where_every_collective_is_checked():
+    results = run_ranks(_train_in_detail, 2, pg_timeout=15)
+    for name in SCHEMES:
+        assert equal_bits([grads for found in results for grads in found[name]]), name
+
+
+# ---- again and again
+
+
+def _again_and_again(rank, world_size, directory):
+    names = {}
+
+    def lanes(hook):
+        return [one.name for one in hook.drivers._lanes._lent]
+
+    def group_of_two():
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        return groups[rank % 2]
+
+    # Other groups of one rank's only: torch's own names for groups then differ. Torch 2.14 makes no
+    # default group anew after that: its ranks wait for each other under different names.
+    if rank == 0 and Version(torch.__version__) < Version("2.14"):
+        dist.new_group([0], use_local_synchronization=True)
+    kept = []
+    for mode in ("close", "keep", "uneven"):
+        group = group_of_two()
+        for _ in range(3):
+            hook, _ = _train(rank, group, "int4", 1)
+            names.setdefault(mode, []).append(lanes(hook)[0])
+            if mode == "close" or (mode == "uneven" and rank >= 2):
+                hook.close()
+            kept.append(hook)
+    for _ in range(2):
+        group = group_of_two()
+        _train(rank, group, "int4", 1)[0].close()
+        dist.destroy_process_group(group)
+    dist.destroy_process_group()
+    store = dist.FileStore(str(Path(directory, "again")), world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    hook, grads = _train(rank, None, "powersgd", 2)
+    hook.close()
+    return names, grads
+
+
+def test_hooks_on_groups_of_some_ranks_come_and_go(tmp_path):
+    results = run_ranks(_again_and_again, 4, str(tmp_path), timeout=100)
+    assert equal_bits([grads for _, grads in results])
+    for rank, (names, _) in enumerate(results):
+        assert len(set(names["close"])) == 1
+        assert len(set(names["keep"])) == len(set(names["uneven"])) == 3
+        assert names == results[(rank + 2) % 4][0]
+        assert names != results[(rank + 1) % 4][0]
+
+
+# ---- what must not be lent again
+
+
+def _sum(tensor):
+    tensor = yield AllReduce(tensor, "sum")
+    return (yield AllReduce(tensor, "sum"))
+
+
+def _spoil(rank, world_size, how):
+    def run(lanes):
+        return lanes.run(Task(_sum(torch.ones(1)), 0, 0, 4, world_size, 2))
+
+    lanes = Lanes(dist.group.WORLD, rounds=2)
+    first = lanes._lent[0]
+    run(lanes).wait()
+    if rank == 0:
+        first.issued += how == "no answer"
+        first.unusable = how == "failed"
+        if how == "one more":  # which the other rank has not asked for
+            first.issued += 1
+            first.answered += 1
+    lanes.close()
+    lanes = Lanes(dist.group.WORLD, rounds=2)
+    value = float(run(lanes).wait())
+    same = lanes._lent[0] is first
+    left = len(_pools[dist.group.WORLD].all)
+    lanes.close()
+    return same, left, value
+
+
+@pytest.mark.parametrize("how", ["failed", "no answer", "one more", "nothing"])
+def test_a_group_with_something_left_over_on_one_rank_is_not_lent_again(how):
+    assert run_ranks(_spoil, 2, how) == [(how == "nothing", 1, 4.0)] * 2
+
+
+# ---- a child of os.fork()
+
+FORKS = """
+import os, signal, sys, torch, torch.distributed as dist, commhooks, ddp_core
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = ddp_core.DistributedDataParallel(torch.nn.Linear(8, 8))
+hook = commhooks.register(model, "powersgd")
+group = commhooks.process_group("int8")
+
+def step():
+    model.zero_grad()
+    model(torch.ones(2, 8)).sum().backward()
+    return float(model.module.weight.grad.sum())
+
+before = [step() for _ in range(3)]
+if not (child := os.fork()):
+    sys.exit(7)  # as one that ends normally: with finalizers
+signal.alarm(30)  # nobody waits for a child that hangs
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), abs(step() - before[0]) < 0.01)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_a_child_of_fork_ends_and_its_parent_trains_on():
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS],
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0"},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout == "7 True\n"
+
+
+# ---- groups that torch.distributed does not know
+
+
+class Managed(dist.ProcessGroup):
+    """Hands everything on to another group, as fault-tolerant wrappers do."""
+
+    def __init__(self, group):
+        super().__init__(group.rank(), group.size())
+        self._group = group
+
+    def allreduce(self, tensors, opts):
+        return self._group.allreduce(tensors, opts)
+
+    def allgather(self, outputs, inputs, opts):
+        return self._group.allgather(outputs, inputs, opts)
+
+    def getBackendName(self):
+        return "managed"
+
+    def size(self):
+        return self._group.size()
+
+    def rank(self):
+        return self._group.rank()
+
+
+def _train_managed(rank, world_size, scheme):
+    group = Managed(dist.group.WORLD)
+    model = ddp_core.DistributedDataParallel(mlp())
+    found = outcome(commhooks.register, model, scheme, process_group=group)
+    if found is None:
+        model(batch(0, rank, 4, 16)).square().sum().backward()
+        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return found
+
+
+def test_a_scheme_of_one_round_runs_on_a_group_that_torch_does_not_know():
+    assert equal_bits(run_ranks(_train_managed, 2, "fp16"))
+
+
+def test_a_scheme_of_more_rounds_says_that_it_cannot_run_there():
+    for name, text in run_ranks(_train_managed, 2, "powersgd"):
+        assert name == "RuntimeError"
+        assert "several rounds" in text
+        assert "Managed" in text
+        assert "one round" in text

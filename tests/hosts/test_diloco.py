@@ -1,0 +1,330 @@
+"""DiLoCo between real processes, against the same arithmetic written down in one."""
+
+from __future__ import annotations
+
+import copy
+import time
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import commhooks
+from commhooks import Bucket, DiLoCo, Result, Scheme, Traits
+from commhooks.core import SchemeExchange
+from commhooks.local import local_sgd
+from commhooks.local._fragments import fragments_of
+from tests.tools.harness import run_ranks
+from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters
+
+LR = 0.1
+
+
+@pytest.mark.parametrize("sizes", [[1, 1, 100], [100, 1, 1], [1, 1, 1], [1] * 11 + [1000]])
+def test_no_part_is_empty_whatever_the_sizes(sizes: list[int]) -> None:
+    model = nn.ParameterList([torch.zeros(size) for size in sizes])
+    parts = [[name for one in part for name in one.names] for part in fragments_of(model, 3)]
+    assert all(parts)
+    assert [name for part in parts for name in part] == [str(i) for i in range(len(sizes))]
+
+
+def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
+    optimizer.zero_grad()
+    x = batch(step, rank, 8, 16)
+    (model(x) - x.roll(1, 1)).square().mean().backward()
+    optimizer.step()
+
+
+def _train(
+    rank: int, world_size: int, steps: int, options: dict[str, Any], scheme: str = "none"
+) -> tuple[Tensor, list[bool], int]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outer = DiLoCo(model, scheme, **options)
+    applied = []
+    for step in range(steps):
+        _inner(model, optimizer, step, rank)
+        applied.append(outer.step())
+    sent = len(outer.hook.report())
+    outer.close()
+    return parameters(model), applied, sent
+
+
+def _by_hand(
+    steps: int,
+    ranks: int,
+    every: int,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    fragments: int = 1,
+    delay: int = 0,
+) -> list[Tensor]:
+    """The models of all ranks, trained in turn; the layers are the fragments."""
+    models = [mlp() for _ in range(ranks)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=LR) for model in models]
+    outer = [p.detach().clone() for p in models[0].parameters()]
+    velocity = [torch.zeros_like(p) for p in outer]
+    sent: list[tuple[int, list[int], list[Tensor]]] = []
+    each = len(outer) // fragments
+    for step in range(1, steps + 1):
+        for rank in range(ranks):
+            _inner(models[rank], optimizers[rank], step - 1, rank)
+        if step % (every // fragments) == 0:
+            part = step // (every // fragments) % fragments
+            members = list(range(part * each, (part + 1) * each))
+            deltas = []
+            for i in members:
+                local = [list(model.parameters())[i].detach() for model in models]
+                deltas.append(torch.stack([outer[i] - one for one in local]).mean(0))
+            sent.append((step + delay, members, deltas))
+        for due, members, deltas in list(sent):
+            if due != step:
+                continue
+            for i, delta in zip(members, deltas, strict=True):
+                velocity[i] = momentum * velocity[i] + delta
+                outer[i] = outer[i] - lr * (delta + momentum * velocity[i])
+                for model in models:
+                    p = list(model.parameters())[i]
+                    p.data.copy_((p.data + outer[i]) / 2 if delay else outer[i])
+    return [parameters(model) for model in models]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"every": 4},
+        {"every": 6, "fragments": 3},
+        {"every": 6, "fragments": 3, "delay": 1},
+    ],
+)
+def test_it_is_what_the_papers_say(options: dict[str, Any]) -> None:
+    results = run_ranks(_train, 3, 14, options)
+    for (got, applied, _), expected in zip(results, _by_hand(14, 3, **options), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
+        assert sum(applied) == 14 // (options["every"] // options.get("fragments", 1)) - (
+            options.get("delay", 0) > 0
+        )
+
+
+@pytest.mark.parametrize("scheme", ["int4", "onebit", "powersgd", "topk"])
+def test_ranks_agree_bit_for_bit_after_an_exchange(scheme: str) -> None:
+    results = run_ranks(_train, 2, 12, {"every": 4}, scheme)
+    assert equal_bits([got for got, _, _ in results])
+
+
+def test_gradients_do_not_travel() -> None:
+    for _, applied, rounds in run_ranks(_train, 2, 12, {"every": 4}):
+        assert applied == [step % 4 == 3 for step in range(12)]
+        assert rounds == 3
+
+
+def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -> list[Tensor]:
+    ends = []
+    saved: dict[str, Any] = {}
+    for resume in (False, True):
+        model = mlp(seed=0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
+        outer = DiLoCo(model, scheme, **options)
+        if resume:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
+            outer.load_state_dict(saved["outer"])
+        for step in range(9 if resume else 0, 20):
+            if step == 9 and not resume:
+                saved = copy.deepcopy(
+                    {
+                        "model": model.state_dict(),
+                        "optimizer": optimizer.state_dict(),
+                        "outer": outer.state_dict(),
+                    }
+                )
+            _inner(model, optimizer, step, rank)
+            outer.step()
+        ends.append(parameters(model))
+        outer.close()
+    return ends
+
+
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [
+        ("int4", {"every": 4}),
+        ("onebit", {"every": 8, "fragments": 2, "delay": 3}),  # saved under way
+    ],
+)
+def test_a_resumed_run_equals_one_that_went_on(scheme: str, options: dict[str, Any]) -> None:
+    for went_on, resumed in run_ranks(_resumed, 2, scheme, options):
+        assert torch.equal(went_on, resumed)
+
+
+def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    """Averaging parameters after each step of SGD is averaging gradients."""
+    model, plain = mlp(), ddp(mlp())
+    optimizers = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, plain)]
+    averager = local_sgd(model, every=1)
+    for step in range(6):
+        _inner(model, optimizers[0], step, rank)
+        averager.step()
+        _inner(plain, optimizers[1], step, rank)
+    return parameters(model), parameters(plain)
+
+
+def test_local_sgd_of_one_step_is_data_parallel() -> None:
+    for local, plain in run_ranks(_local, 2):
+        torch.testing.assert_close(local, plain, rtol=0, atol=1e-6)
+
+
+def _post_local(rank: int, world_size: int) -> tuple[list[float], Tensor]:
+    """Gradients first, then parameters: on one DistributedDataParallel."""
+    model = ddp(mlp())
+    hook = commhooks.register(model, "none")
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    apart = []
+    averager = None
+    for step in range(12):
+        if step == 4:
+            hook.switch("noop")
+            averager = local_sgd(model, every=4)
+        _inner(model, optimizer, step, rank)
+        if averager is not None:
+            averager.step()
+        mean = parameters(model)
+        dist.all_reduce(mean)
+        apart.append(float((mean / world_size - parameters(model)).norm()))
+    return apart, parameters(model)
+
+
+def test_post_local_sgd_drifts_and_meets() -> None:
+    results = run_ranks(_post_local, 2)
+    for apart, _ in results:
+        assert max(apart[:4]) < 1e-6
+        assert [distance > 1e-4 for distance in apart[4:]] == [True, True, True, False] * 2
+    assert equal_bits([end for _, end in results])
+
+
+def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outer = DiLoCo(model, "int8", every=2)
+    for step in range(4):
+        _inner(model, optimizer, step, rank)
+        outer.step()
+    before = parameters(model)
+    _inner(model, optimizer, 4, rank)
+    outer.step()
+    if rank == 1:
+        next(model.parameters()).data[0, 0] = float("nan")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        outer.step()
+    return before, parameters(model), [str(one.message) for one in caught]
+
+
+def test_a_rank_that_diverges_takes_no_other_with_it() -> None:
+    for before, after, said in run_ranks(_diverges, 2):
+        assert torch.equal(before, after)
+        assert any("go back to the parameters of the last exchange" in text for text in said)
+
+
+def _wrong(rank: int, world_size: int) -> list[Any]:
+    model = mlp()
+    settings: list[dict[str, Any]] = [
+        {"every": 0},
+        {"every": 10, "fragments": 3},
+        {"every": 6, "fragments": 3, "delay": 2},
+        {"momentum": 1.0},
+        {"every": 100, "fragments": 100},
+    ]
+    found = [outcome(DiLoCo, model, **one) for one in settings]
+    wrapped = ddp(mlp())
+    found.append(outcome(DiLoCo, wrapped))  # averages by itself, by a hook, not at all
+    hook = commhooks.register(wrapped, "int8")
+    found.append(outcome(DiLoCo, wrapped))
+    hook.switch("noop")
+    DiLoCo(wrapped).close()
+    found.append(outcome(DiLoCo, model, every=10 + rank))
+    outer = DiLoCo(model)
+    state = outer.state_dict()
+    state["outer"].pop(next(iter(state["outer"])))
+    return [*found, outcome(outer.load_state_dict, state)]
+
+
+def test_wrong_settings_are_named() -> None:
+    for found in run_ranks(_wrong, 2):
+        assert [error[0] for error in found] == [
+            *["ValueError"] * 7,
+            "MismatchError",
+            "CheckpointError",
+        ]
+
+
+@dataclass(frozen=True)
+class _Uneven(Scheme):
+    traits = Traits(agrees=False)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from bucket.all_reduce()
+        return Result(result.mean.mul_(1 + bucket.rank))
+
+
+def _switched(rank: int, world_size: int) -> list[tuple[str, str]]:
+    found = [outcome(DiLoCo, mlp(), scheme) for scheme in ("gossip", _Uneven())]
+    outer = DiLoCo(mlp(), every=1)
+    outer.hook.switch("gossip")
+    return [*found, outcome(outer.step)]
+
+
+def test_every_rank_gets_the_same_average() -> None:
+    for found in run_ranks(_switched, 2):
+        for kind, message in found:
+            assert kind == "ValueError"
+            assert "gives every rank another result" in message
+
+
+def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:
+    model = mlp(seed=1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    outer = DiLoCo(model, "int4", every=4)
+    if not states:
+        for step in range(6):
+            _inner(model, optimizer, step, rank)
+            outer.step()
+        return {"model": model.state_dict(), "outer": outer.state_dict()}
+    held = [one["outer"]["hook"] for one in states]
+    outer.load_state_dict({**states[0]["outer"], "hook": held})
+    model.load_state_dict(states[0]["model"])
+    name = next(iter(dict(model.named_parameters())))
+    before = sum(one[f"rank{i}"]["memory"]["residual"][name] for i, one in enumerate(held))
+    return torch.equal(outer.hook.residual(name), before / len(held))  # the mean stays
+
+
+def test_two_ranks_go_on_as_one() -> None:
+    states = run_ranks(_smaller, 2, [])
+    assert run_ranks(_smaller, 1, states) == [True]
+
+
+def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20).to(torch.float64))
+    outer = commhooks.DiLoCo(model, "random_k", ratio=0.2, every=2, delay=delay, lr=1.0)
+    draws = torch.Generator().manual_seed(rank)
+    for _ in range(20 + delay):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
+        time.sleep(0.002 * rank)  # ranks are not in step
+        outer.step()
+    values = torch.cat([t.double().flatten() for f in outer._all() for t in f.outer])
+    outer.close()
+    return outer.hook.step, outer.outer_steps, values
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_two_dtypes_are_two_buckets_of_one_step(delay: int) -> None:
+    found = run_ranks(_two_dtypes, 3, delay)
+    assert {(steps, outer_steps) for steps, outer_steps, _ in found} == {(10, 10)}
+    assert equal_bits([values for *_, values in found])

@@ -1,0 +1,1 @@
+"""Training scripts as others write them: they know nothing of commhooks."""

@@ -1,0 +1,291 @@
+"""Real processes with a Gloo group: ``run_ranks`` calls a function on every rank.
+
+Importing torch takes seconds on a small machine, so ranks are forked from a server that has
+imported everything already (``multiprocessing``'s forkserver, which has no threads and no group).
+Every call gets new processes, which may be killed or left in any state.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from typing import Any
+
+_PRELOAD = ["tests.tools.preloaded"]
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+    "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+}
+# Files whose ranks meet in a TCPStore, in a process of its own as under torchrun; others do in a
+# FileStore, which starts faster and cannot fall silent.
+_OVER_TCP = ("test_ddp_abandoned", "test_ddp_faults", "test_handshake", "test_silent_store")
+_TORCHS_OWN = ("Sparse invariant checks are implicitly disabled",)  # 2.11, whatever it is told
+_GRACE = 3.0  # seconds that the other ranks have to end by themselves once one has failed
+
+_context = get_context("forkserver")
+
+
+class RankError(AssertionError):
+    """A rank raised, died or hung; ``ranks`` are those that did, the message has their stacks."""
+
+    def __init__(self, message: str, ranks: Collection[int]) -> None:
+        super().__init__(message)
+        self.ranks = sorted(ranks)
+
+
+@dataclass(frozen=True)
+class Died:
+    """What a rank that was allowed to die returns: its exit code, negative for a signal."""
+
+    exitcode: int | None
+
+
+@dataclass
+class _Rank:
+    """A running rank, seen from the test."""
+
+    rank: int
+    process: Any
+    pipe: connection.Connection
+    stacks: Path
+    value: Any = None
+    failure: str | None = None
+    cause: BaseException | None = None
+    failed_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What a rank is told."""
+
+    worker: Callable[..., Any]
+    rank: int
+    world_size: int
+    args: tuple[Any, ...]
+    directory: str
+    pg_timeout: float
+    store: tuple[int, int]  # process and port of a TCPStore; zeros: there is none
+    ignore_warnings: tuple[str, ...] = field(default_factory=tuple)
+
+
+def run_ranks(
+    worker: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60,
+    pg_timeout: float = 30,
+    may_die: Collection[int] = (),
+    ignore_warnings: tuple[str, ...] = (),
+) -> list[Any]:
+    """Calls ``worker(rank, world_size, *args)`` in a process per rank; returns their values.
+
+    Each rank has a Gloo process group and one torch thread. Warnings are errors.
+
+    Args:
+        worker: a function at the top of an importable module.
+        args: picklable, as is what ``worker`` returns.
+        timeout: seconds for everything; then all ranks are killed.
+        pg_timeout: seconds of a collective.
+        may_die: ranks that may end without returning; their value is then ``Died(exitcode)``.
+        ignore_warnings: starts of messages (regular expressions) that are no errors.
+
+    Raises:
+        RankError: a rank raised (first traceback first), died, or did not end in time (stacks).
+    """
+    _start_server()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
+        host, store = None, (0, 0)
+        if worker.__module__.rpartition(".")[2] in _OVER_TCP:
+            host, store = _start_store()
+        told = args, directory, pg_timeout, store, ignore_warnings
+        ranks = [_start(_Job(worker, rank, world_size, *told)) for rank in range(world_size)]
+        try:
+            _collect(ranks, time.monotonic() + timeout, may_die)
+        finally:
+            if host is not None:
+                host.kill()
+                host.join()
+            for one in ranks:
+                one.process.kill()
+                one.process.join()
+                one.pipe.close()
+    return [one.value for one in ranks]
+
+
+_server_runs = False
+
+
+def _start_server() -> None:
+    global _server_runs
+    if not _server_runs:
+        _context.set_forkserver_preload(_PRELOAD)
+        with _environment(_ENVIRONMENT):
+            ensure_running()
+        _server_runs = True
+
+
+@contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _start_store() -> tuple[Any, tuple[int, int]]:
+    """Starts the process that holds a TCPStore; also returns its number and the port."""
+    ours, theirs = _context.Pipe(duplex=False)
+    process = _context.Process(target=_hold_store, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    port = ours.recv()
+    ours.close()
+    assert process.pid is not None
+    return process, (process.pid, port)
+
+
+def _start(job: _Job) -> _Rank:
+    ours, theirs = _context.Pipe(duplex=False)
+    # Plain pickle: multiprocessing's own would share tensors' memory, which dies with the process.
+    process = _context.Process(target=_main, args=(pickle.dumps(job), theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return _Rank(job.rank, process, ours, Path(job.directory, f"stacks{job.rank}"))
+
+
+def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> None:
+    """Waits until all ranks have ended; raises if one did not do well."""
+    running = list(ranks)
+    failed: list[_Rank] = []
+    while running:
+        left = deadline - time.monotonic()
+        ready = connection.wait([one.pipe for one in running], timeout=max(left, 0))
+        if not ready:
+            break
+        for one in [one for one in running if one.pipe in ready]:
+            running.remove(one)
+            _receive(one, may_die)
+            if one.failure is not None:
+                failed.append(one)
+                deadline = min(deadline, time.monotonic() + _GRACE)
+    failed.sort(key=lambda one: one.failed_at)
+    hung = {one.rank: _stacks(one) for one in running}
+    parts = [f"rank {one.rank} failed:\n{one.failure}" for one in failed]
+    parts += [f"rank {rank} hung in:\n{stacks}" for rank, stacks in hung.items()]
+    if parts:
+        cause = failed[0].cause if failed else None
+        raise RankError("\n".join(parts), [one.rank for one in failed] + list(hung)) from cause
+
+
+def _receive(one: _Rank, may_die: Collection[int]) -> None:
+    try:
+        one.value, one.failure, one.cause, one.failed_at = pickle.loads(one.pipe.recv_bytes())
+    except EOFError:
+        one.process.join()
+        one.value = Died(one.process.exitcode)
+        if one.rank not in may_die:
+            one.failure = f"process ended with exit code {one.process.exitcode}, returned nothing"
+
+
+def _stacks(one: _Rank) -> str:
+    """Where a hanging rank is."""
+    if one.process.pid is None or one.process.exitcode is not None:
+        return f"nowhere: it ended with exit code {one.process.exitcode}"
+    os.kill(one.process.pid, signal.SIGUSR1)
+    text = ""
+    for _ in range(20):
+        time.sleep(0.1)
+        text = one.stacks.read_text() if one.stacks.exists() else ""
+        if "most recent call first" in text:
+            break
+    return text or "(no stack came)"
+
+
+# ---- in the rank's process
+
+_store_process = 0
+
+
+def store_process() -> int:
+    """The process that holds the TCPStore of the ranks, to stop it."""
+    return _store_process
+
+
+def _hold_store(pipe: connection.Connection) -> None:
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
+
+
+def _main(pickled: bytes, pipe: connection.Connection) -> None:
+    """Runs one rank and sends (value, traceback, exception, when)."""
+    try:
+        message = pickle.dumps((_run(pickle.loads(pickled)), None, None, 0.0))
+    except BaseException as error:  # whatever it is, the test has to see it
+        message = _failure_message(error)
+    pipe.send_bytes(message)
+    pipe.close()
+
+
+def _failure_message(error: BaseException) -> bytes:
+    text, now = traceback.format_exc(), time.monotonic()
+    try:
+        message = pickle.dumps((None, text, error, now))
+        pickle.loads(message)
+    except Exception:  # not every exception can be pickled; the text always can
+        return pickle.dumps((None, text, None, now))
+    return message
+
+
+def _run(job: _Job) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    with open(Path(job.directory, f"stacks{job.rank}"), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        warnings.simplefilter("error")
+        for message in (*_TORCHS_OWN, *job.ignore_warnings):
+            warnings.filterwarnings("ignore", message)
+        global _store_process
+        _store_process, port = job.store
+        store: Any = dist.FileStore(str(Path(job.directory, "store")), job.world_size)
+        if port:
+            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=store,
+            rank=job.rank,
+            world_size=job.world_size,
+            timeout=timedelta(seconds=job.pg_timeout),
+        )
+        # A worker may end at once; nobody is to be still connecting then.
+        store.set(f"connected{job.rank}", "")
+        store.wait([f"connected{rank}" for rank in range(job.world_size)])
+        value = job.worker(job.rank, job.world_size, *job.args)
+        if dist.is_initialized():  # not after an error: the process ends anyway
+            dist.destroy_process_group()
+        faulthandler.unregister(signal.SIGUSR1)
+        return value

@@ -1,0 +1,293 @@
+"""Ranks whose parameters differ are named: while training, and once on request."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import (
+    ZeroRedundancyOptimizer,
+    _apply_optimizer_in_backward,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+import commhooks
+from commhooks.errors import MismatchError, RegistrationError, VerificationError
+from commhooks.verify import Verification
+from commhooks.verify._equal import _CHUNK, hashes_of, keeps_equal
+from commhooks.wrappers import Schedule
+from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core import MixedPrecision
+from tests.fsdp.test_fsdp2 import backward, model_of, sharded
+from tests.hosts.test_tensor_parallel import _build
+from tests.shelf import BUILT_IN
+from tests.tools.harness import run_ranks
+from tests.tools.training import mlp
+
+KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
+DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8),
+    torch.bool,
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(), (0,), (3, 5), (_CHUNK + 9,), (7,), (2, 3, 4)]
+    some = [torch.randn(size, generator=generator).mul(50).to(dtype) for size in sizes]
+    tensors = [some[3], torch.ones(3, dtype=torch.int32), *some, some[2].t()]
+    kept = [one.clone() for one in tensors]
+    before = hashes_of(tensors)
+    assert all(torch.equal(one, two) for one, two in zip(tensors, kept, strict=True))
+    assert before.tolist() == hashes_of(kept).tolist()
+    # In row-major order, wherever entries lie.
+    assert hashes_of([some[2].t().contiguous()]) == hashes_of([some[2].t()])
+    for place in (0, 2, 4, 5, 6, 7):
+        changed = list(tensors)
+        changed[place] = tensors[place].clone()
+        flat = changed[place].view(-1).view(torch.uint8)
+        flat[len(flat) // 2] ^= 1
+        assert (hashes_of(changed) != before).nonzero().view(-1).tolist() == [place]
+
+
+def test_nan_is_equal_to_itself_and_zeros_to_each_other() -> None:
+    x = torch.tensor([torch.nan, 0.0, torch.inf])
+    assert hashes_of([x]) == hashes_of([torch.tensor([torch.nan, -0.0, torch.inf])])
+    assert hashes_of([x]) != hashes_of([torch.tensor([torch.nan, 0.0, -torch.inf])])
+    assert hashes_of([]).tolist() == []
+
+
+def test_schemes_that_let_ranks_go_apart_promise_nothing() -> None:
+    apart = {name for name in BUILT_IN if not keeps_equal(commhooks.make(name))}
+    assert apart == {"noop", "gossip"}
+    # As a whole it returns updates, and some steps are local all the same.
+    local = Schedule([(0, commhooks.make("noop")), (5, commhooks.make("dgc"))])
+    assert local.traits.averages
+    assert not keeps_equal(local)
+    verification = Verification(1)
+    verification._group = object()  # type: ignore[assignment]
+    verification._values = lambda: {"weight": torch.ones(3)}
+    verification._names = ("weight",)
+    for name, noted in (("int8", True), ("noop", False), ("int8", False)):
+        verification._noted = None
+        verification.first_bucket_comes(0, commhooks.make(name))
+        assert (verification._noted is not None) == noted
+
+
+# ---- while training
+
+
+class _Part(nn.Module):
+    """Has parameters that are not trained, and one that is NaN."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(16, 3)
+        self.frozen = nn.Parameter(torch.full((3,), torch.nan), requires_grad=False)
+        self.alone = nn.Parameter(torch.ones(2), requires_grad=False)
+        self._ddp_params_and_buffers_to_ignore = ["alone"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def _moved(rank: int, world_size: int, kind: str, action: Any) -> tuple[list[Any], str]:
+    ddp = KINDS[kind](_Part(), bucket_cap_mb=0.001)
+    hook = commhooks.register(ddp, "int8", verify=Verification(2, action))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    text = ""
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        ddp.module.alone.fill_(rank)
+        for step in range(4):
+            if step == 2 and rank == 1:
+                ddp.module.layers[2].weight[3, 3] += 1e-6
+                ddp.module.layers[4].bias.neg_()
+            if step == 2 and rank == 2:
+                ddp.module.frozen[0] = 1.0
+            optimizer.zero_grad()
+            try:
+                with torch.enable_grad():
+                    ddp(torch.randn(4, 16)).square().mean().backward()
+            except VerificationError as error:
+                return [], str(error)
+            optimizer.step()
+        assert hook.verification is not None
+        hook.verification.report()
+        text = "\n".join(str(one.message) for one in caught)
+    return [one[:5] for one in hook.verification.findings], text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_first_parameter_that_differs_is_named_with_its_ranks(kind: str) -> None:
+    for rank, (found, text) in enumerate(run_ranks(_moved, 3, kind, "warn")):
+        assert found == [
+            (2, -1, "frozen", "parameters differ", (2,)),
+            (2, -1, "layers.2.weight", "parameters differ", (1,)),
+        ]
+        first = "step 2, rank 2, parameter 'frozen': before this step it has other bits here than "
+        assert (f"{first}on ranks 0, 1: which agree." in text) == (rank != 1)
+
+
+def test_with_raise_every_rank_raises_where_parameters_differ() -> None:
+    texts = [text for _, text in run_ranks(_moved, 3, "core", "raise")]
+    second = "step 2, rank 1, parameter 'layers.2.weight': before this step it has, and 1 more"
+    assert f"{second} parameters have, other bits here than on ranks 0, 2" in texts[0]
+    assert texts == [texts[0]] * 3
+
+
+def _modes(rank: int, world_size: int) -> None:
+    """Nothing is found where nothing differs, in whatever form parameters are within backward."""
+    low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for mode in ("precision", "in backward"):
+        options = {"mixed_precision": low} if mode == "precision" else {}
+        module = mlp(16, 3)
+        if mode == "in backward":
+            settings = {"lr": 0.1}
+            _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), settings)
+            optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+        else:
+            optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        ddp = CoreDDP(module, bucket_cap_mb=0.001, **options)
+        hook = commhooks.register(ddp, "none", verify=1)
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            if step == 3 and rank:
+                with torch.no_grad():  # far below what 16 bits tell
+                    module[2].weight[0, 0] *= 1.00001
+            ddp.zero_grad()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore" if step == 3 else "error", RuntimeWarning)
+                ddp(torch.randn(4, 16)).float().square().mean().backward()
+            optimizer.step()
+        assert hook.verification is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hook.verification.report()
+        found = [one[:5] for one in hook.verification.findings]
+        assert found == [(3, -1, "2.weight", "parameters differ", (1,))], (mode, found)
+        hook.close()
+
+
+def test_parameters_are_compared_in_full_precision_and_before_they_are_stepped() -> None:
+    run_ranks(_modes, 2, ignore_warnings=(".*deprecated",))
+
+
+def _meshes(rank: int, world_size: int) -> list[list[Any]]:
+    """Replicas on a mesh: those of a shard, and those of a rank of tensor parallelism."""
+    found = []
+    for names in (("replicate", "shard"), ("dp", "tp")):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+        model: nn.Module
+        if names[1] == "tp":
+            model = CoreDDP(_build(mesh), device_mesh=mesh["dp"])
+            options: dict[str, Any] = {}
+        else:
+            model = sharded(model_of((33, 64, 7)), mesh["shard"])
+            options = {"replicate_group": mesh["replicate"]}
+        hook = commhooks.register(model, "int8", verify=1, **options)
+        for step in range(2):
+            backward(model, step, rank // 2)
+            if step == 0 and rank == 3:
+                weight: Any = dict(model.named_parameters())["2.weight" if options else NAME]
+                getattr(weight, "_local_tensor", weight).data[0, 0] += 1.0
+        assert hook.verification is not None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            hook.verification.report()
+        found.append([one[:5] for one in hook.verification.findings])
+        hook.close()
+    return found
+
+
+NAME = "module.2.weight"
+
+
+def test_replicas_of_a_shard_are_compared_with_each_other() -> None:
+    for rank, found in enumerate(run_ranks(_meshes, 4)):
+        for one, name in zip(found, ("2.weight#1", "2.weight"), strict=True):
+            assert one == [(1, -1, name, "parameters differ", (1,))] * (rank % 2)
+
+
+# ---- once, on request
+
+
+def _asked(rank: int, world_size: int) -> None:
+    module = nn.Sequential(mlp(16, 2), nn.BatchNorm1d(16))
+    ddp = CoreDDP(module)
+    hook = commhooks.register(ddp, "int8")
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=0.1)
+    hook.verify_equal(optimizer, buffers=True)
+    torch.manual_seed(rank)
+    ddp(torch.randn(4, 16)).square().mean().backward()
+    with pytest.raises(VerificationError, match=r"buffer '1\.running_mean' \(and 1 more\) differs"):
+        hook.verify_equal(optimizer, buffers=True)
+    optimizer.step()
+    hook.verify_equal(optimizer)
+    moment = optimizer.state[module[0][0].weight]["exp_avg"]
+    # Functions and objects are described by their addresses, and quantized tensors have no numbers.
+    optimizer.param_groups[0]["of a user"] = [object(), print, {rank}]
+    optimizer.state[module[0][0].bias]["small"] = torch.quantize_per_tensor(
+        torch.ones(3), 0.1, 0, torch.qint8
+    )
+    hook.verify_equal(optimizer)
+    for change, back, text in (
+        (lambda: moment.neg_(), lambda: moment.neg_(), "the optimizer's 'exp_avg' of parameter '0"),
+        (
+            lambda: optimizer.param_groups[0].update(lr=0.2),
+            lambda: optimizer.param_groups[0].update(lr=0.1),
+            "'lr' of the optimizer's group 0 differs: rank 2 has 0.2, other than 0.1 on ranks 0, 1",
+        ),
+        (
+            lambda: optimizer.state.pop(module[0][0].bias),
+            lambda: None,
+            r"parameter '0.0.bias' \(and 3 more\) differs: rank 2 has nothing, other than ",
+        ),
+        (
+            lambda: module[0][2].weight.data.add_(1e-3),
+            lambda: None,
+            r"parameter '0.2.weight' \(and 4 more\) differs: rank 2 has \(16, 16\) of torch.float",
+        ),
+    ):
+        if rank == 2:
+            change()
+        with pytest.raises(VerificationError, match=text):
+            hook.verify_equal(optimizer)
+        if rank == 2:
+            back()
+
+
+def _refused(rank: int, world_size: int) -> None:
+    ddp = CoreDDP(mlp(16, 2))
+    zero = commhooks.ZeroOptimizer(ddp, torch.optim.SGD, lr=0.1)
+    zero.hook.verify_equal()
+    redundant = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1)
+    for optimizer in (zero, redundant):
+        with pytest.raises(RegistrationError, match="keeps a part of its state"):
+            zero.hook.verify_equal(optimizer)
+    with pytest.raises(TypeError, match="takes one optimizer, got list"):
+        zero.hook.verify_equal([zero])
+    hook = commhooks.register(sharded(model_of()), "int8")
+    with pytest.raises(RegistrationError, match="another shard of each on every rank"):
+        hook.verify_equal()
+    other = CoreDDP(mlp(16, 2))
+    hook = commhooks.register(other, "int8")
+    ask = partial(hook.switch, "fp16") if rank else hook.verify_equal
+    with pytest.raises(MismatchError, match="call differs between ranks"):
+        ask()
+
+
+def test_verify_equal_names_what_differs() -> None:
+    quiet = ("torch.quantize_per_tensor.* deprecated",)
+    run_ranks(_asked, 3, ignore_warnings=quiet)
+
+
+def test_verify_equal_refuses_what_no_two_ranks_have() -> None:
+    run_ranks(_refused, 2)
