@@ -102,7 +102,7 @@ def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
 
 def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     _, hook = trained(rank, "topk", ratio=0.1)
-    found = [outcome(hook.state_dict, to=0), outcome(hook.state_dict, gather=True, dst=7)]
+    found = [outcome(hook.state_dict, dst=0), outcome(hook.state_dict, gather=True, dst=7)]
     hook.engine.step += rank
     found.append(outcome(hook.state_dict, gather=True))
     hook.engine.step -= rank
@@ -115,8 +115,8 @@ def _cannot_gather(rank: int, world_size: int) -> list[Any]:
 
 
 def test_a_rank_that_cannot_be_gathered_is_an_error_on_all():
-    for to, who, step, middle, fine in run_ranks(_cannot_gather, 2):
-        assert to[0] == who[0] == "ValueError"
+    for alone, who, step, middle, fine in run_ranks(_cannot_gather, 2):
+        assert alone[0] == who[0] == "ValueError"
         assert step[0] == "MismatchError"
         assert "step differs" in step[1]
         assert middle[0] == "MismatchError"
