@@ -1,8 +1,8 @@
 """Gradient communication hooks with compression for PyTorch data-parallel training.
 
 The names of daily use are here. Schemes are in :mod:`commhooks.schemes`, wrappers in
-:mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, base classes for authors of
-packed codecs in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`, other hosts than
+:mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, what authors of schemes
+import in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`, other hosts than
 DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names of PyTorch's hooks are in
 :mod:`commhooks.classic`, and can be imported from here.
 """
@@ -55,14 +55,13 @@ from commhooks.classic import (  # noqa: F401
     quantization_pertensor_hook,
 )
 from commhooks.collectives import Collectives, all_gather, all_reduce, reduce_scatter
-from commhooks.core import Biased, Bucket, Codec, Result, Scheme, Slot, Traits, Unbiased
+from commhooks.core import Scheme
 from commhooks.core._registry import register_scheme, scheme_names
 from commhooks.errors import Error
 from commhooks.hook import HookState, comm_hook, load_dcp, register, unregister
 from commhooks.verify import Verification
 from commhooks.wrappers import ErrorFeedback, PerParameter, Rule, Schedule
 from commhooks.wrappers._make import make
-from ddp_core import AllGather, AllReduce, AllToAll, overlapped
 
 if TYPE_CHECKING:
     from commhooks import ddp_comm_hooks, fsdp, hosts, optim
@@ -73,26 +72,16 @@ if TYPE_CHECKING:
     from commhooks.zero import ZeroOptimizer
 
 __all__ = [
-    "AllGather",
-    "AllReduce",
-    "AllToAll",
-    "Biased",
-    "Bucket",
-    "Codec",
     "Collectives",
     "DiLoCo",
     "Error",
     "ErrorFeedback",
     "HookState",
     "PerParameter",
-    "Result",
     "Rule",
     "Schedule",
     "Scheme",
     "Simulation",
-    "Slot",
-    "Traits",
-    "Unbiased",
     "Verification",
     "ZeroOptimizer",
     "__version__",
@@ -107,7 +96,6 @@ __all__ = [
     "load_dcp",
     "make",
     "optim",
-    "overlapped",
     "process_group",
     "reduce_scatter",
     "register",

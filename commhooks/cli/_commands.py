@@ -69,7 +69,7 @@ from dataclasses import dataclass
 
 import torch
 
-from commhooks import Biased, Codec, Traits, register_scheme
+from commhooks.core import Biased, Codec, Traits, register_scheme
 
 
 @register_scheme("NAME")

@@ -1,4 +1,4 @@
-"""Parts of schemes: buckets, slots, traits, memory, the registry."""
+"""What authors of schemes import: base classes, buckets, slots, traits, collectives."""
 
 # Modules, in the order in which to read them:
 #
@@ -23,8 +23,12 @@ from commhooks.core._registry import register_scheme, scheme_names
 from commhooks.core._scheme import Codec, Scheme
 from commhooks.core._slot import Number, Slot, StepInfo
 from commhooks.core._traits import Biased, Exact, Traits, Unbiased
+from ddp_core import AllGather, AllReduce, AllToAll, overlapped
 
 __all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
     "Biased",
     "Bucket",
     "Codec",
@@ -41,6 +45,7 @@ __all__ = [
     "StepInfo",
     "Traits",
     "Unbiased",
+    "overlapped",
     "register_scheme",
     "scheme_names",
 ]

@@ -329,13 +329,13 @@ class PackedCodec(Payloads):
     """
 
     pattern: Pattern = "two_phase"
-    # See :class:`commhooks.Traits`.
+    # See :class:`commhooks.core.Traits`.
     per_parameter: ClassVar[bool] = False
     keeps_zeros: ClassVar[bool] = False
 
     @property
     def error(self) -> ErrorKind:
-        """Returns the error of the mean, see :class:`commhooks.Traits`."""
+        """Returns the error of the mean, see :class:`commhooks.core.Traits`."""
         return Exact()
 
     @property

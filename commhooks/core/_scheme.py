@@ -109,7 +109,7 @@ class Scheme:
         check_settings(self)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        """Yields collectives, is sent their results, and returns a :class:`commhooks.Result`."""
+        """Yields collectives, is sent their results, and returns a ``Result``."""
         raise NotImplementedError
         yield  # makes this a generator function, as every exchange is
 
@@ -128,7 +128,7 @@ class Scheme:
             parts: begin and end of the entries of each rank in the output.
 
         Returns:
-            A :class:`commhooks.Result` whose ``mean`` has the entries of all ranks.
+            A :class:`commhooks.core.Result` whose ``mean`` has the entries of all ranks.
         """
         raise SchemeError(f"{type(self).__name__} averages; it cannot gather")
         yield  # makes this a generator function, as every exchange is

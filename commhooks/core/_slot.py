@@ -24,7 +24,7 @@ Counters = dict[tuple[int, torch.device, object], Tensor]
 class StepInfo:
     """Holds the facts of one step on one rank that initial values of slots may depend on.
 
-    A :class:`commhooks.Bucket` has them, too, and adds gradient, residual and layout.
+    A :class:`commhooks.core.Bucket` has them, too, and adds gradient, residual and layout.
 
     Attributes:
         memory: tensors that survive the step, see :class:`commhooks.core.Memory`.

@@ -12,16 +12,9 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    Codec,
-    ErrorFeedback,
-    PerParameter,
-    Rule,
-    Scheme,
-    Simulation,
-)
+from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, Simulation
 from commhooks.cli._app import load_files
-from commhooks.core import Layout
+from commhooks.core import Codec, Layout
 from commhooks.core._scheme import walk
 from commhooks.research.baselines import AlignedTopK, RandomBlock
 from commhooks.schemes import (

@@ -10,16 +10,8 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    Biased,
-    Bucket,
-    Codec,
-    ErrorFeedback,
-    Result,
-    Scheme,
-    Traits,
-    Unbiased,
-)
+from commhooks import ErrorFeedback, Scheme
+from commhooks.core import Biased, Bucket, Codec, Result, Traits, Unbiased
 from commhooks.core._scheme import SchemeExchange
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.research.conformance import LAWS, check_scheme, laws_of

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import commhooks
-from commhooks import Biased, Bucket, Codec, ErrorFeedback, Scheme, Simulation, Traits
+from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
-from commhooks.core import Layout
+from commhooks.core import Biased, Bucket, Codec, Layout, Traits
 from commhooks.core._scheme import slots_of
 from commhooks.hook._coalesce import Coalescer
 from commhooks.hook._engine import Engine

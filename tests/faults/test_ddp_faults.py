@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import commhooks
-from commhooks import Result, Scheme
+from commhooks import Scheme
+from commhooks.core import Result
 from ddp_core import AllReduce, CollectiveError, DistributedDataParallel
 from tests.tools.harness import Died, run_ranks
 from tests.tools.models import loss_of
@@ -113,7 +114,7 @@ class TwoRounds(Scheme):
     """Averages in its second round; on one rank it may die between the rounds."""
 
     at_step: int
-    traits = commhooks.Traits(rounds=2)
+    traits = commhooks.core.Traits(rounds=2)
 
     def exchange(self, bucket: Any) -> Any:
         yield AllReduce(torch.zeros(1))

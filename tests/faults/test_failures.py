@@ -21,7 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks import HookState, Result, Scheme, Traits
+from commhooks import HookState, Scheme
+from commhooks.core import Result, Traits
 from ddp_core import AllReduce
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import Died, run_ranks

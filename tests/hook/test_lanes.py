@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import commhooks
-from commhooks import Result, Scheme, Traits
+from commhooks import Scheme
+from commhooks.core import Result, Traits
 from ddp_core import (
     AllReduce,
     Lanes,

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
-from commhooks import Bucket, DiLoCo, Result, Scheme, Traits
-from commhooks.core import SchemeExchange
+from commhooks import DiLoCo, Scheme
+from commhooks.core import Bucket, Result, SchemeExchange, Traits
 from commhooks.local import local_sgd
 from commhooks.local._fragments import fragments_of
 from tests.tools.harness import run_ranks

@@ -12,8 +12,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from commhooks import Bucket, Simulation
-from commhooks.core import Layout
+from commhooks import Simulation
+from commhooks.core import Bucket, Layout
 from commhooks.core._packed import Randomness
 from commhooks.kernels.philox import signs
 

@@ -206,7 +206,8 @@ def test_a_file_is_compared_with_all_others_or_with_some(
 
 MIXED = """
 from dataclasses import dataclass
-from commhooks import AllReduce, Result, Scheme, Traits, register_scheme
+from commhooks import Scheme, register_scheme
+from commhooks.core import AllReduce, Result, Traits
 
 class Base(Scheme):
     def exchange(self, bucket):

@@ -8,21 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks import (
-    Biased,
-    Bucket,
-    Codec,
-    ErrorFeedback,
-    PerParameter,
-    Result,
-    Rule,
-    Scheme,
-    Slot,
-    Traits,
-    Unbiased,
-    make,
-)
-from commhooks.core import Exact, Layout
+from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, make
+from commhooks.core import Biased, Bucket, Codec, Exact, Layout, Result, Slot, Traits, Unbiased
 from commhooks.core._scheme import SchemeExchange, slots_of
 from commhooks.core._slot import Number
 from commhooks.core._traits import composed, worst

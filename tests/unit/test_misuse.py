@@ -14,14 +14,11 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks import (
-    Bucket,
-    Codec,
     DiLoCo,
     ErrorFeedback,
     HookState,
     PerParameter,
     PowerSGDState,
-    Result,
     Rule,
     Schedule,
     Scheme,
@@ -32,6 +29,7 @@ from commhooks import (
 )
 from commhooks.auto import AutoHook
 from commhooks.classic._minmax import MinMaxPerChannel
+from commhooks.core import Bucket, Codec, Result
 from commhooks.core._registry import _factories
 from commhooks.core._scheme import SchemeExchange
 from commhooks.errors import OptionError, SchemeError

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import AllReduce, ErrorFeedback, PerParameter, Rule, Simulation, overlapped
+from commhooks import ErrorFeedback, PerParameter, Rule, Simulation
+from commhooks.core import AllReduce, overlapped
 from commhooks.schemes import ACPSGD, PowerSGD
 from ddp_core import Collective, simulate
 from ddp_core.exchange._lanes import _give_up

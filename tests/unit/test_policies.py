@@ -12,19 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import (
-    Bucket,
-    ErrorFeedback,
-    PerParameter,
-    Result,
-    Rule,
-    Schedule,
-    Scheme,
-    Simulation,
-    Traits,
-    make,
-)
-from commhooks.core import Layout
+from commhooks import ErrorFeedback, PerParameter, Rule, Schedule, Scheme, Simulation, make
+from commhooks.core import Bucket, Layout, Result, Traits
 from commhooks.core._scheme import SchemeExchange
 from commhooks.research.budget import allocate
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import Bucket, ErrorFeedback, Scheme, Simulation
-from commhooks.core import Layout
+from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks.core import Bucket, Layout
 from commhooks.core._scheme import slots_of
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.schemes import (

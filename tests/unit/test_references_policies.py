@@ -137,8 +137,7 @@ def test_aligned_topk() -> None:
 
 def sketch_signs(step: int, row: int, directions: int) -> Tensor:
     """The draw of a step: its begin in a table of signs, keyed by name, purpose and step."""
-    from commhooks import Bucket
-    from commhooks.core import Layout
+    from commhooks.core import Bucket, Layout
 
     generator = Bucket(torch.zeros(0), Layout([], []), step=step).generator("p/sketch", shared=True)
     begin, count = int(torch.randint(2**16, (), generator=generator)), row * directions

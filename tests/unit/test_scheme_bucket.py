@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from commhooks import (
-    Bucket,
-    Codec,
-    ErrorFeedback,
-    Result,
-    Scheme,
-    Simulation,
-)
-from commhooks.core import Layout, Slot
+from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks.core import Bucket, Codec, Layout, Result, Slot
 from commhooks.core._bucket import SchemeExchange
 from commhooks.core._slot import StepInfo
 from commhooks.core._traits import Traits, Unbiased, composed, worst

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from commhooks import Bucket, Result, Scheme
+from commhooks import Scheme
+from commhooks.core import Bucket, Result
 from commhooks.core._bucket import SchemeExchange
 from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
 from commhooks.predict._device import time_parts

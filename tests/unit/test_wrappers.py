@@ -10,20 +10,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from commhooks import (
-    Biased,
-    Bucket,
-    Codec,
-    ErrorFeedback,
-    PerParameter,
-    Result,
-    Rule,
-    Scheme,
-    Simulation,
-    Traits,
-    make,
-)
-from commhooks.core import Layout
+from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, Simulation, make
+from commhooks.core import Biased, Bucket, Codec, Layout, Result, Traits
 from commhooks.core._scheme import SchemeExchange, slot_error, slots_of
 from commhooks.schemes import BatchedPowerSGD, Dense, Gossip, Noop, PowerSGD, TopK
 from commhooks.wrappers import (
