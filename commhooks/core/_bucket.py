@@ -171,7 +171,8 @@ class Bucket(StepInfo):
             dtype=dtype,
             initial=lambda name, shape: slot.initial(name, shape, self),
         )
-        return flat.to(dtype)  # memory keeps the dtype in which values were written
+        # Memory keeps the dtype in which values were written.
+        return flat if flat.dtype == dtype else flat.to(dtype)
 
     def write(self, slot: Slot, values: Tensor) -> None:
         """Stages new values of ``slot``: committed after the step, if all buckets are finite."""
@@ -190,7 +191,7 @@ class Bucket(StepInfo):
     @property
     def wide_dtype(self) -> torch.dtype:
         """Returns the dtype of sums of gradients: float32, or float64 if the gradient is."""
-        return torch.promote_types(self.raw.dtype, torch.float32)
+        return torch.float64 if self.raw.dtype == torch.float64 else torch.float32
 
     # ---- random bits
 
