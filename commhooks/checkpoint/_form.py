@@ -238,7 +238,8 @@ def _check_common(state: object, call: str) -> None:
         )
     if not state:
         raise CheckpointError(
-            f"{call}: the state is empty; state_dict(gather=True, dst=rank) is that rank's only"
+            f"{call}: the state is empty: of state_dict(gather=True, dst=rank) only that rank has "
+            f"it; load on every rank the file that it saved"
         )
     if not _is_text(state.get("format")) or state["format"] != FORMAT:
         raise CheckpointError(

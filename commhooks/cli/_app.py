@@ -231,7 +231,7 @@ def simulate(
     list_fabrics: Annotated[
         bool,
         typer.Option(
-            "--list-fabrics",
+            "--list-networks",
             callback=print_presets,
             is_eager=True,
             help="Prints the presets, and where their numbers are from.",

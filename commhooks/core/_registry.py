@@ -44,6 +44,9 @@ _IMPORT = "import commhooks.research.baselines"
 _ELSEWHERE = {
     "verify_every": "it is called verify in register(..., verify=...)",
     "verification": "it is called verify in register(..., verify=...)",
+    "replicate_group": "it is an argument of register(..., replicate_group=...), for FSDP2",
+    "between": "it is called replicate_group in register(..., replicate_group=...), for FSDP2",
+    "max_error": "it is an option of register(model, 'auto', max_error=...)",
     "matrix_approximation_rank": "it is called rank here",
     "start_powerSGD_iter": "it is called start_step here",
     "start_iter": "it is called start_step here",

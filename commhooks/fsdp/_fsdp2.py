@@ -75,8 +75,8 @@ __all__ = [
     "FSDP2Module",
     "Replacement",
     "SchemeReduceScatter",
-    "check_between",
     "check_free",
+    "check_replicate_group",
     "groups_of",
     "parameter_of",
     "register_on_fsdp2",
@@ -374,7 +374,7 @@ def check_free(found: FSDP2Model, kind: type[Replacement]) -> None:
             )
 
 
-def check_between(replicate_group: object) -> None:
+def check_replicate_group(replicate_group: object) -> None:
     """Raises unless there are replicas to average over, or none were given."""
     if replicate_group is not None and not isinstance(
         replicate_group, DeviceMesh | dist.ProcessGroup
@@ -444,7 +444,7 @@ def register_on_fsdp2(
         RegistrationError: the model or the scheme cannot run so; see ``fsdp2_checks``.
         MismatchError: the ranks differ.
     """
-    check_between(replicate_group)
+    check_replicate_group(replicate_group)
     found = FSDP2Model.of(model)
     warn_of_others(model, found)
     kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]

@@ -261,8 +261,8 @@ def _check_defaults(**arguments: object) -> None:
     if given:
         raise RegistrationError(
             f"register({', '.join(given)}): not for models of FSDP and replicate(), which decide "
-            f"themselves over which ranks, and in which buckets, they reduce; leave it out, or "
-            f"name a scheme"
+            f"themselves over which ranks, and in which buckets, they reduce; leave it out"
+            + (", or name a scheme" if arguments.get("scheme") else "")
         )
 
 

@@ -340,7 +340,10 @@ class Loaded(NamedTuple):
 def save(hook: Running, gather: bool, dst: int | None) -> dict[str, Any]:
     """Returns what ``HookState.state_dict`` returns."""
     if dst is not None and not gather:
-        raise ValueError(f"HookState.state_dict(dst={dst!r}): it goes with gather=True")
+        raise ValueError(
+            f"HookState.state_dict(dst={dst!r}): it goes with gather=True, without which each rank "
+            f"keeps its own state"
+        )
     # A fault is not raised at once: with ``gather`` it takes part in the handshake of all ranks.
     fault, hook.attendance.excused = None, True
     if hook.runner.under_way:

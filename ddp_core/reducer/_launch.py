@@ -397,30 +397,30 @@ class StepEvents:
 
     def __init__(self, state: Any = None) -> None:
         # Looked up once: every step asks for them, and most states have none.
-        self._no_more_buckets: Callable[[], object] | None = _method(state, "backward_finished")
-        self._step_landed: Callable[[Sequence[nn.Parameter]], object] | None
-        self._step_landed = _method(state, "gradients_written")
-        self._step_abandoned: Callable[[], object] | None = _method(state, "step_aborted")
+        self._backward_finished: Callable[[], object] | None = _method(state, "backward_finished")
+        self._gradients_written: Callable[[Sequence[nn.Parameter]], object] | None
+        self._gradients_written = _method(state, "gradients_written")
+        self._step_aborted: Callable[[], object] | None = _method(state, "step_aborted")
 
     @property
     def wants_left_alone(self) -> bool:
         """Whether anybody looks at the parameters whose gradients were not written."""
-        return self._step_landed is not None
+        return self._gradients_written is not None
 
     def backward_finished(self) -> None:
         """Tells that backward has ended well: the step's last bucket was launched."""
-        if self._no_more_buckets is not None:
-            self._no_more_buckets()
+        if self._backward_finished is not None:
+            self._backward_finished()
 
     def gradients_written(self, left_alone: Sequence[nn.Parameter]) -> None:
         """Tells that all gradients were written, but for those of ``left_alone``."""
-        if self._step_landed is not None:
-            self._step_landed(left_alone)
+        if self._gradients_written is not None:
+            self._gradients_written(left_alone)
 
     def step_aborted(self) -> None:
         """Tells that the step's results will not be used."""
-        if self._step_abandoned is not None:
-            self._step_abandoned()
+        if self._step_aborted is not None:
+            self._step_aborted()
 
 
 def _method(state: Any, name: str) -> Any:

@@ -43,7 +43,7 @@ def test_a_preset_says_where_its_numbers_are_from(name: str) -> None:
 
 
 def test_simulate_prints_the_presets_without_a_model() -> None:
-    done = CliRunner().invoke(app, ["simulate", "--list-fabrics"], env={"COLUMNS": "200"})
+    done = CliRunner().invoke(app, ["simulate", "--list-networks"], env={"COLUMNS": "200"})
     assert done.exit_code == 0, done.output
     listed = re.findall(r"^(\S+)  ", done.output, flags=re.MULTILINE)
     assert listed[1:] == list(PRESETS)
