@@ -168,7 +168,7 @@ DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "the last step of 64 bits": (replaced("step", 2**63 - 1), "'step' is a whole number"),
     "a seed beyond 64 bits": (replaced("seed", 2**64), "'seed' is a whole number"),
     "a seed of half": (replaced("seed", 0.5), "'seed' is a whole number"),
-    "another rank's": (lambda state: {}, "is empty; state_dict.* that rank's only"),
+    "another rank's": (lambda state: {}, "is empty: of state_dict.* only that rank has it"),
     "sizes of buckets in words": (replaced("bucket_bytes", ["9"]), "'bucket_bytes' is a list"),
     "one size for all buckets": (replaced("bucket_bytes", 4096), "'bucket_bytes' is a list"),
     "no ranks": (replaced("world_size", 0), "'world_size' is a whole number"),
