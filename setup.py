@@ -42,7 +42,7 @@ def machine() -> str:
 if machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS = {
         # Processors from before 2013 get small code: fast code would be a third of a wheel.
-        "v2": ["-march=x86-64-v2", "-O2"],
+        "v2": ["-march=x86-64-v2", "-Os"],
         "v3": ["-march=x86-64-v3"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     }
