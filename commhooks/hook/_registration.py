@@ -172,18 +172,18 @@ def register(
     # By its name: hosts are above this module, and most models have none.
     found = resolve_name("commhooks.hosts:host_of")(model)
     if found is not None:
-        host, registers = found
+        registers, takes = found
         _check_defaults(
             process_group=process_group,
             layout=layout,
-            verify=verify if host == "DDP" else None,
-            scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,
+            verify=None if "verification" in takes else verify,
+            scheme="auto" if scheme == "auto" and "auto" not in takes else None,
         )
         if "verification" in options:
             raise OptionError("register(verification=...): it is called verify, as in verify=100")
-        if host != "DDP":
+        if "verification" in takes:
             options["verification"] = verification
-        if host == "FSDPModule":
+        if "replicate_group" in takes:
             options["replicate_group"] = replicate_group
         elif replicate_group is not None:
             raise RegistrationError(

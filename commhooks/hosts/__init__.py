@@ -28,23 +28,30 @@ if TYPE_CHECKING:
 
 __all__ = ["SchemeGroup", "host_of", "process_group"]
 
-# Classes of modules that reduce gradients themselves, and what registers a hook on them. By name:
-# importing them takes a second, and most models have none.
-_REGISTERS = {
-    "FSDPModule": "commhooks.fsdp._fsdp2:register_on_fsdp2",
-    "FullyShardedDataParallel": "commhooks.fsdp._fsdp1:register_on_fsdp1",
-    "DDP": "commhooks.hosts._composable:register_on_composable",
+# Classes of modules that reduce gradients themselves, what registers a hook on them, and what it
+# takes of the arguments of ``register``. By name: importing them takes a second, and most models
+# have none.
+_REGISTERS: dict[str, tuple[str, set[str]]] = {
+    "FSDPModule": (
+        "commhooks.fsdp._fsdp2:register_on_fsdp2",
+        {"verification", "replicate_group", "auto"},
+    ),
+    "FullyShardedDataParallel": ("commhooks.fsdp._fsdp1:register_on_fsdp1", {"verification"}),
+    "DDP": ("commhooks.hosts._composable:register_on_composable", set()),
 }
 _REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a class "DDP"
 
 
-def host_of(model: object) -> tuple[str, Callable[..., Any]] | None:
-    """Returns the class that reduces a model's gradients, and what registers a hook on it.
+def host_of(model: object) -> tuple[Callable[..., Any], set[str]] | None:
+    """Returns what registers a hook on a model of another host, and which arguments it takes.
 
     None for DistributedDataParallel, and for what no host serves.
     """
     name = _class_of(model) if isinstance(model, nn.Module) else ""
-    return (name, resolve_name(_REGISTERS[name])) if name else None
+    if not name:
+        return None
+    place, takes = _REGISTERS[name]
+    return resolve_name(place), takes
 
 
 def _class_of(model: nn.Module) -> str:

@@ -359,7 +359,7 @@ MUTANTS: list[Mutant] = [
         "register",
         (
             "a search is registered on a host that chooses its buckets",
-            'scheme="auto" if scheme == "auto" and host != "FSDPModule" else None,',
+            'scheme="auto" if scheme == "auto" and "auto" not in takes else None,',
             "scheme=None,",
             f"{FSDP1}::test_what_cannot_run_is_refused",
         ),
