@@ -130,8 +130,8 @@ def __getattr__(name: str) -> Any:
     package = _NAMES[name].rpartition(".")[0]
     if package != __name__:
         import_module(package)
-    found = globals()[name] = getattr(import_module(_NAMES[name]), name)
-    return found
+    value = globals()[name] = getattr(import_module(_NAMES[name]), name)
+    return value
 
 
 def __dir__() -> list[str]:

@@ -116,8 +116,8 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in _LATER:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = globals()[name] = resolve_name(_LATER[name])
-        return found
+        value = globals()[name] = resolve_name(_LATER[name])
+        return value
 
 
 # ---- tensors and modules
@@ -145,14 +145,14 @@ def forward_pre_hooks(module: nn.Module) -> MutableMapping[int, Any]:
 def comm_hooks(ddp: nn.Module) -> list[tuple[Any, Any]]:
     """Returns the registered communication hooks, each with its state."""
     hooks: Any = ddp._comm_hooks
-    found: list[tuple[Any, Any]] = hooks
-    return found
+    with_states: list[tuple[Any, Any]] = hooks
+    return with_states
 
 
 def wrapped_parameters(ddp: Any) -> list[nn.Parameter]:
     """Returns the trained parameters that torch's class had when it was made."""
-    found: list[nn.Parameter] = ddp._module_parameters
-    return found
+    parameters: list[nn.Parameter] = ddp._module_parameters
+    return parameters
 
 
 def knows_comm_hooks(ddp: DistributedDataParallel) -> bool:
@@ -214,8 +214,8 @@ SCATTERING = ("reduce_scatter_single", "_reduce_scatter_base")
 
 def coalesced_calls() -> dict[Any, Any]:
     """Returns the calls that torch's ``_coalescing_manager`` has collected, by group."""
-    found: dict[Any, Any] = dist.distributed_c10d._world.pg_coalesce_state
-    return found
+    calls: dict[Any, Any] = dist.distributed_c10d._world.pg_coalesce_state
+    return calls
 
 
 # ---- FSDP1: its units, and the flat parameter of each
@@ -291,8 +291,8 @@ def fsdp2_groups(module: Any) -> Sequence[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         groups: Sequence[Any] = state._fsdp_param_groups
         return groups
-    one = state._fsdp_param_group  # up to torch 2.11 a module has one, or none
-    return [] if one is None else [one]
+    group = state._fsdp_param_group  # up to torch 2.11 a module has one, or none
+    return [] if group is None else [group]
 
 
 def fsdp2_is_in_backward(state: Any) -> bool:

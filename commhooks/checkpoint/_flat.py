@@ -34,7 +34,7 @@ def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
                 plain[field] = value
                 continue
             memory = read_memory(value["memory"], field, "flatten_state")
-            rest = {name: item for name, item in value.items() if name != "memory"}
+            rest = {name: entry for name, entry in value.items() if name != "memory"}
             # The keys as well, since a key without tensors has no entry.
             plain[field] = {**rest, "keys": sorted(memory)}
             for key, values in memory.items():

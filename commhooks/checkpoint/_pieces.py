@@ -67,7 +67,7 @@ def _cut_dimension(shape: torch.Size, parts: Mapping[int, Tensor]) -> int | None
     first, count = parts.get(0), len(parts)
     if first is None or first.dim() != len(shape) or max(parts) != count - 1:
         return None
-    if any((one.shape, one.dtype) != (first.shape, first.dtype) for one in parts.values()):
+    if any((piece.shape, piece.dtype) != (first.shape, first.dtype) for piece in parts.values()):
         return None
     cut = [dim for dim, length in enumerate(shape) if first.shape[dim] != length]
     # Nothing was cut where all is in the first piece: the others only fill up.
@@ -102,8 +102,8 @@ def of_one_group(saved: Saved, shapes: Mapping[str, torch.Size], keys: Collectio
                 if twice := known.keys() & values.keys():
                     raise CheckpointError(
                         f"load_state_dict: {key!r} of {listed(sorted(twice))} is there twice, from "
-                        f"{ranks_in_words([one.global_rank for one in some])}: give the states of "
-                        f"one part of the model (one rank of tensor parallelism)"
+                        f"{ranks_in_words([part.global_rank for part in some])}: give the states "
+                        f"of one part of the model (one rank of tensor parallelism)"
                     )
                 known |= values
         for key in memory.keys() & set(keys):

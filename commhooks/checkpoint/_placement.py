@@ -66,11 +66,11 @@ def piece_here(spec: Any) -> str:
         return ""
     # In words of our own: what placements print may differ between releases of torch.
     return _in_order(
-        f"piece {rank} of {size} {_cut(one)}"
-        for one, rank, size in zip(
+        f"piece {rank} of {size} {_cut(placement)}"
+        for placement, rank, size in zip(
             spec.placements, spec.mesh.get_coordinate(), spec.mesh.shape, strict=True
         )
-        if size > 1 and not one.is_replicate()
+        if size > 1 and not placement.is_replicate()
     )
 
 
@@ -91,8 +91,8 @@ def _in_order(pieces: Iterable[str]) -> str:
     """
 
     def dimension(piece: str) -> int:
-        found = _ALONG.search(piece)
-        return -1 if found is None else int(found[1])
+        match = _ALONG.search(piece)
+        return -1 if match is None else int(match[1])
 
     return ", ".join(sorted(pieces, key=dimension))
 
@@ -115,7 +115,8 @@ def read_placement(stored: object, what: str) -> dict[str, str]:
         CheckpointError: ``stored`` is something else.
     """
     if type(stored) is not list or not all(
-        type(one) is list and one and all(type(text) is str for text in one) for one in stored
+        type(entry) is list and entry and all(type(text) is str for text in entry)
+        for entry in stored
     ):
         raise CheckpointError(f"{what} is a list of lists of text; the file is damaged")
     # Earlier releases wrote them in the order of the mesh.

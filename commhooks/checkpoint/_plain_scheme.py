@@ -38,7 +38,7 @@ def to_plain(value: Any) -> Any:
         settings = {name: to_plain(getattr(value, name)) for name in names}
         return {_CLASS: _name(type(value)), _SETTINGS: settings}
     if isinstance(value, (list, tuple)):
-        return [to_plain(item) for item in value]
+        return [to_plain(element) for element in value]
     return value
 
 
@@ -56,7 +56,7 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
         raise CheckpointError("a saved scheme is nested too deeply; the file is damaged")
     # Tuples, since a scheme with a list in its settings has no hash.
     if isinstance(value, list):
-        return tuple(from_plain(item, inside=inside + 1) for item in value)
+        return tuple(from_plain(element, inside=inside + 1) for element in value)
     if not isinstance(value, Mapping):
         return value
     name, settings = value.get(_CLASS), value.get(_SETTINGS)
@@ -77,7 +77,7 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
             f"allows it: torch.serialization.add_safe_globals([{kind.__name__}]). Or save "
             f"hook.state_dict(), which continues on the scheme that is registered"
         )
-    inner = {key: from_plain(item, inside=inside + 1) for key, item in settings.items()}
+    inner = {key: from_plain(setting, inside=inside + 1) for key, setting in settings.items()}
     # What ``rounding`` was before; anything else than a bool is refused by the class.
     if name == "commhooks.Blockwise" and isinstance(inner.get("stochastic"), bool):
         before = "stochastic" if inner.pop("stochastic") else "nearest"
@@ -112,7 +112,7 @@ def _may_be_named(kind: type) -> bool:
     if kind.__module__.partition(".")[0] == "commhooks" and not touches_files:
         return True
     allowed = torch.serialization.get_safe_globals()
-    return any(kind is (one[0] if isinstance(one, tuple) else one) for one in allowed)
+    return any(kind is (entry[0] if isinstance(entry, tuple) else entry) for entry in allowed)
 
 
 def _name(kind: type) -> str:

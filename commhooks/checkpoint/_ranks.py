@@ -201,12 +201,12 @@ def merged(
         per_rank: by key, what becomes of values that differ between ranks.
     """
     everyone = [part.memory for part in used]
-    own = [part.memory for part in used if part.rank % world_size == rank]
+    memories = [part.memory for part in used if part.rank % world_size == rank]
     values: MemoryDict = {}
     for key in sorted({key for memory in everyone for key in memory}):
         resize = per_rank.get(key)
         if resize == "sum":
-            values[key] = _added(key, own, world_size / saved_size)
+            values[key] = _added(key, memories, world_size / saved_size)
         elif resize == "mean":
             # Of the parts there are: of ranks that have died there is none.
             values[key] = _added(key, everyone, 1.0 / len(everyone))

@@ -163,8 +163,8 @@ class Call:
         call, (given, into) = f"commhooks.{self.kind}", (self.given, self.into)
         for tensor in (given, into):
             if not isinstance(tensor, Tensor):
-                one = ", one output for all ranks" * (self.kind == "all_gather")
-                raise TypeError(f"{call} takes tensors{one}, got {type(tensor).__name__}")
+                outputs = ", one output for all ranks" * (self.kind == "all_gather")
+                raise TypeError(f"{call} takes tensors{outputs}, got {type(tensor).__name__}")
             if tensor.layout != torch.strided:
                 raise TypeError(f"{call} takes dense tensors, got one of {tensor.layout}")
         many = {"all_reduce": (1, 1), "reduce_scatter": (1, world_size)}
@@ -302,8 +302,8 @@ def _times(run: Run, ranks: int) -> Run:
     def total(bucket: Bucket) -> SchemeExchange:
         result = yield from run(bucket)
         # In place in the result's own memory only: a scheme may keep what it returns.
-        own = result.mean.data_ptr() == bucket.output.data_ptr()
-        mean = result.mean.mul_(ranks) if own else result.mean * ranks
+        in_output = result.mean.data_ptr() == bucket.output.data_ptr()
+        mean = result.mean.mul_(ranks) if in_output else result.mean * ranks
         return result._replace(mean=mean)
 
     return total
@@ -409,7 +409,9 @@ class Calls(HookState):
         if keeps:
             self._wait_for(name)
             self.drivers.join()
-        self._pending = [one for one in self._pending if not one[1].done() or _failed(one[1])]
+        self._pending = [
+            pending for pending in self._pending if not pending[1].done() or _failed(pending[1])
+        ]
         number = self._numbers.setdefault(name, len(self._numbers))
         at = self._steps.get(name, self._first_step)
         self._steps[name] = at + 1
@@ -451,10 +453,10 @@ class Calls(HookState):
     def _wait_for(self, name: str | None) -> None:
         """Waits for the calls of a name, or for all, and forgets them; raises if one has failed."""
         errors = []
-        for one in [one for one in self._pending if name in (None, one[0])]:
-            self._pending.remove(one)
+        for pending in [pending for pending in self._pending if name in (None, pending[0])]:
+            self._pending.remove(pending)
             try:
-                one[1].wait()
+                pending[1].wait()
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -565,12 +567,12 @@ def _tensors_of(plan: str) -> tuple[dict[str, int], NamedTensors, int | None]:
     steps, tensors = {}, NamedTensors()
     try:
         # Another text is of a hook that chooses its scheme: it names no tensors.
-        told = from_json(plan or "{}")
-        for name, (step, known) in told.get("tensors", {}).items():
+        fields = from_json(plan or "{}")
+        for name, (step, known) in fields.get("tensors", {}).items():
             steps[name] = _step_of(step)
             if known is not None:
                 tensors.declare(name, *_shape_of(*known))
-        first = _step_of(told.get("first", 0)) if steps or "first" in told else None
+        first = _step_of(fields.get("first", 0)) if steps or "first" in fields else None
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"load_state_dict: 'plan' does not describe tensors, got {plan[:80]!r}; damaged"

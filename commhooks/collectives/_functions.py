@@ -223,29 +223,29 @@ def collectives_of(
             f"first"
         )
     key = (scheme if isinstance(scheme, str) else describe(scheme), repr(sorted(options.items())))
-    found = _made.get(group, {}).get(key)
-    if found is None:
-        found = Collectives(scheme, group, **options)
-        if slots_of(found.scheme):
-            call.need(found.scheme)
+    collectives = _made.get(group, {}).get(key)
+    if collectives is None:
+        collectives = Collectives(scheme, group, **options)
+        if slots_of(collectives.scheme):
+            call.need(collectives.scheme)
             raise RegistrationError(
-                f"commhooks.{call.kind}: {found.scheme} keeps memory between calls, which belongs "
-                f"to a tensor by name: collectives = commhooks.Collectives(scheme, group), then "
-                f"collectives.{call.kind}(..., name=...)"
+                f"commhooks.{call.kind}: {collectives.scheme} keeps memory between calls, which "
+                f"belongs to a tensor by name: collectives = commhooks.Collectives(scheme, group), "
+                f"then collectives.{call.kind}(..., name=...)"
             )
-        found._called = "commhooks"
-        _made.setdefault(group, {})[key] = found
+        collectives._called = "commhooks"
+        _made.setdefault(group, {})[key] = collectives
         if _is_known(group):
             _registered.add(group)
-    return found
+    return collectives
 
 
 def close_idle() -> None:
     """Closes what was made for groups that torch.distributed has destroyed since."""
-    for group in [one for one in _registered if not _is_known(one)]:
+    for group in [known for known in _registered if not _is_known(known)]:
         _registered.remove(group)
-        for found in _made.pop(group).values():
-            found.close()
+        for collectives in _made.pop(group).values():
+            collectives.close()
 
 
 def _is_known(group: dist.ProcessGroup) -> bool:

@@ -97,8 +97,8 @@ class Bucket(StepInfo):
         super().__init__(memory=memory, step=step, rank=rank, world_size=world_size, seed=seed)
         self.raw, self.residual, self.unsent = raw, residual, unsent
         self.shards = shards if shards is None else check_shards(shards, raw.numel(), world_size)
-        own = raw if shards is None else raw[self.own]
-        self.output = own if output is None else output
+        shard = raw if shards is None else raw[self.own]
+        self.output = shard if output is None else output
         self._layout = layout
         # Gradient plus residual, once computed. A list, since copies by ``replace`` share it: the
         # sum is computed once, whichever of the copies reads it first.

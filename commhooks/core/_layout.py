@@ -66,13 +66,13 @@ class Layout:
         Args:
             parts: begin and end of each part.
         """
-        found = []
+        lengths = []
         for begin, end in parts:
             first = bisect_right(self.offsets, begin) - 1
             last = bisect_left(self.offsets, end)
             ends = [begin, *self.offsets[first + 1 : last], end] if begin < end else [begin]
-            found.append(tuple(after - before for before, after in pairwise(ends)))
-        return found
+            lengths.append(tuple(after - before for before, after in pairwise(ends)))
+        return lengths
 
     def pick(self, positions: Sequence[int]) -> Layout:
         """Returns the layout of the parameters at ``positions``, in the order given."""

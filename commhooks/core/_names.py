@@ -59,8 +59,8 @@ def split_shard_name(name: str) -> tuple[str, int | None]:
         >>> split_shard_name("layer.weight#3")
         ('layer.weight', 3)
     """
-    found = _PIECE.fullmatch(name)
-    return (name, None) if found is None else (found[1], int(found[2]))
+    match = _PIECE.fullmatch(name)
+    return (name, None) if match is None else (match[1], int(match[2]))
 
 
 def padding_name(name: str) -> str:

@@ -228,7 +228,7 @@ def check_decoded(codec: Codec, decoded: Any, like: Tensor) -> None:
 
 def pack_payload(payload: dict[str, Tensor]) -> Tensor:
     """Packs all tensors of a payload into flat uint8, widest elements first so that views align."""
-    parts = sorted(payload.items(), key=lambda item: -item[1].element_size())
+    parts = sorted(payload.items(), key=lambda part: -part[1].element_size())
     return torch.cat([as_bytes(value) for _, value in parts])
 
 
@@ -239,7 +239,7 @@ def unpack_payload(packed: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]
         packed: flat uint8.
         like: tensors with the names, shapes and dtypes of the payload's.
     """
-    parts = sorted(like.items(), key=lambda item: -item[1].element_size())
+    parts = sorted(like.items(), key=lambda part: -part[1].element_size())
     sizes = [value.numel() * value.element_size() for _, value in parts]
     # Copies: a row of gathered bytes may begin at an address that no wider dtype can be viewed at.
     return {
@@ -256,8 +256,8 @@ def children(scheme: Scheme) -> list[Scheme]:
         if isinstance(value, Scheme):
             schemes.append(value)
         elif isinstance(value, (tuple, list)):
-            for item in value:
-                look(item)
+            for element in value:
+                look(element)
         elif is_dataclass(value):  # a rule that names a scheme
             for setting in fields(value):
                 look(getattr(value, setting.name))

@@ -171,8 +171,10 @@ def printable(text: str) -> str:
     Line ends stay; control characters, marks of direction and halves of characters do not.
     """
     return "".join(
-        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode()
-        for one in text
+        character
+        if character.isprintable() or character == "\n"
+        else character.encode("unicode_escape").decode()
+        for character in text
     )
 
 
@@ -190,13 +192,13 @@ def from_json(text: str) -> Any:
     level: list[Any] = [value]
     for _ in range(_DEEPEST):
         inside: list[Any] = []
-        for one in level:
-            if isinstance(one, str):
-                one.encode()  # half a character is a UnicodeEncodeError, which is a ValueError
-            elif isinstance(one, dict):
-                inside += [*one, *one.values()]
-            elif isinstance(one, list):
-                inside += one
+        for element in level:
+            if isinstance(element, str):
+                element.encode()  # half a character is a UnicodeEncodeError, which is a ValueError
+            elif isinstance(element, dict):
+                inside += [*element, *element.values()]
+            elif isinstance(element, list):
+                inside += element
         if not inside:
             return value
         level = inside

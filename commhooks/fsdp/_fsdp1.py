@@ -63,17 +63,17 @@ def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
     ]
     shapes = [shape for shape, _ in flat_shapes(flat)]
     named = zip(names, shapes, values, orders, strict=True)
-    found = [
+    entries = [
         (padding_name(f"{prefix}{place}"), torch.Size([numel]), flat, (0,))
         if padded
         else next(named)
         for place, (numel, padded) in enumerate(flat_masks(flat))
     ]
-    total = sum(shape.numel() for _, shape, *_ in found)
-    found.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
+    total = sum(shape.numel() for _, shape, *_ in entries)
+    entries.append((padding_name(f"{prefix}end"), torch.Size([-total % ranks]), flat, (0,)))
     return [
-        (Parameter(own, _sizes(shape, order), flat.dtype, order), value.requires_grad)
-        for own, shape, value, order in found
+        (Parameter(name_here, _sizes(shape, order), flat.dtype, order), value.requires_grad)
+        for name_here, shape, value, order in entries
     ]
 
 
@@ -81,8 +81,12 @@ def cuts_in(name: str, unit: Any) -> dict[str, ShardSpec]:
     """Returns how tensor parallelism cuts the parameters in a unit's flat gradient."""
     flat = flat_parameter(unit)
     # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
-    found = zip(_names(name, flat), dtensor_specs_in(flat), strict=True)
-    return {one: shard_spec_of(spec) for one, spec in found if hasattr(spec, "placements")}
+    named_specs = zip(_names(name, flat), dtensor_specs_in(flat), strict=True)
+    return {
+        parameter_name: shard_spec_of(spec)
+        for parameter_name, spec in named_specs
+        if hasattr(spec, "placements")
+    }
 
 
 def _prefix(name: str) -> str:
@@ -90,7 +94,7 @@ def _prefix(name: str) -> str:
 
 
 def _names(name: str, flat: Any) -> list[str]:
-    return [plain_name(f"{_prefix(name)}{one}") for one in flat_names(flat)]
+    return [plain_name(f"{_prefix(name)}{local}") for local in flat_names(flat)]
 
 
 def _sizes(shape: torch.Size, order: tuple[int, ...]) -> torch.Size:
@@ -171,7 +175,7 @@ class _Beside:
 def _held(model: nn.Module) -> list[Tensor]:
     """Returns the parameters that a model has between steps, also those that are out of it now."""
     flat = [flat_parameter(unit) for unit in _units(model).values()]
-    return [*flat, *(one for each in flat for one in flat_originals(each))]
+    return [*flat, *(original for each in flat for original in flat_originals(each))]
 
 
 def _check_ready(units: list[Any]) -> None:
@@ -207,17 +211,19 @@ def reduce_unit(
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
         bucket.shards, bucket.output, bucket.dense_sends = parts, shard[0], 1.0
     # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
-    bucket.left_alone = [name for name, one in parameters.items() if not one.requires_grad]
+    bucket.left_alone = [
+        name for name, parameter in parameters.items() if not parameter.requires_grad
+    ]
     hook.start(bucket).wait()
 
 
 def _units(model: nn.Module) -> dict[str, Any]:
     """Returns the units with parameters, by name."""
-    found: dict[str, Any] = dict(model.named_modules())
+    modules: dict[str, Any] = dict(model.named_modules())
     return {
-        name: one
-        for name, one in found.items()
-        if isinstance(one, FullyShardedDataParallel) and flat_parameter(one) is not None
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, FullyShardedDataParallel) and flat_parameter(module) is not None
     }
 
 
@@ -227,17 +233,17 @@ def _is_whole(unit: Any) -> bool:
 
 def _group(units: list[Any]) -> Any:
     """Returns the ranks that all units reduce over; raises if they take no hook."""
-    for one in units:
-        if "HYBRID" in one.sharding_strategy.name:
+    for unit in units:
+        if "HYBRID" in unit.sharding_strategy.name:
             raise RegistrationError(
-                f"register: FSDP1 takes no hook with {one.sharding_strategy}; use FSDP2 "
+                f"register: FSDP1 takes no hook with {unit.sharding_strategy}; use FSDP2 "
                 f"(fully_shard) and register(model, scheme, replicate_group=...)"
             )
-        if fsdp1_hook(one)[0] is not None:
+        if fsdp1_hook(unit)[0] is not None:
             raise RegistrationError("register: this model already has a hook, and FSDP1 takes one")
     if not units:
         raise RegistrationError("register: no unit of this FSDP1 model has parameters")
-    if any(one.process_group is not units[0].process_group for one in units):
+    if any(unit.process_group is not units[0].process_group for unit in units):
         raise RegistrationError(
             "register: the units of this FSDP1 model reduce over different process groups; "
             "register each of them by itself"

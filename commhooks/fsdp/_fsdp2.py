@@ -109,8 +109,12 @@ class FSDP2Module:
             numel: number of entries, by which missing gradients are noticed.
             pieces: number of pieces of each parameter in the bucket.
         """
-        trained = [one for one in self.group.fsdp_params if one.sharded_param.requires_grad]
-        total = sum(one.padded_sharded_param_size.numel() for one in trained) * pieces
+        trained = [
+            parameter
+            for parameter in self.group.fsdp_params
+            if parameter.sharded_param.requires_grad
+        ]
+        total = sum(parameter.padded_sharded_param_size.numel() for parameter in trained) * pieces
         if total != numel:
             raise RegistrationError(
                 f"commhooks: FSDP2 reduces {numel} entries of module "
@@ -119,11 +123,14 @@ class FSDP2Module:
                 f"model.set_reduce_scatter_unused_params(True), so that zeros stand for them; "
                 f"where this torch has no such method, add 0 * parameter.sum() to the loss"
             )
-        return known.layout_of([self._names[id(one)] for one in trained])
+        return known.layout_of([self._names[id(parameter)] for parameter in trained])
 
     def values(self) -> dict[str, Tensor]:
         """Returns this rank's shards of the parameters, by the names of the parameters."""
-        return {self._names[id(one)]: one.sharded_param for one in self.group.fsdp_params}
+        return {
+            self._names[id(parameter)]: parameter.sharded_param
+            for parameter in self.group.fsdp_params
+        }
 
     def divided_before(self, gradient: Tensor) -> float:
         """Returns by what FSDP2 has divided a gradient before its reduce-scatter.
@@ -196,17 +203,19 @@ class FSDP2Model(NamedTuple):
             )
         by_id = {id(value): name for name, value in model.named_parameters()}
         plain = plain_names(by_id.values())
-        pairs = [(one, group) for group in groups for one in group.fsdp_params]
-        sharded = {id(one): id(parameter_of(one)) for one, _ in pairs}
-        names = {one: plain[by_id[value]] for one, value in sharded.items()}
-        parameters = [_sharded(one, names[id(one)], group) for one, group in pairs]
+        pairs = [(parameter, group) for group in groups for parameter in group.fsdp_params]
+        sharded = {id(parameter): id(parameter_of(parameter)) for parameter, _ in pairs}
+        names = {parameter: plain[by_id[original]] for parameter, original in sharded.items()}
+        parameters = [
+            _sharded(parameter, names[id(parameter)], group) for parameter, group in pairs
+        ]
         modules = [FSDP2Module(number, group, names) for number, group in enumerate(groups)]
         return cls(modules, parameters, ranks)
 
 
 def groups_of(model: nn.Module, call: str = "register") -> dict[str, Any]:
     """Returns FSDP2's groups of parameters, by the name of the (first) module that has each."""
-    found: dict[str, Any] = {}
+    by_module: dict[str, Any] = {}
     for name, module in model.named_modules():
         groups = fsdp2_groups(module) if isinstance(module, FSDPModule) else []
         if len(groups) > 1:
@@ -215,9 +224,9 @@ def groups_of(model: nn.Module, call: str = "register") -> dict[str, Any]:
                 f"meshes (shard_placement_fn), and it takes no reduction from outside"
             )
         # Modules that were sharded together, fully_shard([a, b]), have one.
-        if groups and groups[0] not in found.values():
-            found[name] = groups[0]
-    return found
+        if groups and groups[0] not in by_module.values():
+            by_module[name] = groups[0]
+    return by_module
 
 
 def parameter_of(sharded: Any) -> nn.Parameter:
@@ -341,12 +350,16 @@ _OWN = (
 )
 
 
-def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
+def warn_of_others(model: nn.Module, fsdp2_model: FSDP2Model) -> None:
     """Warns if a model trains parameters that no FSDP2 module has."""
-    modules = [one.group.fsdp_params for one in found.modules]
-    sharded = {id(parameter_of(one)) for some in modules for one in some}
-    trained = {name: id(one) for name, one in model.named_parameters() if one.requires_grad}
-    others = [name for name, one in trained.items() if one not in sharded]
+    modules = [module.group.fsdp_params for module in fsdp2_model.modules]
+    sharded = {id(parameter_of(parameter)) for some in modules for parameter in some}
+    trained = {
+        name: id(parameter)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    others = [name for name, identity in trained.items() if identity not in sharded]
     if others:
         warnings.warn(
             f"register: {listed(others)}: in no FSDP2 module, so nothing averages their gradients, "
@@ -357,9 +370,9 @@ def warn_of_others(model: nn.Module, found: FSDP2Model) -> None:
         )
 
 
-def check_free(found: FSDP2Model, kind: type[Replacement]) -> None:
+def check_free(fsdp2_model: FSDP2Model, kind: type[Replacement]) -> None:
     """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
-    for module in found.modules:
+    for module in fsdp2_model.modules:
         present, hook = getattr(module.group, kind.place), kind.hook_of(module.group)
         if hook is not None:
             raise RegistrationError(
@@ -385,11 +398,11 @@ def check_replicate_group(replicate_group: object) -> None:
         )
 
 
-def shard_ranks(found: FSDP2Model) -> dist.ProcessGroup:
+def shard_ranks(fsdp2_model: FSDP2Model) -> dist.ProcessGroup:
     """Returns the ranks over which FSDP2 reduces; raises if there is one only."""
-    if found.ranks.size() > 1:
-        return found.ranks
-    if _averages_itself(found):
+    if fsdp2_model.ranks.size() > 1:
+        return fsdp2_model.ranks
+    if _averages_itself(fsdp2_model):
         raise RegistrationError(f"register: the model is sharded over one rank, and {_OWN}")
     raise RegistrationError(
         "register: the model is sharded over one rank, so FSDP2 reduces nothing; to average "
@@ -398,15 +411,17 @@ def shard_ranks(found: FSDP2Model) -> dist.ProcessGroup:
 
 
 def replica_ranks(
-    found: FSDP2Model, replicate_group: DeviceMesh | dist.ProcessGroup
+    fsdp2_model: FSDP2Model, replicate_group: DeviceMesh | dist.ProcessGroup
 ) -> dist.ProcessGroup:
     """Returns the ranks to average over; raises unless they are replicas that nobody averages."""
     group = (
         replicate_group.get_group() if isinstance(replicate_group, DeviceMesh) else replicate_group
     )
-    if _averages_itself(found):
+    if _averages_itself(fsdp2_model):
         raise RegistrationError(f"register(replicate_group=...): {_OWN}")
-    same = set(dist.get_process_group_ranks(group)) & set(dist.get_process_group_ranks(found.ranks))
+    same = set(dist.get_process_group_ranks(group)) & set(
+        dist.get_process_group_ranks(fsdp2_model.ranks)
+    )
     if len(same) > 1:
         raise RegistrationError(
             f"register(replicate_group=...): ranks {sorted(same)} hold different shards of one "
@@ -416,8 +431,8 @@ def replica_ranks(
     return group
 
 
-def _averages_itself(found: FSDP2Model) -> bool:
-    return any(isinstance(one.group.mesh_info, DDPMeshInfo) for one in found.modules)
+def _averages_itself(fsdp2_model: FSDP2Model) -> bool:
+    return any(isinstance(module.group.mesh_info, DDPMeshInfo) for module in fsdp2_model.modules)
 
 
 # ---- registration
@@ -445,30 +460,34 @@ def register_on_fsdp2(
         MismatchError: the ranks differ.
     """
     check_replicate_group(replicate_group)
-    found = FSDP2Model.of(model)
-    warn_of_others(model, found)
+    fsdp2_model = FSDP2Model.of(model)
+    warn_of_others(model, fsdp2_model)
     kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]
     kind, other_kind = kinds if replicate_group is None else reversed(kinds)
-    check_free(found, kind)
-    group = shard_ranks(found) if replicate_group is None else replica_ranks(found, replicate_group)
+    check_free(fsdp2_model, kind)
+    group = (
+        shard_ranks(fsdp2_model)
+        if replicate_group is None
+        else replica_ranks(fsdp2_model, replicate_group)
+    )
 
-    if replicate_group is not None and found.ranks.size() > 1:
+    if replicate_group is not None and fsdp2_model.ranks.size() > 1:
         # A hook of the shards may have the same seed, and its draws are in what is averaged here: a
         # dither has to be independent of its input.
         seed = number_of(f"{check_seed(seed)}/between") >> 1
     made = _maker(scheme, shards=replicate_group is None)
     hook = made(process_group=group, seed=seed, history=history, **options)
-    shards = found.ranks
-    known = ShardedParameters(found.parameters, shards.size())
+    shards = fsdp2_model.ranks
+    known = ShardedParameters(fsdp2_model.parameters, shards.size())
     if replicate_group is not None and shards.size() > 1:
-        known = OwnShards(found.parameters, shards.size(), shards.rank())
+        known = OwnShards(fsdp2_model.parameters, shards.size(), shards.rank())
         hook.binding.shards = shards
-    device = found.modules[0].group.device
+    device = fsdp2_model.modules[0].group.device
     shards_for = "FSDP2" if replicate_group is None else ""
     values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
     if replicate_group is not None:
         rank = shards.rank() if shards.size() > 1 else None
-        values = partial(_own_shards, list(map(weakref.ref, found.modules)), rank)
+        values = partial(_own_shards, list(map(weakref.ref, fsdp2_model.modules)), rank)
     fit_to_host(
         hook,
         model,
@@ -480,9 +499,9 @@ def register_on_fsdp2(
         values=values,
     )
 
-    other = other_kind.hook_of(found.modules[0].group)
+    other = other_kind.hook_of(fsdp2_model.modules[0].group)
     hook.binding.beside = (
-        _other_nodes(found, other) if replicate_group is None else _other_shards(found)
+        _other_nodes(fsdp2_model, other) if replicate_group is None else _other_shards(fsdp2_model)
     )
     facts = {
         "host": f"FSDP2 {kind.place}",
@@ -491,10 +510,10 @@ def register_on_fsdp2(
     hook.agree("commhooks.register", facts, MEETING)
     if other is not None:
         inside, outside = (hook, other) if replicate_group is None else (other, hook)
-        inside.binding.beside[:] = _other_nodes(found, outside)
+        inside.binding.beside[:] = _other_nodes(fsdp2_model, outside)
         inside.runner.continue_in(outside.runner)
 
-    for module in found.modules:
+    for module in fsdp2_model.modules:
         setattr(module.group, kind.place, kind(hook, module, known))
     model.register_forward_pre_hook(_guard(model, hook, kind))
     return hook
@@ -507,11 +526,15 @@ def _own_shards(modules: list[weakref.ref[FSDP2Module]], rank: int | None) -> di
         rank: among those that have the other shards; None: there are no others.
     """
     # Held weakly: the modules hold the hook.
-    found: dict[str, Tensor] = {}
-    for one in modules:
-        module = one()
-        found |= {} if module is None else module.values()
-    return found if rank is None else {piece_name(name, rank): one for name, one in found.items()}
+    shards: dict[str, Tensor] = {}
+    for reference in modules:
+        module = reference()
+        shards |= {} if module is None else module.values()
+    return (
+        shards
+        if rank is None
+        else {piece_name(name, rank): shard for name, shard in shards.items()}
+    )
 
 
 def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGuard:
@@ -521,7 +544,7 @@ def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGu
         return kind.hook_of(group) is hook
 
     # Looked up once: a model may have thousands of modules.
-    states = [fsdp2_state(one) for one in model.modules() if isinstance(one, FSDPModule)]
+    states = [fsdp2_state(module) for module in model.modules() if isinstance(module, FSDPModule)]
     check_ready = partial(_check_ready, states)
     return HostGuard(model, hook, groups_of(model), groups_of, has_hook, check_ready, _held)
 
@@ -529,7 +552,7 @@ def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGu
 def _held(model: nn.Module) -> list[Tensor]:
     """Returns the shards of a model, also where whole parameters are in their places."""
     groups = groups_of(model).values()
-    return [one.sharded_param for group in groups for one in group.fsdp_params]
+    return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
 
 
 def _check_ready(states: list[Any]) -> None:
@@ -563,12 +586,12 @@ def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
 # what it averages: one between nodes with the other shards, one within a node with the other nodes.
 
 
-def _other_shards(found: FSDP2Model) -> list[dist.ProcessGroup]:
+def _other_shards(fsdp2_model: FSDP2Model) -> list[dist.ProcessGroup]:
     """Returns the ranks that a hook between nodes agrees with besides its own."""
-    return _of_several(found.ranks)
+    return _of_several(fsdp2_model.ranks)
 
 
-def _other_nodes(found: FSDP2Model, between: HookState | None) -> list[dist.ProcessGroup]:
+def _other_nodes(fsdp2_model: FSDP2Model, between: HookState | None) -> list[dist.ProcessGroup]:
     """Returns the ranks that a hook within nodes agrees with besides its own.
 
     Args:
@@ -576,8 +599,8 @@ def _other_nodes(found: FSDP2Model, between: HookState | None) -> list[dist.Proc
     """
     if between is not None:
         return _of_several(between.binding.group())
-    infos = [one.group.mesh_info for one in found.modules]
-    native = [one.replicate_process_group for one in infos if isinstance(one, DDPMeshInfo)]
+    infos = [module.group.mesh_info for module in fsdp2_model.modules]
+    native = [info.replicate_process_group for info in infos if isinstance(info, DDPMeshInfo)]
     return _of_several(*native[:1])
 
 

@@ -77,12 +77,12 @@ def gather_parameters(
         >>> gathered = commhooks.fsdp.gather_parameters(model)
     """
     built = _same_each_time(scheme)
-    found = FSDP2Model.of(model, "gather_parameters")
-    groups = [module.group for module in found.modules]
-    taken = [fsdp2_gather(group) for group in groups]
-    if any(type(one) is not DefaultAllGather for one in taken):
+    fsdp2_model = FSDP2Model.of(model, "gather_parameters")
+    groups = [module.group for module in fsdp2_model.modules]
+    present = [fsdp2_gather(group) for group in groups]
+    if any(type(gather) is not DefaultAllGather for gather in present):
         raise RegistrationError(
-            f"gather_parameters: FSDP2 gathers by {type(taken[0]).__name__} already "
+            f"gather_parameters: FSDP2 gathers by {type(present[0]).__name__} already "
             f"(gather_parameters, set_custom_all_gather, set_symm_mem_for_comm or "
             f"set_allocate_memory_from_process_group_for_comm), in whose place the scheme would be"
         )
@@ -122,9 +122,9 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
     """Returns a scheme that rounds equal values equally, without feedback."""
     built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
     inside = list(walk(built))
-    random = any(getattr(one, name, False) for one in inside for name in ("stochastic", "rotate"))
+    random = any(getattr(part, name, False) for part in inside for name in ("stochastic", "rotate"))
     if random or not all(
-        isinstance(one, Dense | Cast | TwoPhaseCast | Blockwise) for one in inside
+        isinstance(part, Dense | Cast | TwoPhaseCast | Blockwise) for part in inside
     ):
         raise RegistrationError(
             f"gather_parameters: {built} keeps memory, draws random bits or drops entries, so that "
@@ -132,8 +132,8 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
             f"int8 or fp8, or blocks that are rounded to nearest without rotation, such as "
             f'make("int8", rounding="nearest", error_feedback=False)'
         )
-    for one in inside:
-        if isinstance(one, Blockwise) and FORMATS[one.format].bits < _FEWEST_BITS:
+    for part in inside:
+        if isinstance(part, Blockwise) and FORMATS[part.format].bits < _FEWEST_BITS:
             raise RegistrationError(
                 f"gather_parameters: {built} sends fewer than {_FEWEST_BITS} bits of an entry, too "
                 f"few for a model to compute with; take none, bf16, fp16, int8 or fp8"
@@ -191,9 +191,11 @@ class Packing:
         So all is packed without tensor parallelism, and where it cuts all or none of a group: in
         the latter case its ranks pack equal messages.
         """
-        cuts = [shard_spec_of(dtensor_spec_before(one)).between for one in group.fsdp_params]
+        cuts = [
+            shard_spec_of(dtensor_spec_before(parameter)).between for parameter in group.fsdp_params
+        ]
         every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
-        numels = [one.padded_sharded_param_size.numel() for one in group.fsdp_params]
+        numels = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
         return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))
 
     @property
@@ -210,7 +212,11 @@ class Packing:
         """Returns the entries that are packed, or the others."""
         pieces = shard.split([n for n, _ in self.runs])
         return torch.cat(
-            [one for one, (_, this) in zip(pieces, self.runs, strict=True) if this == packed]
+            [
+                piece
+                for piece, (_, is_packed) in zip(pieces, self.runs, strict=True)
+                if is_packed == packed
+            ]
         )
 
     def joined(self, packed: Tensor, exact: Tensor) -> Tensor:
@@ -265,13 +271,13 @@ def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, 
     Returns what all ranks have sent as ``exact``, a row for each.
     """
     with closing(exchange):  # also where the collective fails
-        own = next(exchange).tensor
-        arrived: Tensor = yield AllGather(torch.cat([as_bytes(own), as_bytes(exact)]))
-        rows, others = arrived.split([own.nbytes, exact.nbytes], dim=1)
+        message = next(exchange).tensor
+        arrived: Tensor = yield AllGather(torch.cat([as_bytes(message), as_bytes(exact)]))
+        rows, others = arrived.split([message.nbytes, exact.nbytes], dim=1)
         # Copies: a row may begin at an address that no wider dtype can be viewed at.
         beside: Tensor = others.contiguous().view(exact.dtype)
         try:
-            exchange.send(rows.contiguous().view(own.dtype).view(-1, *own.shape))
+            exchange.send(rows.contiguous().view(message.dtype).view(-1, *message.shape))
         except StopIteration:
             return beside
         raise AssertionError("schemes gather by one collective")

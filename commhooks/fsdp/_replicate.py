@@ -61,8 +61,8 @@ def replicate(
         raise RegistrationError(
             f"replicate(mesh=...): two named dimensions, the first of one rank, got {mesh}"
         )
-    modules, own = list(modules), set(model.modules())
-    if strange := [type(one).__name__ for one in modules if one not in own]:
+    modules, present = list(modules), set(model.modules())
+    if strange := [type(module).__name__ for module in modules if module not in present]:
         raise RegistrationError(
             f"replicate(modules=...): parts of the model, and {listed(strange)} is none"
         )

@@ -110,11 +110,13 @@ class CallMonitor:
             parameters: those in its buckets, by name; None: under their names there.
         """
         self.knows_model, self._model = True, weakref.ref(model)
-        found = list((reduced(model) if parameters is None else parameters).items())
-        places = sorted({*range(0, len(found), len(found) // _WATCHED + 1), len(found) - 1} - {-1})
+        watchable = list((reduced(model) if parameters is None else parameters).items())
+        places = sorted(
+            {*range(0, len(watchable), len(watchable) // _WATCHED + 1), len(watchable) - 1} - {-1}
+        )
         came = partial(self._gradient_came, weakref.ref(state), self._model)
         for place in places:
-            self._names[place], parameter = found[place]
+            self._names[place], parameter = watchable[place]
             # Not called for torch.autograd.grad, which accumulates nothing.
             hook = partial(came, place)
             self._handles.append(when_accumulated(parameter, hook))
@@ -183,7 +185,7 @@ class CallMonitor:
             return
         # What is registered may stand for the state, and call it (torchft).
         named = [hook[1] for hook in comm_hooks(ddp)]
-        self._counts = all(getattr(one, "hook_state", one) is state for one in named)
+        self._counts = all(getattr(holder, "hook_state", holder) is state for holder in named)
         if isinstance(ddp, CoreDDP):
             if self.calls or self._trained:
                 self._stop()
@@ -266,19 +268,19 @@ def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> Kno
         prefix: of names in the owner.
     """
     within = set(map(id, reduced(ddp).values()))
-    named = {name.removeprefix(prefix): one for name, one in owner.named_parameters()}
+    named = {name.removeprefix(prefix): parameter for name, parameter in owner.named_parameters()}
     # It counts parameters that require no gradient among its own, and ignored ones not.
-    ignored = [one for name, one in named.items() if name in ddp.parameters_to_ignore]
+    ignored = [parameter for name, parameter in named.items() if name in ddp.parameters_to_ignore]
     return KnownParameters(
         owner,
-        {name: one for name, one in named.items() if id(one) in within},
+        {name: parameter for name, parameter in named.items() if id(parameter) in within},
         ignored=ddp.parameters_to_ignore,
         first=[*wrapped_parameters(ddp), *ignored],
         prefix=prefix,
         # Beside tensor parallelism torch's class takes parameters out of the model.
         may_lack=ddp.find_unused_parameters
         or ddp.static_graph
-        or any(local_spec_of(one) is not None for one in reduced(ddp).values()),
+        or any(local_spec_of(parameter) is not None for parameter in reduced(ddp).values()),
         watches_nodes=ddp.mixed_precision is None,
         kind=HookNotAttachedError,
     )
@@ -314,8 +316,8 @@ class AttachmentGuard(ForwardGuard):
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
         self._unfrozen = Unfrozen(not_reduced(ddp))
         # ``ddp_core`` looks itself.
-        own = isinstance(ddp, CoreDDP)
-        self._known: KnownParameters | None = None if own else known_parameters(ddp, ddp)
+        is_core = isinstance(ddp, CoreDDP)
+        self._known: KnownParameters | None = None if is_core else known_parameters(ddp, ddp)
         state.attendance.is_guarded = True
 
     def attached_to(self, module: nn.Module) -> bool:
@@ -383,7 +385,7 @@ class ShardedParameters:
         before_every_step(self._optimizer_steps)
 
     def _present(self, model: nn.Module) -> dict[int, Tensor]:
-        return {id(one): one for one in (*model.parameters(), *self._held(model))}
+        return {id(tensor): tensor for tensor in (*model.parameters(), *self._held(model))}
 
     def _remember(self, model: nn.Module) -> None:
         self._had = self._present(model)
@@ -412,13 +414,21 @@ class ShardedParameters:
         if self._structure.has_changed:
             before = self._had.values()
             self._remember(model)
-            self._gone += [weakref.ref(one) for one in before if id(one) not in self._had]
+            self._gone += [weakref.ref(tensor) for tensor in before if id(tensor) not in self._had]
         if not self._gone:
             return
         # Those of earlier optimizers end with them, and some may be back in the model.
-        self._gone = [one for one in self._gone if one() is not None and id(one()) not in self._had]
-        gone = {id(one()) for one in self._gone}
-        if any(id(one) in gone for group in optimizer.param_groups for one in group["params"]):
+        self._gone = [
+            reference
+            for reference in self._gone
+            if reference() is not None and id(reference()) not in self._had
+        ]
+        gone = {id(reference()) for reference in self._gone}
+        if any(
+            id(parameter) in gone
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ):
             raise HookNotAttachedError(
                 f"{type(optimizer).__name__}.step: the model has other parameters than the "
                 f"optimizer (load_state_dict(assign=True), a new layer), which would train "

@@ -149,7 +149,7 @@ def _nested(values: Mapping[_Path, Any]) -> dict[str, Any]:
 def _with_lists(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    inside = {step: _with_lists(item) for step, item in value.items()}
+    inside = {step: _with_lists(inner) for step, inner in value.items()}
     if inside and all(isinstance(step, int) for step in inside):
         return [inside[step] for step in sorted(inside)]
     if "rank" in inside:  # a rank's part: an empty dict leaves no entry in a checkpoint

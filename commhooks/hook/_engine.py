@@ -395,14 +395,14 @@ def _measure(
     if not observer.wants(engine.step, engine.scheme):
         return None
     what = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
-    one = (
+    measurement = (
         Measurement(*what)
         if bucket.shards is None
         else ShardMeasurement(*what, bucket.shards, engine.rank)
     )
     # In the order of launches, which is the same on all ranks; exchanges may end in another.
-    step.measured.append(one)
-    return one
+    step.measured.append(measurement)
+    return measurement
 
 
 def _observed(engine: Engine, step: _Step) -> None:
@@ -425,13 +425,15 @@ def _verdicts(flags: list[Tensor]) -> list[Tensor]:
     by_device: dict[torch.device, list[Tensor]] = {}
     for flag in flags:
         by_device.setdefault(flag.device, []).append(flag)
-    own = [one[0] if len(one) == 1 else torch.stack(one).all() for one in by_device.values()]
-    if len(own) == 1:
-        return own
+    verdicts = [
+        group[0] if len(group) == 1 else torch.stack(group).all() for group in by_device.values()
+    ]
+    if len(verdicts) == 1:
+        return verdicts
     # A module on several devices. A copy to the CPU is waited for, since the host decides there.
     devices = sorted(by_device, key=lambda device: (device.type != "cpu", str(device)))
     return [
-        torch.stack([good.to(to, non_blocking=to.type != "cpu") for good in own]).all()
+        torch.stack([good.to(to, non_blocking=to.type != "cpu") for good in verdicts]).all()
         for to in devices
     ]
 

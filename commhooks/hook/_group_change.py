@@ -85,7 +85,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         if hook.verification is not None:
             hook.verification.abandon()
     engine = hook.engine
-    mine = _Told(
+    this_rank = _Told(
         hook._run,
         engine.step,
         max(engine.rank, 0),
@@ -94,23 +94,26 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         describe(without_flush(hook.scheme)),
     )
     with hook.binding.on_device():
-        told = [_Told(*one) for one in handshake(CALL, {_FAULT: fault}, group, tells=tuple(mine))]
+        ranks = [
+            _Told(*fields)
+            for fields in handshake(CALL, {_FAULT: fault}, group, tells=tuple(this_rank))
+        ]
         if fault:
             raise RegistrationError(f"{CALL}: {fault}")
-        source, stayed = _surviving_ranks(told)
-        hook.follow_plan(told[source].plan, told[source].scheme)
-        change = _describe(told, source, stayed)
+        source, stayed = _surviving_ranks(ranks)
+        hook.follow_plan(ranks[source].plan, ranks[source].scheme)
+        change = _describe(ranks, source, stayed)
         # Whether these are others than before; their order does not matter.
         others = bool(change.joined or change.lost or change.before != change.world_size)
         if others:
             change = change._replace(dropped=_dropped(hook))
         received = _exchange(hook, group, change, stayed, carries_over=others)
     if others:
-        _carry_over(hook, group.rank(), change, mine.world_size, stayed, received)
+        _carry_over(hook, group.rank(), change, this_rank.world_size, stayed, received)
     elif change.behind:
         memory = {**_own_memory(hook), **received[source]["memory"]}
         engine.memory.load(memory)
-    _go_on(hook, group, received[source], told[source], change)
+    _go_on(hook, group, received[source], ranks[source], change)
     return change
 
 
@@ -132,48 +135,48 @@ def _check_between_steps(hook: Running) -> str:
     return ""
 
 
-def _surviving_ranks(told: Sequence[_Told]) -> tuple[int, list[int]]:
+def _surviving_ranks(ranks: Sequence[_Told]) -> tuple[int, list[int]]:
     """Returns the rank whose values all take, and the ranks that have memory of the same run."""
 
     def family(of: _Told) -> list[int]:
         # The run before as well: a rank may have missed the end of a change that was broken off.
         names = set(of.run) - {""}
-        return [rank for rank, one in enumerate(told) if names & set(one.run)]
+        return [rank for rank, other in enumerate(ranks) if names & set(other.run)]
 
     # The run that most ranks come from, not the largest step: a rank that joins may have loaded a
     # state of any step.
-    places = range(len(told))
+    places = range(len(ranks))
     source = max(
         places,
         key=lambda rank: (
-            len(family(told[rank])),
-            told[rank].world_size,
-            told[rank].step,
+            len(family(ranks[rank])),
+            ranks[rank].world_size,
+            ranks[rank].step,
             -rank,
         ),
     )
     # Steps end on all ranks but those whose last step was cut off. A rank that is further behind
     # was away meanwhile, and what it kept was counted as lost then.
-    last = max([told[rank].step for rank in family(told[source])], default=told[source].step)
-    stayed = [rank for rank in family(told[source]) if told[rank].step >= last - 1]
+    last = max([ranks[rank].step for rank in family(ranks[source])], default=ranks[source].step)
+    stayed = [rank for rank in family(ranks[source]) if ranks[rank].step >= last - 1]
     if not stayed:
         return source, [source]
-    return max(stayed, key=lambda rank: (told[rank].step, -rank)), stayed
+    return max(stayed, key=lambda rank: (ranks[rank].step, -rank)), stayed
 
 
-def _describe(told: Sequence[_Told], source: int, stayed: Sequence[int]) -> GroupChange:
-    first = told[source]
-    joined = tuple(rank for rank in range(len(told)) if rank not in stayed)
-    known = {told[rank].rank for rank in stayed if told[rank].run == first.run}
-    others = sum(told[rank].run != first.run for rank in stayed)
+def _describe(ranks: Sequence[_Told], source: int, stayed: Sequence[int]) -> GroupChange:
+    first = ranks[source]
+    joined = tuple(rank for rank in range(len(ranks)) if rank not in stayed)
+    known = {ranks[rank].rank for rank in stayed if ranks[rank].run == first.run}
+    others = sum(ranks[rank].run != first.run for rank in stayed)
     lost = max(0, first.world_size - len(known) - others)
     return GroupChange(
         first.step,
         first.world_size,
-        len(told),
+        len(ranks),
         source,
         joined,
-        tuple(rank for rank in stayed if told[rank].step != first.step),
+        tuple(rank for rank in stayed if ranks[rank].step != first.step),
         lost,
     )
 
@@ -201,12 +204,12 @@ def _exchange(
 ) -> list[dict[str, Any]]:
     """Returns what each rank sends: values that are the same on all ranks, or whose mean counts."""
     rank, resizes = group.rank(), resizes_of(hook.scheme)
-    own = _own_memory(hook) if rank in stayed else {}
-    sent = {key for key in own if carries_over and resizes.get(key) == "mean"}
+    memory_here = _own_memory(hook) if rank in stayed else {}
+    sent = {key for key in memory_here if carries_over and resizes.get(key) == "mean"}
     part: dict[str, Any] = {}
     if rank == change.source:
         if change.joined or change.behind:
-            sent |= {key for key in own if key not in resizes}
+            sent |= {key for key in memory_here if key not in resizes}
         core = hook.binding.notifying_core(hook)
         layout = hook.continuation.saved(None).layout if core is None else ()
         part = {
@@ -219,7 +222,7 @@ def _exchange(
     facts["environment"] = [
         fact for inside in walk(hook.scheme) for fact in inside.environment(group.size())
     ]
-    memory = {key: own[key] for key in sorted(sent)}
+    memory = {key: memory_here[key] for key in sorted(sent)}
     # It compares the facts first: from here on all ranks change, or none does.
     whole = gather_states(
         CALL, {**facts, f"rank{rank}": {**part, "memory": memory}}, None, group, None

@@ -103,7 +103,7 @@ def _point(group: dist.ProcessGroup, store: SharedStore) -> MeetingPoint:
 def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> MeetingPoint:
     # Ranks that gave up on a call have counted it, and a rank that never came has not: after that
     # their numbers differ, so numbers begin again in a new generation.
-    generation = store.ask(lambda it: it.add(_GENERATION, 0), end - time.monotonic())
+    generation = store.ask(lambda client: client.add(_GENERATION, 0), end - time.monotonic())
     last = _calls.get(group, (0, 0))
     number = last[1] + 1 if last[0] == generation else 1
     _calls[group] = generation, number
@@ -114,12 +114,12 @@ def _giving_up(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Call
     """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
     generation, _ = _calls[group]
 
-    def give_up(it: Any) -> str:
+    def give_up(client: Any) -> str:
         # Before the outcome is written: a rank that reads it may call again at once, and has to
         # find the new generation. Not ``add``: several ranks may give up, the last of them after
         # the first has called again.
-        it.compare_set(_GENERATION, str(generation), str(generation + 1))
-        return point.decide(text)(it)
+        client.compare_set(_GENERATION, str(generation), str(generation + 1))
+        return point.decide(text)(client)
 
     return give_up
 
@@ -167,13 +167,13 @@ def handshake(
             f"between two steps: {error}"
         ) from error
     forget(group)  # after the gather, which no rank passes before all have read the keys
-    told = [one for _, one in everyone]
+    messages = [told_by_rank for _, told_by_rank in everyone]
     everyone = [theirs for theirs, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     text = first_difference(everyone)
     if text is not None:
         raise MismatchError(f"{call}: {text}")
-    return told
+    return messages
 
 
 # ---- the facts of a hook
@@ -244,9 +244,12 @@ def _origin(engine: Engine, binding: Binding) -> str:
             return f"of another model or scheme: {key!r} of {name!r} {error}"
     if origin.placement is not None:
         for name in dict.fromkeys(parameter_name(name) for _, name, _ in engine.memory.items()):
-            its, own = origin.placement.get(name, "all"), pieces.get(name, "all")
-            if its != own:
-                return f"of a rank that trained {its} of {name!r}, where this one trains {own}"
+            piece_there, piece = origin.placement.get(name, "all"), pieces.get(name, "all")
+            if piece_there != piece:
+                return (
+                    f"of a rank that trained {piece_there} of {name!r}, where this one trains "
+                    f"{piece}"
+                )
     # Memory that is the same on every rank may come from any of them.
     keys = {key for key, _, _ in engine.memory.items()}
     if origin[:2] == here or not keys & set(resizes_of(engine.scheme)):

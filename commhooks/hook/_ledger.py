@@ -298,10 +298,10 @@ class Ledger:
     def rows_by_step(self) -> dict[int, list[RoundRecord]]:
         """Returns the rows that are kept, by step, with the times that are known by now."""
         self._settle()
-        found: dict[int, list[RoundRecord]] = {}
+        by_step: dict[int, list[RoundRecord]] = {}
         for row in list(self._rows):
-            found.setdefault(row.step, []).append(row)
-        return found
+            by_step.setdefault(row.step, []).append(row)
+        return by_step
 
     def _exposed(self, rows: Iterable[RoundRecord]) -> dict[int, float]:
         return _exposed(rows, self._backward_end)

@@ -245,12 +245,12 @@ class Parameters:
     @property
     def saved_shapes(self) -> dict[str, torch.Size]:
         """Returns the shapes of whole parameters as states hold them, by name."""
-        found = {}
+        shapes = {}
         for name, parameter in self._by_name.items():
             order = parameter.order
             sizes = [parameter.shape[order.index(dim)] for dim in range(len(order))]
-            found[name] = torch.Size(sizes)
-        return found
+            shapes[name] = torch.Size(sizes)
+        return shapes
 
     def carries(self, slot: Slot) -> bool:
         """Whether values of a slot are saved by whole parameter, so that any host may load them."""
@@ -355,7 +355,7 @@ def _was_wrapped(model: Any, parameter: Tensor) -> bool:
     if isinstance(model, CoreDDP):
         return model._parts.known.had(parameter)
     if isinstance(model, DistributedDataParallel):
-        return any(parameter is one for one in wrapped_parameters(model))
+        return any(parameter is known for known in wrapped_parameters(model))
     return True
 
 
@@ -368,23 +368,23 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, CoreDDP) and model._parts.precision is not None:
         full = model._parts.precision.full_values()
     alone = set(ignored_names(inner))
-    named = {name: one for name, one in inner.named_parameters() if name not in alone}
+    named = {name: parameter for name, parameter in inner.named_parameters() if name not in alone}
     plain = plain_names(named)
-    return {plain[name]: full.get(id(one), one) for name, one in named.items()}
+    return {plain[name]: full.get(id(parameter), parameter) for name, parameter in named.items()}
 
 
 def shared_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Returns the buffers that all ranks have, by name."""
     inner = _inner(model)
     alone = set(ignored_names(inner))
-    return {name: one for name, one in inner.named_buffers() if name not in alone}
+    return {name: buffer for name, buffer in inner.named_buffers() if name not in alone}
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
     """Returns the names of all parameters by identity."""
     named = dict(_inner(model).named_parameters())
     plain = plain_names(named)
-    return {id(one): plain[name] for name, one in named.items()}
+    return {id(parameter): plain[name] for name, parameter in named.items()}
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:

@@ -119,7 +119,7 @@ def _as_state(pickled: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Returns the state of one rank that a pickled form stands for, and the name of its part."""
     ranks = (0, 1) if pickled.get("ranks") is None else pickled["ranks"]
     is_pair = type(ranks) is tuple and len(ranks) == 2
-    if not is_pair or not all(whole_number(one, 0, _MOST_RANKS) for one in ranks):
+    if not is_pair or not all(whole_number(number, 0, _MOST_RANKS) for number in ranks):
         raise CheckpointError(f"{_PICKLE} is damaged: its 'ranks' are no numbers")
     rank, world_size = ranks
     part = {"rank": rank, "memory": pickled.get("memory"), "arrival": pickled.get("arrival")}

@@ -170,9 +170,9 @@ def register(
 
     # Hand a model of another host to the module that serves it.
     # By its name: hosts are above this module, and most models have none.
-    found = resolve_name("commhooks.hosts:host_of")(model)
-    if found is not None:
-        registers, takes = found
+    host = resolve_name("commhooks.hosts:host_of")(model)
+    if host is not None:
+        registers, takes = host
         _check_defaults(
             process_group=process_group,
             layout=layout,

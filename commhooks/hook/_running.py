@@ -242,7 +242,7 @@ class Running:
         model = self.binding.model
         if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
             return
-        if not any(isinstance(one, AttachmentGuard) for one in forward_pre_hooks(model).values()):
+        if not any(isinstance(hook, AttachmentGuard) for hook in forward_pre_hooks(model).values()):
             model.register_forward_pre_hook(AttachmentGuard(self, model))
         # A state that was made without its model has found it by now.
         if not self.attendance.knows_model:
@@ -367,8 +367,8 @@ class Running:
         devices = self.binding.devices()
         self.drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        told = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
-        self._run = (told[0], self._run[1])
+        run_ids = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
+        self._run = (run_ids[0], self._run[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
         check_memory_origin(self.engine, self.binding)
@@ -418,7 +418,7 @@ class Running:
     ) -> list[Any]:
         with self.binding.on_device():
             try:
-                told = handshake(call, facts, self.binding.group(), limit, tells=tells)
+                answers = handshake(call, facts, self.binding.group(), limit, tells=tells)
             except MissingRankError:
                 raise
             except MismatchError as error:
@@ -427,7 +427,7 @@ class Running:
                     self._meet_beside(call, facts, limit, str(error))
                 raise
             self._meet_beside(call, facts, limit)
-            return told
+            return answers
 
     def _meet_beside(
         self, call: str, facts: Mapping[str, Any], limit: timedelta | None, fault: str = ""

@@ -118,12 +118,18 @@ def needs_joining(hook: Running, scheme: Scheme, kept: Iterable[Kept], leader: i
     # A hook within nodes knows pieces of these names, too, but saves and loads whole parameters.
     if hook.binding.shards is None:
         here = {}
-    pieces = [one for one in kept if one.key in whole and split_shard_name(one.name)[1] is not None]
-    if len({one.leader for one in pieces}) > 1:
-        own = [one for one in pieces if one.leader == leader]
+    pieces = [
+        piece
+        for piece in kept
+        if piece.key in whole and split_shard_name(piece.name)[1] is not None
+    ]
+    if len({piece.leader for piece in pieces}) > 1:
+        of_group = [piece for piece in pieces if piece.leader == leader]
     else:
-        own = pieces
-    return bool(pieces) and not (own and all(here.get(one.name) == one.shape for one in own))
+        of_group = pieces
+    return bool(pieces) and not (
+        of_group and all(here.get(piece.name) == piece.shape for piece in of_group)
+    )
 
 
 def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple[Saved, set[str]]:
@@ -151,8 +157,8 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
     names: dict[str, set[str]] = {}
     for part in parts_of_group(saved.parts, leader).values():
         for key in part.memory.keys() - whole:
-            own = {name for name in part.memory[key] if not is_padding(name)}
-            names.setdefault(key, set()).update(own)
+            saved_names = {name for name in part.memory[key] if not is_padding(name)}
+            names.setdefault(key, set()).update(saved_names)
     foreign = {
         key
         for key, theirs in names.items()
@@ -237,8 +243,8 @@ def gather_states(
     dist.all_gather_object(everyone, about, group=group)
     whole = dict(common)
     for source, (theirs, rest, keys, what) in enumerate(everyone):
-        mine = [value for _, _, value in tensors] if source == group.rank() else None
-        arrived = _send(what, mine, source, dst, group)  # on every rank, in the same order
+        values_here = [value for _, _, value in tensors] if source == group.rank() else None
+        arrived = _send(what, values_here, source, dst, group)  # on every rank, in the same order
         if dst not in (None, group.rank()):
             continue
         memory: dict[str, dict[str, Tensor]] = {key: {} for key in keys}
@@ -258,7 +264,7 @@ def check_receiver(call: str, dst: int | None, group: dist.ProcessGroup) -> None
 
 def _send(
     specs: Sequence[_Spec],
-    mine: Sequence[Tensor] | None,
+    to_send: Sequence[Tensor] | None,
     source: int,
     dst: int | None,
     group: dist.ProcessGroup,
@@ -267,33 +273,33 @@ def _send(
 
     Args:
         specs: dtypes and shapes of the tensors.
-        mine: the tensors, on rank ``source``; None on the others.
+        to_send: the tensors, on rank ``source``; None on the others.
     """
     # NCCL sends tensors of a GPU only, so a message goes through the group's device.
     rank, device = group.rank(), device_of_objects(group)
-    receives = mine is None and dst in (None, rank)
+    receives = to_send is None and dst in (None, rank)
     flat: list[Tensor] = []
-    if mine is not None:
+    if to_send is not None:
         # As bytes: tensors of different dtypes share a message, and no backend sees the dtype.
-        flat = [as_bytes(value.detach()) for value in mine]
-        values = [value.detach().cpu() for value in mine]
+        flat = [as_bytes(value.detach()) for value in to_send]
+        values = [value.detach().cpu() for value in to_send]
     elif receives:
         values = [torch.empty(shape, dtype=dtype, device="cpu") for _, _, dtype, shape in specs]
         flat = [value.view(-1).view(torch.uint8) for value in values]
     else:
         values = []
-    if dst == source or not (receives or mine is not None):
+    if dst == source or not (receives or to_send is not None):
         return values
     sizes = [dtype.itemsize * shape.numel() for _, _, dtype, shape in specs]
     for spans in _messages(sizes):
         total = sum(end - begin for _, begin, end in spans)
-        if mine is not None:
+        if to_send is not None:
             buffer = torch.cat([flat[index][begin:end].to(device) for index, begin, end in spans])
         else:
             buffer = torch.empty(total, dtype=torch.uint8, device=device)
         if dst is None:
             dist.broadcast(buffer, group=group, group_src=source)
-        elif mine is not None:
+        elif to_send is not None:
             dist.send(buffer, group=group, group_dst=dst)
         else:
             dist.recv(buffer, group=group, group_src=source)

@@ -71,7 +71,7 @@ class ShardedParameters(Parameters):
         self._world_size = world_size
         self._layout_of: dict[tuple[str, ...], Layout] = {}
         self._sharded = {parameter.name: parameter for parameter in parameters}
-        self.cuts = {one.name: one.cut for one in parameters}
+        self.cuts = {parameter.name: parameter.cut for parameter in parameters}
         self._trained: list[Parameter] = []
         for parameter in parameters:
             for rank in range(world_size):
@@ -95,7 +95,7 @@ class ShardedParameters(Parameters):
             pieces = [
                 self._by_name[self._name(name, rank)] for rank in self._ranks() for name in names
             ]
-            names_of, shapes = zip(*((one.name, one.shape) for one in pieces), strict=True)
+            names_of, shapes = zip(*((piece.name, piece.shape) for piece in pieces), strict=True)
             self._layout_of[key] = Layout(names_of, shapes)
         return self._layout_of[key]
 
@@ -197,9 +197,11 @@ class OwnShards(ShardedParameters):
     def __init__(self, parameters: Sequence[ShardedParameter], world_size: int, rank: int) -> None:
         super().__init__(parameters, world_size)
         self._rank = rank
-        own = {self._name(parameter.name, rank) for parameter in parameters}
-        self._by_name = {name: piece for name, piece in self._by_name.items() if name in own}
-        self._trained = [piece for piece in self._trained if piece.name in own]
+        local_names = {self._name(parameter.name, rank) for parameter in parameters}
+        self._by_name = {
+            name: piece for name, piece in self._by_name.items() if name in local_names
+        }
+        self._trained = [piece for piece in self._trained if piece.name in local_names]
 
     def _ranks(self) -> Iterable[int]:
         return (self._rank,)
@@ -262,7 +264,7 @@ def check_returns_shards(scheme: Scheme, host: str, call: str = "register") -> N
             'register(model, scheme, replicate_group=mesh["replicate"])'
         )
         # The innermost: ``scheme`` may be a policy of many rules, of which one is the reason.
-        *_, whole = (one for one in walk(scheme) if not one.traits.shards)
+        *_, whole = (part for part in walk(scheme) if not part.traits.shards)
         raise RegistrationError(
             f"{call}: {whole} averages whole buckets, and {host} needs one shard of each on each "
             f"rank: it would send and keep what no rank needs. Schemes that exchange blocks of "

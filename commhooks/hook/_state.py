@@ -209,13 +209,15 @@ class HookState(Running):
                 f"{call}: there are no parameters that ranks have in common: the hook has no "
                 f"model, or its host keeps another shard of each on every rank"
             )
-        told: dict[str, Any] = {f"parameter {name!r}": one for name, one in values.items()}
+        compared: dict[str, Any] = {f"parameter {name!r}": value for name, value in values.items()}
         if buffers:
-            told |= {f"buffer {name!r}": one for name, one in shared_buffers(model).items()}
+            compared |= {
+                f"buffer {name!r}": buffer for name, buffer in shared_buffers(model).items()
+            }
         if optimizer is not None:
-            told |= state_of(optimizer, names_of(model))
+            compared |= state_of(optimizer, names_of(model))
         with self.binding.on_device():
-            check_equal(call, told, partial(handshake, call, {}, self.binding.group(), MEETING))
+            check_equal(call, compared, partial(handshake, call, {}, self.binding.group(), MEETING))
 
     # ---- other ranks
 
@@ -335,12 +337,12 @@ class HookState(Running):
         Example:
             >>> wandb.log(hook.metrics("comm/"))
         """
-        found = self.ledger.last_step()
-        found["memory_bytes"] = float(self.engine.memory.nbytes())
-        found["skipped_steps"] = float(self.engine.skipped)
+        numbers = self.ledger.last_step()
+        numbers["memory_bytes"] = float(self.engine.memory.nbytes())
+        numbers["skipped_steps"] = float(self.engine.skipped)
         if self.verification is not None:
-            found |= self.verification.metrics()
-        return {prefix + name: value for name, value in found.items()}
+            numbers |= self.verification.metrics()
+        return {prefix + name: value for name, value in numbers.items()}
 
     def add_scalars(self, writer: Any, prefix: str = "commhooks") -> None:
         """Writes the latest step's :meth:`metrics` to a TensorBoard ``SummaryWriter``."""
@@ -454,5 +456,5 @@ torch.serialization.add_safe_globals([HookState])
 
 def _report(name: str) -> Callable[..., Any]:
     """Returns a function of the reports, which are above hooks, and need more packages."""
-    found: Callable[..., Any] = resolve_name(f"commhooks.report._{name}")
-    return found
+    function: Callable[..., Any] = resolve_name(f"commhooks.report._{name}")
+    return function

@@ -81,7 +81,7 @@ def _frozen(model: nn.Module, state: Any) -> dict[str, nn.Parameter]:
     lost = set(map(id, not_reduced(composable_ddp(state)).values()))
     named = dict(model.named_parameters())
     plain = plain_names(named)
-    return {plain[name]: one for name, one in named.items() if id(one) in lost}
+    return {plain[name]: parameter for name, parameter in named.items() if id(parameter) in lost}
 
 
 def _group(state: Any) -> dist.ProcessGroup | None:
@@ -90,5 +90,5 @@ def _group(state: Any) -> dist.ProcessGroup | None:
         made: dist.ProcessGroup = composable_ddp(state).process_group
         return made
     given, mesh = (composable_options(state).get(name) for name in ("process_group", "device_mesh"))
-    found: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()
-    return found
+    group: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()
+    return group

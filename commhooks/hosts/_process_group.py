@@ -254,8 +254,8 @@ class SchemeGroup(dist.ProcessGroup):
 
     def _warn(self, call: str, tensors: Sequence[Any], op: Any) -> None:
         # A list has the parts of all ranks.
-        flat = [one for given in tensors for one in ([given] if _is_tensor(given) else given)]
-        numel = sum(one.numel() for one in flat if _is_real(one))
+        flat = [tensor for given in tensors for tensor in ([given] if _is_tensor(given) else given)]
+        numel = sum(tensor.numel() for tensor in flat if _is_real(tensor))
         averages = not any(op == other for other in _NO_AVERAGES)
         silent = type(self._scheme) is Dense or call in self._told
         if silent or not averages or numel < self.least:

@@ -47,7 +47,7 @@ class Fragment:
         self.outer = [parameter.detach().clone() for parameter in parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in parameters]
         # Kept, as DDP keeps its buckets: new memory for each exchange costs a page fault per page.
-        self._delta = self.outer[0].new_empty(sum(one.numel() for one in parameters))
+        self._delta = self.outer[0].new_empty(sum(parameter.numel() for parameter in parameters))
 
     def measure(self) -> None:
         """Computes how far the parameters moved since the last exchange, as the bucket's buffer."""
@@ -73,12 +73,12 @@ class Fragment:
             # ``data``: an optimizer's change, which autograd does not record and which does not
             # invalidate tensors saved for a backward pass.
             whole = (parameter.data, outer, velocity, piece.view_as(outer))
-            for own, old, speed, delta in _in_cache(whole):
+            for values, old, speed, delta in _in_cache(whole):
                 speed.mul_(momentum).add_(delta)
                 step = delta.add(speed, alpha=momentum) if nesterov else speed
                 old.sub_(step, alpha=lr)
                 # ``outer`` stays without the local share, so that it is equal on all ranks.
-                own.copy_(torch.lerp(old, own, _OWN) if late else old)
+                values.copy_(torch.lerp(old, values, _OWN) if late else old)
 
     def restore(self) -> None:
         """Goes back to the parameters of the last exchange."""
@@ -103,11 +103,11 @@ class Fragment:
 def _in_cache(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
     """Yields pieces of tensors of one shape, small enough that several ops find them in a cache."""
     # A GPU would spend its time on launches, and pieces are views of contiguous tensors only.
-    if tensors[0].device.type != "cpu" or not all(one.is_contiguous() for one in tensors):
+    if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
     numel = _PIECE * torch.get_num_threads()
-    yield from zip(*(one.view(-1).split(numel) for one in tensors), strict=True)
+    yield from zip(*(tensor.view(-1).split(numel) for tensor in tensors), strict=True)
 
 
 @dataclass

@@ -36,7 +36,7 @@ _CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache
 def keeps_equal(scheme: Scheme) -> bool:
     """Whether ranks that begin with equal parameters keep them equal: all get the same bits."""
     # Of every part: a schedule with local steps has the traits of its other ones, too.
-    return all(one.traits.agrees and one.traits.averages for one in walk(scheme))
+    return all(part.traits.agrees and part.traits.averages for part in walk(scheme))
 
 
 # ---- hashes
@@ -47,14 +47,14 @@ def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-    found: list[Tensor] = []
+    hashed: list[Tensor] = []
     for places in kinds.values():
         some = [tensors[place].detach() for place in places]
-        found += [hashes(*joined) for joined in _joined(some)]
-    if not found:
+        hashed += [hashes(*joined) for joined in _joined(some)]
+    if not hashed:
         return torch.zeros(0, dtype=torch.int64, device="cpu")
     device = tensors[0].device
-    together = torch.cat([one.to(device, non_blocking=True) for one in found])
+    together = torch.cat([part.to(device, non_blocking=True) for part in hashed])
     if len(kinds) == 1:
         return together
     order = torch.tensor([place for places in kinds.values() for place in places], device="cpu")
@@ -68,7 +68,7 @@ def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
     for tensor in tensors:
         large = tensor.numel() >= _CHUNK  # by itself: it is not copied
         if waiting and (large or tensor.numel() > room):
-            yield torch.cat(waiting), [one.numel() for one in waiting]
+            yield torch.cat(waiting), [tensor.numel() for tensor in waiting]
             waiting, room = [], _CHUNK
         if large:
             yield tensor.reshape(-1), [tensor.numel()]
@@ -76,7 +76,7 @@ def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
             waiting.append(tensor.reshape(-1))
             room -= tensor.numel()
     if waiting:
-        yield torch.cat(waiting), [one.numel() for one in waiting]
+        yield torch.cat(waiting), [tensor.numel() for tensor in waiting]
 
 
 def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -103,8 +103,8 @@ def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
         if not spans:
             continue
         # A copy in any case: the next lines write to it.
-        own = chunk.add(0.0) if inexact else chunk.clone()
-        bits = own.view(integer).to(torch.int32)
+        copy = chunk.add(0.0) if inexact else chunk.clone()
+        bits = copy.view(integer).to(torch.int32)
         upper = bits >> 16 if integer == torch.int32 else None
         bits.mul_(low[: len(bits)])
         if upper is not None:
@@ -112,8 +112,8 @@ def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
             # signs would cancel: the upper bits count a second time, further down.
             bits.add_(upper.mul_(high[: len(bits)]))
         owners += [owner for owner, _ in spans]
-        found = _sums_of_spans(bits, [taken * words for _, taken in spans])
-        sums.append(found.mul_(2 * number + 1))
+        span_sums = _sums_of_spans(bits, [taken * words for _, taken in spans])
+        sums.append(span_sums.mul_(2 * number + 1))
     if not sums:
         return torch.zeros(len(sizes), dtype=torch.int64, device=flat.device)
     places = torch.tensor(owners, dtype=torch.int64, device=flat.device)
@@ -164,20 +164,20 @@ def others_in_words(which: Sequence[int], count: int) -> str:
 
 
 def check_equal(
-    call: str, told: Mapping[str, Any], gather: Callable[..., list[dict[str, str]]]
+    call: str, compared: Mapping[str, Any], gather: Callable[..., list[dict[str, str]]]
 ) -> None:
     """Raises on every rank if ranks have other values; all ranks call it.
 
     Args:
         call: the name of the public call.
-        told: tensors, or what is compared by its text, by name.
+        compared: tensors, or what is compared by its text, by name.
         gather: returns what all ranks pass as ``tells``.
 
     Raises:
         VerificationError: values differ; names the first, and the ranks that differ from most.
         MissingRankError: not all ranks came.
     """
-    everyone = gather(tells=_described(told))
+    everyone = gather(tells=_described(compared))
     wrong = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "nothing") for theirs in everyone]
@@ -212,24 +212,25 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
             f"HookState.verify_equal(optimizer) takes one optimizer, got "
             f"{type(optimizer).__name__}; several are compared in a call each"
         )
-    stepped = [one for group in optimizer.param_groups for one in group["params"]]
-    known = all(id(one) in names for one in stepped)  # shards are none of the model's parameters
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    # Shards are none of the model's parameters.
+    known = all(id(parameter) in names for parameter in stepped)
     if not known or isinstance(optimizer, ZeroRedundancyOptimizer):
         raise RegistrationError(
             f"HookState.verify_equal(optimizer): {type(optimizer).__name__} steps something else "
             f"than this model's parameters, or each rank keeps a part of its state, which is not "
             f"equal on all ranks; leave it out"
         )
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             if key != "params":
-                found[f"{key!r} of the optimizer's group {number}"] = value
+                values[f"{key!r} of the optimizer's group {number}"] = value
         for parameter in group["params"]:
             name = names[id(parameter)]
             for key, value in _nested(optimizer.state.get(parameter, {})):
-                found[f"the optimizer's {key!r} of parameter {name!r}"] = value
-    return found
+                values[f"the optimizer's {key!r} of parameter {name!r}"] = value
+    return values
 
 
 def _nested(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -240,15 +241,17 @@ def _nested(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, A
             yield f"{before}{key}", value
 
 
-def _described(told: Mapping[str, Any]) -> dict[str, str]:
+def _described(values: Mapping[str, Any]) -> dict[str, str]:
     """Returns values in words that are equal where all of their bits are."""
-    tensors = {name: local_part(one) for name, one in told.items() if isinstance(one, Tensor)}
+    tensors = {
+        name: local_part(value) for name, value in values.items() if isinstance(value, Tensor)
+    }
     # One by one, since ranks may have others; a GPU is waited for when all hashes are under way.
-    numbers = [hashes_of([_bits(one)])[0] for one in tensors.values()]
-    words = {name: _plain_words(one) for name, one in told.items()}
-    for (name, one), number in zip(tensors.items(), numbers, strict=True):
+    numbers = [hashes_of([_bits(tensor)])[0] for tensor in tensors.values()]
+    words = {name: _plain_words(value) for name, value in values.items()}
+    for (name, tensor), number in zip(tensors.items(), numbers, strict=True):
         hashed = f"with the hash {int(number) % 2**64:016x}"
-        words[name] = f"{tuple(one.shape)} of {one.dtype} {hashed}"
+        words[name] = f"{tuple(tensor.shape)} of {tensor.dtype} {hashed}"
     return words
 
 
@@ -269,5 +272,5 @@ def _plain_words(value: object) -> str:
 def local_part(tensor: Tensor) -> Tensor:
     """Returns what this rank has of a DTensor; other tensors as they are."""
     local: Any = getattr(tensor, "_local_tensor", tensor)
-    found: Tensor = local.detach()
-    return found
+    part: Tensor = local.detach()
+    return part

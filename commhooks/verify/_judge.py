@@ -119,13 +119,15 @@ def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
         name = _name_of.__wrapped__(scheme)
     scheme = running_at(scheme, step)
     traits, inside = scheme.traits, list(walk(scheme))
-    others = any(isinstance(one, Feedback) and not isinstance(one, ErrorFeedback) for one in inside)
-    narrow = any(isinstance(one, (Cast, TwoPhaseCast)) for one in inside)
+    others = any(
+        isinstance(part, Feedback) and not isinstance(part, ErrorFeedback) for part in inside
+    )
+    narrow = any(isinstance(part, (Cast, TwoPhaseCast)) for part in inside)
     # A sum along a ring rounds once per rank.
     rounding = _NARROW * max(1.0, math.sqrt(world_size / 8)) if narrow else _WIDE
     averages = traits.returns == "mean"
     without = list(_without_residual(scheme))
-    variances = [_variance(one, world_size) for one in without]
+    variances = [_variance(part, world_size) for part in without]
     bounded = averages and not others and None not in variances
     return Law(
         name=name,
@@ -133,7 +135,8 @@ def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
         agrees=traits.agrees and traits.averages,
         residual=keeps_residual(scheme),
         rounding=rounding if bounded else None,
-        variance=_DRAW * max((one for one in variances if one is not None), default=0.0),
+        variance=_DRAW
+        * max((variance for variance in variances if variance is not None), default=0.0),
     )
 
 
@@ -143,7 +146,7 @@ def _variance(scheme: Scheme, world_size: int) -> float | None:
     For a scheme, or a part of one, that keeps no residual.
     """
     traits = scheme.traits
-    growth = max(one.error_growth(world_size) for one in walk(scheme))
+    growth = max(part.error_growth(world_size) for part in walk(scheme))
     if traits.biased or math.isinf(growth):
         return None
     variance = traits.error.variance * growth
@@ -166,7 +169,7 @@ def _without_residual(scheme: Scheme) -> Iterator[Scheme]:
 def judge(
     law: Law,
     step: int,
-    one: Measurement,
+    measured: Measurement,
     ranks: Tensor,
     sketches: Tensor,
 ) -> tuple[list[Verified], list[Finding]]:
@@ -175,33 +178,33 @@ def judge(
     Args:
         law: of the scheme.
         step: its number.
-        one: the bucket.
+        measured: the bucket's measurement.
         ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROWS), parameters)``.
         sketches: of the bucket, their mean over ranks.
     """
-    bucket, layout, dtype = one.bucket, one.layout, one.dtype
-    own, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
+    bucket, layout, dtype = measured.bucket, measured.layout, measured.dtype
+    gradients, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
     findings: list[Finding] = []
 
     def find(position: int, kind: str, which: list[int], text: str) -> None:
         name = layout.names[position]
         findings.append(Finding(step, bucket, name, kind, tuple(which), text))
 
-    for position, ill in enumerate((~own.isfinite()).T.tolist()):
+    for position, ill in enumerate((~gradients.isfinite()).T.tolist()):
         if any(ill):
             which = [rank for rank, bad in enumerate(ill) if bad]
             find(position, "not finite", which, "the gradient is not finite there before averaging")
-    finite = bool(own.isfinite().all()) and bool(kept.isfinite().all())
+    finite = bool(gradients.isfinite().all()) and bool(kept.isfinite().all())
     if law.agrees:
         for position, which in _odd_ones(ranks, mean):
             others = others_in_words(which, len(ranks))
-            found = f"the average of {law.name} has other bits here than on {others}"
-            find(position, "ranks differ", which, found)
+            reason = f"the average of {law.name} has other bits here than on {others}"
+            find(position, "ranks differ", which, reason)
     if not law.averages:
         return [], findings
-    error, balance, dense = one.errors(sketches)
+    error, balance, dense = measured.errors(sketches)
     averaged = mean.square().mean(0)
-    dots = ((own.square() + mean.square() - away.square()) / 2).mean(0)
+    dots = ((gradients.square() + mean.square() - away.square()) / 2).mean(0)
     norms = _dense_norms(error.square(), dots, averaged, dense.square())
     rows = _rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
     if finite:
@@ -209,46 +212,46 @@ def judge(
             position, which = lost
             find(position, "not finite", which, _text_of_lost(law))
             return rows, findings
-        sizes = torch.sqrt((own.square() + kept.square()).sum(1))
-        measured = balance if balance is not None else error
-        if text := _broken_law(law, dtype, sizes, measured, layout.numel):
-            find(int(measured.argmax()), "error", list(range(len(sizes))), text)
+        sizes = torch.sqrt((gradients.square() + kept.square()).sum(1))
+        deviation = balance if balance is not None else error
+        if text := _broken_law(law, dtype, sizes, deviation, layout.numel):
+            find(int(deviation.argmax()), "error", list(range(len(sizes))), text)
     return rows, findings
 
 
 def judge_shards(
-    law: Law, step: int, one: ShardMeasurement, ranks: Tensor, sketches: Tensor
+    law: Law, step: int, measured: ShardMeasurement, ranks: Tensor, sketches: Tensor
 ) -> tuple[list[Verified], list[Finding]]:
     """Returns the rows and findings of one bucket; the same on every rank.
 
     Args:
         law: of the scheme.
         step: its number.
-        one: the bucket.
+        measured: the bucket's measurement.
         ranks: the rows of all ranks, float64 of shape ``(ranks, rows, parameters)``.
         sketches: of the bucket, their mean over ranks.
     """
-    own, kept, mean, *_ = ranks.unbind(1)
+    gradients, kept, mean, *_ = ranks.unbind(1)
     findings: list[Finding] = []
 
     def find(name: str, kind: str, which: list[int], text: str) -> None:
-        findings.append(Finding(step, one.bucket, name, kind, tuple(which), text))
+        findings.append(Finding(step, measured.bucket, name, kind, tuple(which), text))
 
-    for name, ill in zip(one.names, (~own.isfinite()).T.tolist(), strict=True):
+    for name, ill in zip(measured.names, (~gradients.isfinite()).T.tolist(), strict=True):
         if any(ill):
             which = [rank for rank, bad in enumerate(ill) if bad]
             find(name, "not finite", which, "the gradient is not finite there before averaging")
     if not law.averages:
         return [], findings
-    compared = one.compared(ranks, sketches)
-    rows = _rows_of(step, one.bucket, one.names, *compared[:4])
-    if own.isfinite().all() and kept.isfinite().all():
+    compared = measured.compared(ranks, sketches)
+    rows = _rows_of(step, measured.bucket, measured.names, *compared[:4])
+    if gradients.isfinite().all() and kept.isfinite().all():
         if lost := _lost_values(mean):
             position, which = lost
-            find(one.names[position], "not finite", which, _text_of_lost(law))
+            find(measured.names[position], "not finite", which, _text_of_lost(law))
             return rows, findings
-        sizes = torch.sqrt((own.square() + kept.square()).sum(1))
-        if text := _broken_law(law, one.dtype, sizes, compared.parts, one.layout.numel):
+        sizes = torch.sqrt((gradients.square() + kept.square()).sum(1))
+        if text := _broken_law(law, measured.dtype, sizes, compared.parts, measured.layout.numel):
             name, which = compared.place(int(compared.parts.argmax()))
             find(name, "error", which, text)
     return rows, findings
@@ -355,8 +358,8 @@ def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
     """
     hashes = ranks[:, ROWS.index("hash")].contiguous().view(torch.int64)
     differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
-    found = differ.nonzero().view(-1).tolist()
-    return [(position, odd_ones(hashes[:, position].tolist())) for position in found]
+    positions = differ.nonzero().view(-1).tolist()
+    return [(position, odd_ones(hashes[:, position].tolist())) for position in positions]
 
 
 def judge_parameters(step: int, names: Sequence[str], hashes: Tensor) -> list[Finding]:

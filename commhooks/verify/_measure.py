@@ -99,10 +99,10 @@ class Measurement:
         """
         flat, sizes = mean.detach().view(-1), self.layout.sizes
         averaged, bits = norms_of(flat, sizes), hashes(flat, sizes)
-        own, residual, sent = self._sent(memory)
+        gradient, residual, sent = self._sent(memory)
         self._difference.sub_(flat)
         away = norms_of(self._difference, sizes)
-        self.rows = torch.stack([own, averaged, away, residual, bits.view(torch.float64)])
+        self.rows = torch.stack([gradient, averaged, away, residual, bits.view(torch.float64)])
         if not self._averages:
             self._keep([])
             return
@@ -141,11 +141,11 @@ class Measurement:
                     values.add_(flat, alpha=sign)
                     norms += sizes
                     continue
-                own = self._views(values)  # a wrapper exchanges some of the bucket's parameters
+                views = self._views(values)  # a wrapper exchanges some of the bucket's parameters
                 for name, part, size in zip(
                     layout.names, flat.split(layout.sizes), sizes, strict=True
                 ):
-                    own[positions[name]].add_(part, alpha=sign)
+                    views[positions[name]].add_(part, alpha=sign)
                     norms[positions[name]] += size
         return norms
 
@@ -257,10 +257,10 @@ class ShardMeasurement(Measurement):
     def finish(self, mean: Tensor, memory: Memory) -> None:
         flat = mean.detach().view(-1)
         (begin, end), ranks = self.shards[self._rank], len(self.shards)
-        own, residual, sent = self._sent(memory)
-        self.rows = own.new_zeros(len(_SHARD_ROWS), len(self.names))
+        gradient, residual, sent = self._sent(memory)
+        self.rows = gradient.new_zeros(len(_SHARD_ROWS), len(self.names))
         everywhere = range(len(self.layout))
-        self._fill("gradient", everywhere, own)
+        self._fill("gradient", everywhere, gradient)
         self._fill("residual", everywhere, residual)
         self._fill_shard("mean", flat)
         if not self._averages:
@@ -287,7 +287,8 @@ class ShardMeasurement(Measurement):
         which = [place for place, piece in enumerate(pieces) if piece in self._owners]
         owners = [self._owners[pieces[place]] for place in which]
         places, into = (
-            torch.tensor(one, dtype=torch.int64, device=norms.device) for one in (which, owners)
+            torch.tensor(indices, dtype=torch.int64, device=norms.device)
+            for indices in (which, owners)
         )
         squares = norms.new_zeros(len(self.names))
         if which:
@@ -297,13 +298,13 @@ class ShardMeasurement(Measurement):
     def _here(self) -> list[tuple[int, slice]]:
         """Returns the pieces that are in this rank's shard, and where in it they are."""
         begin, end = self.shards[self._rank]
-        found = []
+        pieces = []
         spans = zip(self.layout.offsets, self.layout.sizes, strict=False)
         for piece, (first, size) in enumerate(spans):
             part = max(first, begin) - begin, min(first + size, end) - begin
             if part[0] < part[1]:
-                found.append((piece, slice(*part)))
-        return found
+                pieces.append((piece, slice(*part)))
+        return pieces
 
     def compared(self, ranks: Tensor, sketches: Tensor) -> ShardErrors:
         """Compares the averaged gradient with the dense mean.

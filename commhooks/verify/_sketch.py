@@ -44,7 +44,7 @@ def sketches_of(flats: Sequence[Tensor], sizes: Sequence[int], step: int) -> Ten
         step: its number; draws other signs.
     """
     total, groups = _places(tuple(sizes), flats[0].device)
-    found = flats[0].new_empty((len(flats), total))
+    sketches = flats[0].new_empty((len(flats), total))
     vectors = [flat.split(list(sizes)) for flat in flats]
     # Vectors of one size together: models of many small layers have few sizes.
     for size, owners, places in groups:
@@ -54,8 +54,8 @@ def sketches_of(flats: Sequence[Tensor], sizes: Sequence[int], step: int) -> Ten
         for begin in range(0, len(chosen), together):
             some = chosen[begin : begin + together]
             rows = torch.stack(some) if len(some) > 1 else some[0].view(1, -1)
-            found.view(-1)[into[begin : begin + together]] = _sketches_of_rows(rows, step)
-    return found
+            sketches.view(-1)[into[begin : begin + together]] = _sketches_of_rows(rows, step)
+    return sketches
 
 
 @lru_cache(maxsize=256)
@@ -75,17 +75,17 @@ def _places(
     return begins[-1], groups
 
 
-def dots_of(one: Tensor, other: Tensor, sizes: Sequence[int]) -> Tensor:
+def dots_of(sketches: Tensor, others: Tensor, sizes: Sequence[int]) -> Tensor:
     """Returns the scalar products of vectors by their sketches, in float64.
 
     Args:
-        one, other: what ``sketches_of`` returns, or their sums.
+        sketches, others: what ``sketches_of`` returns, or their sums.
         sizes: numbers of entries of the vectors.
     """
-    products = one.double() * other.double()
+    products = sketches.double() * others.double()
     # Not differences of one running sum, in which small products behind large ones are lost.
-    widths = torch.tensor([width_of(size) for size in sizes], device=one.device)
-    owners = torch.arange(len(sizes), device=one.device).repeat_interleave(widths)
+    widths = torch.tensor([width_of(size) for size in sizes], device=sketches.device)
+    owners = torch.arange(len(sizes), device=sketches.device).repeat_interleave(widths)
     return products.new_zeros(len(sizes)).index_add_(0, owners, products)
 
 
@@ -126,10 +126,10 @@ def _signs_of(part: Tensor, step: int, number: int) -> Tensor:
 
     Shifted by multiples of a width, a single table would meet itself in the same numbers.
     """
-    one, other = _tables(part.device, part.dtype)
+    first_table, second_table = _tables(part.device, part.dtype)
     first, second = (40503 * step + 30011 * number) % _CHUNK, (9973 * step + 7919 * number) % _CHUNK
     size = part.shape[1]
-    return one[first : first + size] * other[second : second + size]
+    return first_table[first : first + size] * second_table[second : second + size]
 
 
 @lru_cache(maxsize=8)
@@ -138,5 +138,5 @@ def _tables(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     signs = torch.randint(0, 2, (2, 2 * _CHUNK), generator=generator, device="cpu")
     # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
-    one, other = signs.mul_(2).sub_(1).to(dtype).to(device)
-    return one, other
+    first, second = signs.mul_(2).sub_(1).to(dtype).to(device)
+    return first, second

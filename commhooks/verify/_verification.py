@@ -211,7 +211,7 @@ class Verification:
         if self._group is not None:
             _warn_of(self._unraised, self._group.rank(), "warn", self._warned)
         if self._lent is not None:
-            works = [work for one in self._pending for work in one.works]
+            works = [work for pending in self._pending for work in pending.works]
             self._lent.give_up(works) if works else self._lent.release_group()  # waits for no peer
         self._pending.clear()
         self._group = self._lent = None
@@ -221,7 +221,7 @@ class Verification:
 
         The result of a step that is under way is dropped.
         """
-        works = [work for one in self._pending for work in one.works]
+        works = [work for pending in self._pending for work in pending.works]
         self._pending.clear()
         if self._lent is not None:
             self._lent.give_up(works)
@@ -272,14 +272,14 @@ class Verification:
             while self._pending and (wait or self._pending[0].ready()):
                 pending = self._pending.popleft()
                 pending.wait()
-                found, rows = pending.judge()
-                self._findings += found
+                findings, rows = pending.judge()
+                self._findings += findings
                 self._rows += rows
                 self._latest = rows
                 self.steps, self._last = self.steps + 1, pending.law.name
-                self._unraised += [one for one in found if one.kind != "not finite"]
+                self._unraised += [finding for finding in findings if finding.kind != "not finite"]
                 assert self._group is not None
-                _warn_of(found, self._group.rank(), self.action, self._warned)
+                _warn_of(findings, self._group.rank(), self.action, self._warned)
 
 
 def verification_of(verify: object, history: int) -> Verification | None:
@@ -371,20 +371,20 @@ class _VerifiedStep:
     def judge(self) -> tuple[list[Finding], list[Verified]]:
         """Returns findings and rows of the step; the same on every rank."""
         ranks = self._table.cpu().view(torch.float64)
-        counts = [one.sketches.numel() for one in self.measured]
+        counts = [bucket.sketches.numel() for bucket in self.measured]
         begin = 0
         findings: list[Finding] = []
         rows: list[Verified] = []
-        for one, flat in zip(self.measured, self._sketches.cpu().split(counts), strict=True):
-            end = begin + one.rows.numel()
-            of_all = ranks[:, begin:end].reshape(len(ranks), *one.rows.shape)
-            sketches, step = flat.view(one.sketches.shape), (self.law, self.step)
-            if isinstance(one, ShardMeasurement):
-                judged, found = judge_shards(*step, one, of_all, sketches)
+        for bucket, flat in zip(self.measured, self._sketches.cpu().split(counts), strict=True):
+            end = begin + bucket.rows.numel()
+            of_all = ranks[:, begin:end].reshape(len(ranks), *bucket.rows.shape)
+            sketches, step = flat.view(bucket.sketches.shape), (self.law, self.step)
+            if isinstance(bucket, ShardMeasurement):
+                bucket_rows, bucket_findings = judge_shards(*step, bucket, of_all, sketches)
             else:
-                judged, found = judge(*step, one, of_all, sketches)
-            rows += judged
-            findings += found
+                bucket_rows, bucket_findings = judge(*step, bucket, of_all, sketches)
+            rows += bucket_rows
+            findings += bucket_findings
             begin = end
         hashes = ranks[:, begin:].view(torch.int64)
         return judge_parameters(self.step, self._names, hashes) + findings, rows
@@ -393,7 +393,7 @@ class _VerifiedStep:
 def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns what becomes the rows of all ranks by a sum: as integers, so that no bit changes."""
     device = measured[0].rows.device
-    rows = torch.cat([one.rows.to(device).reshape(-1) for one in measured]).view(torch.int64)
+    rows = torch.cat([bucket.rows.to(device).reshape(-1) for bucket in measured]).view(torch.int64)
     rows = torch.cat([rows, hashes.to(device)])
     table = torch.zeros((group.size(), len(rows)), dtype=torch.int64, device=device)
     table[group.rank()] = rows
@@ -403,7 +403,7 @@ def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessG
 def _joined(measured: Sequence[Measurement]) -> Tensor:
     """Returns the sketches of all buckets, as one message of the widest of their dtypes."""
     device = measured[0].rows.device
-    return torch.cat([one.sketches.to(device).reshape(-1) for one in measured])
+    return torch.cat([bucket.sketches.to(device).reshape(-1) for bucket in measured])
 
 
 def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
@@ -450,36 +450,36 @@ def _median_of(rows: list[Verified]) -> float | None:
 
 def _in_words(name: str, steps: int, rows: list[Verified], findings: list[Finding]) -> str:
     """Returns what is known of the verified steps of a scheme, and the last findings."""
-    found = [f"\n  {finding}" for finding in findings[-10:]]
+    last = [f"\n  {finding}" for finding in findings[-10:]]
     return (
         f"{name}: {_count_of(steps, 'step')} verified{_worst_of(rows)}. "
-        f"{_count_of(len(findings), 'finding')}{':' if found else '.'}{''.join(found)}"
+        f"{_count_of(len(findings), 'finding')}{':' if last else '.'}{''.join(last)}"
     )
 
 
 def _numbers_of(rows: list[Verified], findings: int) -> dict[str, float]:
-    found = {"verify/findings": float(findings)}
+    metrics = {"verify/findings": float(findings)}
     if errors := [row.error for row in rows if row.error == row.error]:
-        found["verify/error"] = max(errors)
+        metrics["verify/error"] = max(errors)
     if (median := _median_of(rows)) is not None:
-        found["verify/error_median"] = median
+        metrics["verify/error_median"] = median
     if cosines := [row.cosine for row in rows if row.cosine == row.cosine]:
-        found["verify/cosine_min"] = min(cosines)
-    return found
+        metrics["verify/cosine_min"] = min(cosines)
+    return metrics
 
 
-def _warn_of(found: list[Finding], rank: int, action: Action, warned: set[_Warned]) -> None:
+def _warn_of(findings: list[Finding], rank: int, action: Action, warned: set[_Warned]) -> None:
     """Warns of the first finding of each kind, once for a parameter and its ranks."""
-    for kind in dict.fromkeys(one.kind for one in found):
-        same = [one for one in found if one.kind == kind]
+    for kind in dict.fromkeys(finding.kind for finding in findings):
+        same = [finding for finding in findings if finding.kind == kind]
         first = same[0]
-        told = (kind, first.parameter, first.ranks)
+        key = (kind, first.parameter, first.ranks)
         raised = action == "raise" and kind != "not finite"
         # On a thousand ranks one warning is enough, and those of the ranks that are concerned.
         elsewhere = rank != 0 and (rank not in first.ranks or kind == "error")
-        if raised or elsewhere or told in warned:
+        if raised or elsewhere or key in warned:
             continue
-        warned.add(told)
+        warned.add(key)
         more = f" (and {len(same) - 1} more, see hook.verification)" if len(same) > 1 else ""
         warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
@@ -494,15 +494,15 @@ def _raise_findings(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup
     Args:
         beside: groups of ranks that call this function at the same time.
     """
-    told = [(one.step, str(one)) for one in wrong[:20]]
+    messages = [(finding.step, str(finding)) for finding in wrong[:20]]
     for group in beside:
         everyone: list[list[tuple[int, str]]] = [[] for _ in range(group.size())]
-        dist.all_gather_object(everyone, told, group=group)
-        told = sorted({one for theirs in everyone for one in theirs})
-    if told:
-        text = "\n  ".join(text for _, text in told)
+        dist.all_gather_object(everyone, messages, group=group)
+        messages = sorted({message for theirs in everyone for message in theirs})
+    if messages:
+        text = "\n  ".join(text for _, text in messages)
         raise VerificationError(
-            f"verification of step {told[0][0]}:\n  {text}\nTraining cannot be trusted from "
+            f"verification of step {messages[0][0]}:\n  {text}\nTraining cannot be trusted from "
             f"this step on. Where parameters differ, load one checkpoint on all ranks; else "
             f"hook.switch('none') does without the scheme. Verification(action='warn') goes on"
         )

@@ -46,13 +46,13 @@ class ZeroHook(HookState):
 
     @property
     def _owner(self) -> Any:
-        found = None if self._served is None else self._served()
-        if found is None:
+        owner = None if self._served is None else self._served()
+        if owner is None:
             raise RegistrationError(
                 "ZeroOptimizer: it was deleted, and the model still averages for it; keep it, or "
                 "wrap the module again"
             )
-        return found
+        return owner
 
     def forward_begins(self) -> None:
         super().forward_begins()

@@ -68,12 +68,13 @@ def check_model(model: nn.Module) -> CoreDDP:
             "ZeroOptimizer: not with delay_all_reduce_named_params, nor with an optimizer in "
             "backward (_apply_optimizer_in_backward)"
         )
-    for one in ddp.reducer.parameters:
-        if one.sparse or not one.parameter.is_floating_point():
+    for parameter in ddp.reducer.parameters:
+        if parameter.sparse or not parameter.parameter.is_floating_point():
             raise RegistrationError(
-                f"ZeroOptimizer: {one.name} has "
-                f"{'sparse gradients' if one.sparse else one.parameter.dtype}, and a shard is a "
-                f"part of a flat tensor of real numbers; use another optimizer for this model"
+                f"ZeroOptimizer: {parameter.name} has "
+                f"{'sparse gradients' if parameter.sparse else parameter.parameter.dtype}, and a "
+                f"shard is a part of a flat tensor of real numbers; use another optimizer for this "
+                f"model"
             )
     return ddp
 
@@ -123,10 +124,13 @@ def check_none_accumulated(ddp: CoreDDP) -> None:
     if ddp.reducer.backward.has_raised:  # what came of it is known to be incomplete
         return
     ddp.reducer.check_finished()  # names parameters that got no gradient, frozen ones, say
-    for one in ddp.reducer.parameters:
-        if one.parameter.grad is not None and type(one.parameter.grad) is not ShardedGrad:
+    for parameter in ddp.reducer.parameters:
+        if (
+            parameter.parameter.grad is not None
+            and type(parameter.parameter.grad) is not ShardedGrad
+        ):
             raise RegistrationError(
-                f"ZeroOptimizer.step: the gradient of {one.name} was not averaged: the last "
+                f"ZeroOptimizer.step: the gradient of {parameter.name} was not averaged: the last "
                 f"backward pass was within no_sync() or hold(), or its forward pass did not go "
                 f"through the DistributedDataParallel. Let the last pass average, or call "
                 f"zero_grad()"
@@ -142,9 +146,9 @@ def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
     Raises:
         ValueError: a parameter is not averaged by this model, or is in two groups.
     """
-    trained = {id(one.parameter) for one in ddp.reducer.parameters}
+    trained = {id(parameter.parameter) for parameter in ddp.reducer.parameters}
     if params is None:
-        return [({}, [one.parameter for one in ddp.reducer.parameters])]
+        return [({}, [parameter.parameter for parameter in ddp.reducer.parameters])]
     given = list(params)
     if not all(isinstance(group, Mapping) for group in given):
         given = [{"params": given}]
@@ -152,14 +156,14 @@ def groups_of(ddp: CoreDDP, params: Iterable[Any] | None) -> list[Group]:
     for group in given:
         members: list[Any]
         members = [group["params"]] if isinstance(group["params"], Tensor) else group["params"]
-        members = [one[1] if isinstance(one, tuple) else one for one in members]
-        for one in members:
-            if id(one) not in trained:
+        members = [member[1] if isinstance(member, tuple) else member for member in members]
+        for parameter in members:
+            if id(parameter) not in trained:
                 raise ValueError(
-                    f"ZeroOptimizer(params=...): a parameter of shape {tuple(one.shape)} is in two "
-                    f"groups, or is none that this DistributedDataParallel averages"
+                    f"ZeroOptimizer(params=...): a parameter of shape {tuple(parameter.shape)} is "
+                    f"in two groups, or is none that this DistributedDataParallel averages"
                 )
-            trained.remove(id(one))
+            trained.remove(id(parameter))
         groups.append(({key: group[key] for key in group if key != "params"}, members))
     return groups
 
@@ -193,7 +197,7 @@ def check_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.devi
             _step(together, [whole], [gradients.view(8, 8)])
             # One after the other, as buckets: what counts steps of all parameters shows.
             for part, gradient in zip(parts, gradients.split(40), strict=True):
-                _step(apart, parts, [gradient if one is part else None for one in parts])
+                _step(apart, parts, [gradient if other is part else None for other in parts])
         same = torch.allclose(torch.cat([*parts]), whole.view(-1), rtol=1e-4, atol=1e-6)
     except Exception as error:
         raise RegistrationError(
@@ -292,7 +296,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         facts: dict[str, Any] = {
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
             "gather": repr(sends.codec),
-            "groups": repr([({**settings, **own}, names(p)) for own, p in self._groups]),
+            "groups": repr([({**settings, **group}, names(p)) for group, p in self._groups]),
             "in_backward": in_backward,
         }
         if in_backward:
@@ -305,7 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ddp.reducer.keep_registered_buckets()
         self.skipped_steps = 0
         self._shards = Shards(self.hook, ddp, sends, in_backward)
-        groups = [{**own, "params": self._shards.values(p)} for own, p in self._groups]
+        groups = [{**group, "params": self._shards.values(p)} for group, p in self._groups]
         groups[0]["params"] += [self._shards.told]
         self._inner = self._shards.optimizer = optimizer(groups, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
@@ -404,8 +408,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CheckpointError: it is foreign, or of another model, other groups or other ranks.
         """
         known = self.hook.parameters
-        own = saving.groups(self.param_groups, self._groups, self.hook.binding.names)
-        saving.check(state_dict, own, known)
+        present = saving.groups(self.param_groups, self._groups, self.hook.binding.names)
+        saving.check(state_dict, present, known)
         self.hook.load_state_dict(state_dict["hook"])
         self._model.reducer.rebuild()  # the saved run's buckets
         self._shards.cut()

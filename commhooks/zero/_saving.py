@@ -54,8 +54,11 @@ def groups(
         names: returns the names of parameters.
     """
     return [
-        {**{key: value for key, value in group.items() if key != "params"}, "names": names(own)}
-        for group, (_, own) in zip(present, members, strict=True)
+        {
+            **{key: value for key, value in group.items() if key != "params"},
+            "names": names(parameters),
+        }
+        for group, (_, parameters) in zip(present, members, strict=True)
     ]
 
 
@@ -78,7 +81,7 @@ def saved_pieces(pieces: Iterable[Piece], states: Mapping[Tensor, Any]) -> Saved
 
 
 def gathered(
-    own: Saved, known: Parameters, group: dist.ProcessGroup, dst: int | None
+    pieces: Saved, known: Parameters, group: dist.ProcessGroup, dst: int | None
 ) -> Saved | None:
     """Returns the pieces of all ranks, put together by parameter in its own shape, on the CPU.
 
@@ -86,12 +89,12 @@ def gathered(
         dst: the only rank of the group that gets them; the others get None. None: all get them.
     """
     memory: dict[str, dict[str, Tensor]] = {}
-    for name, one in own.items():
-        for key, value in one["entries"].items():
+    for name, piece in pieces.items():
+        for key, value in piece["entries"].items():
             memory.setdefault(key, {})[name] = value
     about = {
-        name: {**one, "entries": (), "rest": copied(one["rest"], "cpu")}
-        for name, one in own.items()
+        name: {**piece, "entries": (), "rest": copied(piece["rest"], "cpu")}
+        for name, piece in pieces.items()
     }
     part = {"about": about, "memory": memory}
     whole = gather_states(
@@ -102,8 +105,8 @@ def gathered(
     # Ranks own parts in their order, so those of a parameter come in order, too.
     ranks = [whole[f"rank{rank}"] for rank in range(group.size())]
     together: Saved = {}
-    for name in dict.fromkeys(name for one in ranks for name in one["about"]):
-        parts = [one for one in ranks if name in one["about"]]
+    for name in dict.fromkeys(name for part in ranks for name in part["about"]):
+        parts = [part for part in ranks if name in part["about"]]
         first, last = parts[0], parts[-1]
         entries = {}
         for key, values in first["memory"].items():
@@ -140,16 +143,16 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], known: Parameters)
     placement = state.get("placement", [] if state["version"] == _VERSION else None)
     check_placement("ZeroOptimizer.load_state_dict", placement, known.placement, known.find)
     shapes = known.shapes
-    wanted, found = ([group["names"] for group in one] for one in (groups, state["groups"]))
-    if wanted != found:
+    wanted, saved = ([group["names"] for group in each] for each in (groups, state["groups"]))
+    if wanted != saved:
         raise CheckpointError(
-            f"ZeroOptimizer.load_state_dict: the state has {len(found)} groups of other parameters "
+            f"ZeroOptimizer.load_state_dict: the state has {len(saved)} groups of other parameters "
             f"than the {len(wanted)} of this optimizer; make it with the same groups"
         )
-    for name, one in state["pieces"].items():
-        numel = one["end"] - one["begin"]
-        fits = name in shapes and one["begin"] >= 0 and one["end"] <= shapes[name].numel()
-        if not fits or any(value.numel() != numel for value in one["entries"].values()):
+    for name, piece in state["pieces"].items():
+        numel = piece["end"] - piece["begin"]
+        fits = name in shapes and piece["begin"] >= 0 and piece["end"] <= shapes[name].numel()
+        if not fits or any(value.numel() != numel for value in piece["entries"].values()):
             raise CheckpointError(
                 f"ZeroOptimizer.load_state_dict: {name!r} does not fit this model's parameter; is "
                 f"the checkpoint another model's, or damaged?"
@@ -167,24 +170,24 @@ def load_piece(
     Raises:
         CheckpointError: the state has no such entries.
     """
-    one = saved.get(piece.name)
+    saved_piece = saved.get(piece.name)
     begin, end = piece.entries.start, piece.entries.stop
-    if one is None or begin < one["begin"] or one["end"] < end:
+    if saved_piece is None or begin < saved_piece["begin"] or saved_piece["end"] < end:
         raise CheckpointError(
             f"ZeroOptimizer.load_state_dict: entries {begin} to {end} of {piece.name!r} are not in "
             f"the state of this rank: on other ranks, or with other buckets, load what "
             f"state_dict(gather=True) returned"
         )
-    own = slice(begin - one["begin"], end - one["begin"])
+    span = slice(begin - saved_piece["begin"], end - saved_piece["begin"])
     entries = {
         key: known.to_bucket_layout({piece.name: value})[piece.name]
-        .reshape(-1)[own]
+        .reshape(-1)[span]
         .to(piece.value.device)
-        for key, value in one["entries"].items()
+        for key, value in saved_piece["entries"].items()
     }
     piece.value.detach().copy_(entries.pop("exact"))
     state = {key.removeprefix("state."): value.clone() for key, value in entries.items()}
-    for key, value in one["rest"].items():
+    for key, value in saved_piece["rest"].items():
         state |= copied({key: value}, home_of(key, piece.value.device, settings))
     return state
 

@@ -60,11 +60,11 @@ class Gather:
         # Within the exchange, on a GPU on its stream: memory is given back when the exchange is
         # over on the host, and only its own stream knows whether it is still read.
         scheme: Scheme = Dense()
-        own = shard.exact.to(shard.dtype)
+        message = shard.exact.to(shard.dtype)
         if self.codec is not None and self.packs(shard):
-            scheme, own = self.codec, shard.exact - shard.held()
-        whole = own.new_empty(shard.layout.numel)
-        bucket = engine.bucket(own, shard.layout, output=whole)
+            scheme, message = self.codec, shard.exact - shard.held()
+        whole = message.new_empty(shard.layout.numel)
+        bucket = engine.bucket(message, shard.layout, output=whole)
         return (yield from scheme.all_gather(bucket, shard.spans)).mean
 
     @torch.no_grad()
@@ -73,7 +73,7 @@ class Gather:
         parameters = [parameter.detach() for parameter in shard.parameters]
         views, packed = views_of(gathered, parameters), self.packs(shard)
         rows = zip(shard.parameters, parameters, views, strict=True)
-        kept = [(into, view) for one, into, view in rows if one not in shard.dropped]
+        kept = [(into, view) for parameter, into, view in rows if parameter not in shard.dropped]
         if kept:
             write = foreach_add if packed else foreach_copy
             write([into for into, _ in kept], [view for _, view in kept])
@@ -146,7 +146,7 @@ class Shards:
         """Cuts the model's present buckets into shards, which begin with its parameters."""
         hook, group = self._hook, self._model.process_group
         known = hook.parameters
-        codecs = [one for one in walk(hook.scheme) if isinstance(one, PackedCodec)]
+        codecs = [codec for codec in walk(hook.scheme) if isinstance(codec, PackedCodec)]
         # 64: vector instructions then take all entries of a parameter as they do without a cut.
         unit = math.lcm(64, *(codec.granularity for codec in codecs))
 
@@ -217,11 +217,16 @@ class Shards:
         The same on all ranks, as each has all parameters.
         """
         arrived, stand = [shard for shard in self._all if shard.arrived], self._stand_ins.stand
-        if arrived and not any(stand(one) for shard in arrived for one in shard.parameters):
+        if arrived and not any(
+            stand(parameter) for shard in arrived for parameter in shard.parameters
+        ):
             self.zero_grad()
             return
         for shard in arrived:
-            shard.drop({one for one in shard.parameters if not stand(one)}, self.optimizer.state)
+            shard.drop(
+                {parameter for parameter in shard.parameters if not stand(parameter)},
+                self.optimizer.state,
+            )
 
     def zero_grad(self) -> None:
         """Drops the gradients, and takes back what was stepped and not applied."""
@@ -244,9 +249,9 @@ class Shards:
             )
         self.drop_with_stand_ins()
         values, largest = [piece.value for piece in self.pieces()], norm_type == math.inf
-        grads = [one.grad for one in values if one.grad is not None]
-        own = nn.utils.get_total_norm(grads, norm_type).to(self._all[0].exact.device)
-        total = own.float() if largest else own.float().pow(norm_type)
+        grads = [value.grad for value in values if value.grad is not None]
+        norm = nn.utils.get_total_norm(grads, norm_type).to(self._all[0].exact.device)
+        total = norm.float() if largest else norm.float().pow(norm_type)
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         dist.all_reduce(total, op, group=self._model.process_group)
         total = total if largest else total.pow(1.0 / norm_type)

@@ -434,14 +434,14 @@ MUTANTS: list[Mutant] = [
         "_verdicts",
         (
             "the last bucket decides for all",
-            "torch.stack(one).all() for one",
-            "one[-1] for one",
+            "torch.stack(group).all() for group",
+            "group[-1] for group",
             "tests/contract/test_laws.py::test_a_bad_bucket_keeps_the_memory_of_the_whole_step",
         ),
         (
             "devices decide each for itself",
-            'torch.stack([good.to(to, non_blocking=to.type != "cpu") for good in own]).all()',
-            "own[devices.index(to)]",
+            'torch.stack([good.to(to, non_blocking=to.type != "cpu") for good in verdicts]).all()',
+            "verdicts[devices.index(to)]",
             f"{UNIT}/test_on_cuda.py::test_the_verdict_is_brought_together_on_every_device",
         ),
     ),
@@ -483,7 +483,7 @@ MUTANTS: list[Mutant] = [
         "_times.total",
         (
             "a sum is a mean",
-            "mean = result.mean.mul_(ranks) if own else result.mean * ranks",
+            "mean = result.mean.mul_(ranks) if in_output else result.mean * ranks",
             "mean = result.mean",
             f"{FUNCTIONS}::test_an_all_reduce_of_every_scheme_is_what_its_hook_gives",
         ),
@@ -531,8 +531,8 @@ MUTANTS: list[Mutant] = [
         "close_idle",
         (
             "what was made for a destroyed group stays",
-            "for found in _made.pop(group).values():",
-            "for found in _made[group].values():",
+            "for collectives in _made.pop(group).values():",
+            "for collectives in _made[group].values():",
             f"{FUNCTIONS}::test_functions_use_what_they_made_until_its_group_is_destroyed",
         ),
     ),
@@ -639,7 +639,7 @@ MUTANTS: list[Mutant] = [
         "_exchange",
         (
             "shared values do not go to a rank that joins",
-            "sent |= {key for key in own if key not in resizes}",
+            "sent |= {key for key in memory_here if key not in resizes}",
             "sent |= set()",
             f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
@@ -669,14 +669,14 @@ MUTANTS: list[Mutant] = [
         "_surviving_ranks",
         (
             "the largest step decides who goes on",
-            "            len(family(told[rank])),\n            told[rank].world_size,\n",
+            "            len(family(ranks[rank])),\n            ranks[rank].world_size,\n",
             "",
             f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
         ),
         (
             "a rank that was away goes on with what was counted as lost",
-            "if told[rank].step >= last - 1]",
-            "if told[rank].step >= 0]",
+            "if ranks[rank].step >= last - 1]",
+            "if ranks[rank].step >= 0]",
             f"{WORLD}::test_a_rank_that_was_away_for_a_change_joins_as_a_new_one",
         ),
     ),
@@ -732,8 +732,8 @@ MUTANTS: list[Mutant] = [
         "merged",
         (
             "fewer ranks apply what was owed twice over",
-            "values[key] = _added(key, own, world_size / saved_size)",
-            "values[key] = _added(key, own, 1.0)",
+            "values[key] = _added(key, memories, world_size / saved_size)",
+            "values[key] = _added(key, memories, 1.0)",
             f"{CHECKPOINT}::test_another_world_size_keeps_the_mean_of_residuals",
         ),
         (
@@ -774,7 +774,7 @@ MUTANTS: list[Mutant] = [
         "Fragment.apply",
         (
             "a late average takes what a rank has learnt meanwhile",
-            "torch.lerp(old, own, _OWN) if late else old",
+            "torch.lerp(old, values, _OWN) if late else old",
             "old",
             f"{POLICIES}::test_outer_steps",
         ),

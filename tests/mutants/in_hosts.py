@@ -176,8 +176,8 @@ MUTANTS: list[Mutant] = [
         "CallMonitor._pass_begins",
         (
             "a hook that another object stands for is not watched",
-            'getattr(one, "hook_state", one)',
-            "one",
+            'getattr(holder, "hook_state", holder)',
+            "holder",
             f"{TORCHFT}::test_a_loss_computed_beside_the_wrapper_warns_at_the_end",
         ),
     ),
@@ -302,8 +302,8 @@ MUTANTS: list[Mutant] = [
         "_group",
         (
             "replicas of a mesh are averaged with everyone",
-            "found: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()",
-            "found: dist.ProcessGroup | None = given",
+            "group: dist.ProcessGroup | None = given if mesh is None else mesh.get_group()",
+            "group: dist.ProcessGroup | None = given",
             f"{GROUP}::test_a_module_of_replicate_averages_over_its_mesh_or_group",
         ),
     ),
@@ -317,8 +317,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a function runs a scheme that keeps memory",
-            "        if slots_of(found.scheme):\n",
-            "        if found.calls:\n",
+            "        if slots_of(collectives.scheme):\n",
+            "        if collectives.calls:\n",
             f"{FUNCTIONS}::test_what_cannot_be_done_is_refused_with_what_to_do",
         ),
     ),

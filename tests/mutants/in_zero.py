@@ -66,11 +66,8 @@ MUTANTS: list[Mutant] = [
         "Gather.exchange",
         (
             "differences are given back before a GPU has packed them",
-            "        bucket = engine.bucket(own, shard.layout, output=whole)\n"
-            "        return (yield from scheme.all_gather(bucket, shard.spans)).mean",
-            "        bucket = engine.bucket(own, shard.layout, output=whole)\n"
-            "        mean = lambda one: (yield from scheme.all_gather(one, shard.spans)).mean\n"
-            "        return mean(bucket)",
+            "        bucket = engine.bucket(message, shard.layout, output=whole)\n        return (yield from scheme.all_gather(bucket, shard.spans)).mean",
+            "        bucket = engine.bucket(message, shard.layout, output=whole)\n        mean = lambda value: (yield from scheme.all_gather(value, shard.spans)).mean\n        return mean(bucket)",
             "tests/unit/test_lazy_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
         ),
     ),
@@ -88,7 +85,7 @@ MUTANTS: list[Mutant] = [
         "Gather.apply",
         (
             "parameters whose gradient was dropped take what was gathered",
-            " if one not in shard.dropped]",
+            " if parameter not in shard.dropped]",
             "]",
             f"{TEST}::test_gradients_that_the_model_drops_are_dropped[True-none]",
         ),
@@ -124,8 +121,8 @@ MUTANTS: list[Mutant] = [
         "load_piece",
         (
             "a piece takes the first entries of its parameter",
-            'own = slice(begin - one["begin"], end - one["begin"])',
-            "own = slice(0, end - begin)",
+            'span = slice(begin - saved_piece["begin"], end - saved_piece["begin"])',
+            "span = slice(0, end - begin)",
             f"{TEST}::test_a_gathered_state_loads_on_another_number_of_ranks",
         ),
     ),
@@ -152,13 +149,13 @@ MUTANTS: list[Mutant] = [
         (
             "gradients are clipped by the norm of one shard",
             "clip_grads_with_norm_(values, max_norm, total)",
-            "clip_grads_with_norm_(values, max_norm, own)",
+            "clip_grads_with_norm_(values, max_norm, norm)",
             f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
         ),
         (
             "norms of shards are added, not their squares",
-            "own.float().pow(norm_type)",
-            "own.float()",
+            "norm.float().pow(norm_type)",
+            "norm.float()",
             f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
         ),
     ),
@@ -193,8 +190,8 @@ MUTANTS: list[Mutant] = [
         "load_piece",
         (
             "states are taken by position",
-            "    one = saved.get(piece.name)\n",
-            "    one = dict(zip(sorted(saved), saved.values())).get(piece.name)\n",
+            "    saved_piece = saved.get(piece.name)\n",
+            "    saved_piece = dict(zip(sorted(saved), saved.values())).get(piece.name)\n",
             f"{TEST}::test_a_resumed_run_continues_bit_for_bit[True]",
         ),
         (
@@ -296,7 +293,7 @@ MUTANTS: list[Mutant] = [
         "check_elementwise",
         (
             "optimizers that count their calls are taken",
-            "[gradient if one is part else None for one in parts]",
+            "[gradient if other is part else None for other in parts]",
             "[*gradients.split(40)]",
             f"{TEST}::test_gradients_of_one_rank_are_no_step",
         ),
@@ -305,8 +302,8 @@ MUTANTS: list[Mutant] = [
         "check_none_accumulated",
         (
             "gradients of this rank alone are no error",
-            "type(one.parameter.grad) is not ShardedGrad:",
-            "type(one.parameter.grad) is None:",
+            "type(parameter.parameter.grad) is not ShardedGrad",
+            "type(parameter.parameter.grad) is None",
             f"{TEST}::test_gradients_of_one_rank_are_no_step",
         ),
     ),
