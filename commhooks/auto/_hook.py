@@ -18,7 +18,7 @@ from commhooks.core._settings import fitting, from_json
 from commhooks.errors import CheckpointError, OptionError
 from commhooks.hook._ledger import Summary
 from commhooks.hook._sharded import check_returns_shards
-from commhooks.hook._state import HookState, Tried
+from commhooks.hook._state import CandidateResult, HookState
 from commhooks.predict._advise import error_of, made_candidates
 from commhooks.wrappers._feedback import without_flush
 from commhooks.wrappers._make import describe, make
@@ -110,8 +110,8 @@ class AutoHook(HookState):
         return self._trials.over
 
     @property
-    def tried(self) -> list[Tried]:
-        return self._trials.tried
+    def candidates(self) -> list[CandidateResult]:
+        return self._trials.candidates
 
     def forward_begins(self) -> None:
         """Ends a step, and takes the next decision when a stage of the trials is over."""
@@ -161,14 +161,14 @@ class AutoHook(HookState):
         else:
             self._trials.end(f"auto runs {found[0]}, as the run that was saved.")
 
-    def saved_plan(self) -> str:
+    def plan_state(self) -> str:
         """Returns the choice as JSON, for ``load_state_dict``."""
         choice = self._trials.choice
         if choice is None:
             return json.dumps({"undecided": not self._trials.over})
         return json.dumps({"name": choice.name})
 
-    def follow_plan(self, plan: str, scheme: str) -> None:
+    def apply_plan(self, plan: str, scheme: str) -> None:
         """Runs the choice of the ranks that this one joins; without a choice all begin anew."""
         theirs = _read_plan(plan)
         if theirs.get("undecided"):
@@ -183,7 +183,7 @@ class AutoHook(HookState):
             what = found[0] if found else "the scheme it has"
             self._trials.end(f"auto runs {what}, as the ranks it joins.")
 
-    def ranks_changed(self) -> None:
+    def on_group_changed(self) -> None:
         """Begins the trials anew if they were not over: they have measured other ranks."""
         if self._begins_anew:
             self._begins_anew = False
@@ -207,7 +207,7 @@ def _error_of(name: str, scheme: Scheme) -> float:
 
 
 def _read_plan(text: str) -> dict[str, Any]:
-    """Returns what ``saved_plan`` wrote; empty for a run that chose nothing.
+    """Returns what ``plan_state`` wrote; empty for a run that chose nothing.
 
     Raises:
         CheckpointError: it is something else.

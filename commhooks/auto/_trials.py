@@ -20,9 +20,9 @@ from typing import Any
 import torch.distributed as dist
 
 from commhooks.core._scheme import Scheme
-from commhooks.hook._handshake import MEETING
+from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._running import Running
-from commhooks.hook._state import Tried
+from commhooks.hook._state import CandidateResult
 from commhooks.wrappers._make import make
 
 __all__ = ["Candidate", "Entry", "Race", "Stage", "Trials", "chosen"]
@@ -94,12 +94,14 @@ class Trials:
         return self._stage is Stage.DONE
 
     @property
-    def tried(self) -> list[Tried]:
+    def candidates(self) -> list[CandidateResult]:
         """Returns all candidates with what was measured so far, the fastest first."""
         first = self._race.entries if self._before is None else self._before
         again = {} if self._before is None else {one.what.name: one for one in self._race.entries}
         rows = [
-            Tried(one.what.name, one.median, _median_of(again.get(one.what.name)), len(one.times))
+            CandidateResult(
+                one.what.name, one.median, _median_of(again.get(one.what.name)), len(one.times)
+            )
             for one in first
         ]
         return sorted(rows, key=lambda row: (math.isnan(row.measured_s), row.measured_s))
@@ -191,12 +193,12 @@ class Trials:
     def _of_all(self, value: Any) -> list[Any]:
         """Gathers a value from all ranks, which have all come here, or raises."""
         hook = self._hook
-        hook._meet("auto", {"stage": self._stage.value, "step": hook.step}, MEETING)
+        hook._handshake("auto", {"stage": self._stage.value, "step": hook.step}, HANDSHAKE_LIMIT)
         found = [value]
         # Ranks with other parts of the gradients (HSDP) decide the same.
-        for group in (hook.binding.group(), *hook.binding.beside):
+        for group in (hook.target.group(), *hook.target.verdict_groups):
             everyone: list[Any] = [None] * group.size()
-            with hook.binding.on_device():
+            with hook.target.on_device():
                 dist.all_gather_object(everyone, found, group=group)
             found = [one for theirs in everyone for one in theirs]
         return found

@@ -17,8 +17,8 @@ from commhooks.errors import CheckpointError
 __all__ = [
     "ShardSpec",
     "check_placement",
-    "piece_here",
     "read_placement",
+    "shard_description",
     "shard_spec_of",
     "stored_placement",
 ]
@@ -31,31 +31,31 @@ class ShardSpec(NamedTuple):
 
     Attributes:
         piece: in words; "" for all of it.
-        between: the groups of ranks between which the parameter is cut. The ranks of other groups
-            have the same piece, and have to keep it equal.
+        shard_groups: groups of ranks between which the parameter is cut. Ranks of other groups have
+            the same piece, and have to keep it equal.
     """
 
     piece: str = ""
-    between: frozenset[tuple[int, ...]] = frozenset()
+    shard_groups: frozenset[tuple[int, ...]] = frozenset()
 
 
 def shard_spec_of(spec: Any) -> ShardSpec:
     """Returns how a parameter is cut.
 
     Args:
-        spec: see :func:`piece_here`.
+        spec: see :func:`shard_description`.
     """
     if spec is None:
         return ShardSpec()
-    between = frozenset(
+    shard_groups = frozenset(
         tuple(dist.get_process_group_ranks(spec.mesh.get_group(dim)))
         for dim, placement in enumerate(spec.placements)
         if spec.mesh.size(dim) > 1 and not placement.is_replicate()
     )
-    return ShardSpec(piece_here(spec), between)
+    return ShardSpec(shard_description(spec), shard_groups)
 
 
-def piece_here(spec: Any) -> str:
+def shard_description(spec: Any) -> str:
     """Returns which piece of a parameter a DTensor's spec gives to this rank; "" for all of it.
 
     Args:

@@ -27,7 +27,7 @@ __all__ = [
 
 def group_of(hook: HookState) -> dist.ProcessGroup:
     """Returns the process group that a hook averages over."""
-    return hook.binding.group()
+    return hook.target.group()
 
 
 def memory_of(hook: HookState) -> Memory:
@@ -79,4 +79,4 @@ def load(
         CheckpointError: the state does not fit; nothing was changed.
     """
     loaded = _checkpoint_hook.prepare(hook, saved, strict, call, alone=alone)
-    _checkpoint_hook.take_up(hook, loaded)
+    _checkpoint_hook.apply(hook, loaded)

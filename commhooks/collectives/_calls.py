@@ -1,4 +1,4 @@
-"""Defines ``Calls``: a hook's scheme, memory and ledger for collectives that a program calls."""
+"""Defines ``CollectiveState``, which runs a scheme in collectives that a program calls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,16 @@ from ddp_core import (
 )
 from ddp_core._torch import not_traced
 
-__all__ = ["Call", "Calls", "Handle", "Kind", "NamedTensors", "sums", "travels_coded", "write_into"]
+__all__ = [
+    "CollectiveCall",
+    "CollectiveState",
+    "Handle",
+    "Kind",
+    "NamedTensors",
+    "sums",
+    "travels_coded",
+    "write_into",
+]
 
 
 class NamedTensors(Parameters):
@@ -65,10 +74,10 @@ class NamedTensors(Parameters):
                 f"tensor a name of its own"
             )
 
-    def carries(self, slot: Slot) -> bool:
+    def is_portable(self, slot: Slot) -> bool:
         return False  # a name is the user's, whatever is in it: nothing is a piece of another
 
-    def takes(self, names: Collection[str]) -> bool:
+    def accepts_names(self, names: Collection[str]) -> bool:
         return True
 
     def and_also(self, other: NamedTensors) -> NamedTensors:
@@ -143,24 +152,24 @@ class Handle(dist.Work):
 
 
 @dataclass(frozen=True)
-class Call:
+class CollectiveCall:
     """Describes one call of a collective.
 
     Attributes:
         kind: the collective.
-        given: what this rank puts in, any shape and strides.
-        into: what takes the result; ``given`` itself for an all-reduce.
-        total: the sum over ranks is asked for, and not the mean.
+        input: what this rank puts in, any shape and strides.
+        output: what takes the result; ``input`` itself for an all-reduce.
+        is_sum: the sum over ranks is asked for, and not the mean.
     """
 
     kind: Kind
-    given: Tensor
-    into: Tensor
-    total: bool = False
+    input: Tensor
+    output: Tensor
+    is_sum: bool = False
 
     def check(self, world_size: int) -> None:
         """Raises unless the tensors fit each other and the collective."""
-        call, (given, into) = f"commhooks.{self.kind}", (self.given, self.into)
+        call, (given, into) = f"commhooks.{self.kind}", (self.input, self.output)
         for tensor in (given, into):
             if not isinstance(tensor, Tensor):
                 outputs = ", one output for all ranks" * (self.kind == "all_gather")
@@ -182,7 +191,7 @@ class Call:
                 f"{into.device} and {given.dtype} on {given.device}"
             )
         whole = not (given.is_floating_point() or given.is_complex())
-        if whole and self.kind != "all_gather" and not self.total:
+        if whole and self.kind != "all_gather" and not self.is_sum:
             raise ValueError(f"{call}(op=AVG): a mean of {given.dtype} is not whole; use SUM")
 
     def is_plain(self, scheme: Scheme) -> bool:
@@ -190,9 +199,9 @@ class Call:
 
         So do floating numbers of 8 bits, such as weights that were quantised before.
         """
-        return not travels_coded(self.given) or type(scheme) is Dense
+        return not travels_coded(self.input) or type(scheme) is Dense
 
-    def need(self, scheme: Scheme) -> None:
+    def check_scheme(self, scheme: Scheme) -> None:
         """Raises RegistrationError unless a scheme can do what the call asks for."""
         if self.is_plain(scheme):
             return
@@ -207,7 +216,7 @@ class Call:
                 f"would drop all but its part; use all_reduce, or int8, int4, fp8, eden, "
                 f"onebit, fp16, bf16, none or TwoPhase(codec)"
             )
-        if self.total and self.kind != "all_gather" and scheme.traits.returns != "mean":
+        if self.is_sum and self.kind != "all_gather" and scheme.traits.returns != "mean":
             raise RegistrationError(
                 f"commhooks.{self.kind}(op=SUM): {scheme} returns no mean of tensors "
                 f"({scheme.traits.returns!r}), so there is no sum; op=AVG gives what it returns"
@@ -215,10 +224,10 @@ class Call:
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
         """Runs the call as an exchange of ``engine``, and returns ``into``."""
-        exact, ranks, into = self.is_plain(engine.scheme), engine.world_size, _real(self.into)
+        exact, ranks, into = self.is_plain(engine.scheme), engine.world_size, _real(self.output)
         run: Run = engine.scheme.exchange
         # A view of one dimension may have gaps, which neither kernels nor Gloo know of.
-        raw, output, shards = _real(self.given).reshape(-1).contiguous(), None, None
+        raw, output, shards = _real(self.input).reshape(-1).contiguous(), None, None
         if self.kind == "all_reduce":
             raw = raw.clone() if raw.is_inference() else raw  # it is reduced in place
         else:
@@ -229,18 +238,18 @@ class Call:
             shards = equal_shards(raw.numel(), ranks)
             raw = raw if exact else raw.clone()  # schemes may overwrite a gradient
         if exact:
-            run = _unrounded(self.kind, self.total)
+            run = _unrounded(self.kind, self.is_sum)
         elif output is not None and self.kind == "all_gather":
             parts = equal_shards(output.numel(), ranks)
             run = _gathering(engine.scheme, parts)
-        elif self.total:
+        elif self.is_sum:
             run = _times(run, ranks)
         arrived = yield from engine.exchange(
             raw, layout, number, shards=shards, output=output, run=run, agree=agree and not exact
         )
         if arrived.data_ptr() != into.data_ptr():
             write_into(into, arrived.view(into.shape))
-        return self.into
+        return self.output
 
 
 def write_into(into: Tensor, values: Tensor) -> None:
@@ -316,7 +325,7 @@ Future = torch.futures.Future
 _DENSE_SENDS = {"all_reduce": 2.0, "reduce_scatter": 1.0}  # see ``Task``
 
 
-class Calls(HookState):
+class CollectiveState(HookState):
     """Exchanges named tensors, one at each call, without a model and without a backward pass.
 
     Each call is one step of the tensor of that name, and is over with its exchange. So calls of
@@ -335,7 +344,7 @@ class Calls(HookState):
     ) -> None:
         super()._init(scheme, seed, history, process_group)
         self.compared_with = "exchange"
-        self._tensors = self.binding.parameters = NamedTensors()
+        self._tensors = self.target.parameters = NamedTensors()
         self._steps: dict[str, int] = {}  # of the next call of each name
         self._kinds: dict[str, Kind] = {}  # of the calls of each name
         self._numbers: dict[str, int] = {}  # of each name, in the ledger
@@ -344,7 +353,7 @@ class Calls(HookState):
         self.drivers.ensure(_rounds(scheme))
 
     def bind(self) -> None:
-        group = self.binding.group()
+        group = self.target.group()
         self.engine.rank, self.engine.world_size = group.rank(), group.size()
 
     def _engine_at(self, step: int) -> Engine:
@@ -356,29 +365,29 @@ class Calls(HookState):
         """
         engine = self.engine.at(step)
         with suppress(KeyError, ValueError, RuntimeError):  # a group that torch has not made
-            ranks = sorted(dist.get_process_group_ranks(self.binding.group()))
+            ranks = sorted(dist.get_process_group_ranks(self.target.group()))
             if len(ranks) < dist.get_world_size():
                 apart = [rank - ranks[0] for rank in ranks]
                 engine.seed = number_of(f"{engine.seed}/{apart}") >> 1
         return engine
 
     @not_traced
-    def run(self, call: Call, name: str | None, async_op: bool) -> Handle | None:
+    def run(self, call: CollectiveCall, name: str | None, async_op: bool) -> Handle | None:
         """Makes a call, and waits for its end unless ``async_op``."""
         if self._closed:
             raise RegistrationError(f"Collectives.{call.kind}: it was closed; make another")
         self.bind()
         call.check(self.engine.world_size)
-        call.need(self.scheme)
+        call.check_scheme(self.scheme)
         # Tensors of inference mode could not be written by the threads that go on with the call.
         with torch.inference_mode(False), torch.no_grad():
             future = self._start(call, self._named(call, name), async_op)
         if async_op:
-            return Handle(future, call.given.device)
+            return Handle(future, call.input.device)
         future.wait()
         return None
 
-    def _named(self, call: Call, name: str | None) -> str:
+    def _named(self, call: CollectiveCall, name: str | None) -> str:
         """Returns the name of a call's tensor, which memory and random bits belong to."""
         if name is not None and not isinstance(name, str):
             raise TypeError(f"Collectives.{call.kind}(name=...): a text, got {name!r}")
@@ -388,7 +397,7 @@ class Calls(HookState):
                     f"Collectives.{call.kind}: {self.scheme} keeps memory of each tensor between "
                     f"calls; give every tensor a name=..., the same on every rank"
                 )
-            self._tensors.declare(name, call.given.shape, call.given.dtype)
+            self._tensors.declare(name, call.input.shape, call.input.dtype)
             kind = self._kinds.setdefault(name, call.kind)
             if kind != call.kind:
                 raise ValueError(
@@ -397,14 +406,14 @@ class Calls(HookState):
                 )
         return "tensor" if name is None else name
 
-    def _start(self, call: Call, name: str, async_op: bool) -> Future[Tensor]:
-        device, keeps = call.given.device, self.engine.keeps_memory
-        if not call.given.numel():  # on every rank, so that nobody waits for it
-            return completed(call.into)
+    def _start(self, call: CollectiveCall, name: str, async_op: bool) -> Future[Tensor]:
+        device, keeps = call.input.device, self.engine.keeps_memory
+        if not call.input.numel():  # on every rank, so that nobody waits for it
+            return completed(call.output)
         if not call.is_plain(self.scheme):
             refuse_cuda_graph(device, self.scheme, agreed=self.agreed)
         if not self.agreed:
-            self.binding.exchange_device = device
+            self.target.exchange_device = device
             self.agree(f"{self._called}.{call.kind}, the first call or the first after loading")
         if keeps:
             self._wait_for(name)
@@ -417,28 +426,32 @@ class Calls(HookState):
         self._steps[name] = at + 1
         self.engine.step = max(self.engine.step, at + 1)
         engine, agree = self._engine_at(at), keeps and call.kind == "reduce_scatter"
-        step = Step(at, self.binding.group(), holds=False, timed=self.ledger.times(at))
-        step.clock = clock_of(device, timed=step.timed)
-        exchange = call.exchange(engine, Layout([name], [call.given.shape]), number, agree=agree)
+        step = Step(
+            at, self.target.group(), holds_buckets=False, records_times=self.ledger.times(at)
+        )
+        step.clock = clock_of(device, timed=step.records_times)
+        exchange = call.exchange(engine, Layout([name], [call.input.shape]), number, agree=agree)
         future = ExchangeLauncher(engine, self.drivers, self.ledger).start(
             step,
             self._counted(engine, call, exchange, async_op),
             bucket=number,
-            dense_bytes=call.given.nbytes,
+            dense_bytes=call.input.nbytes,
             device=device,
             is_last=True,
-            further_rounds=int(agree),
+            extra_rounds=int(agree),
             dense_sends=_DENSE_SENDS.get(call.kind, engine.world_size),
         )
         self.ledger.launched_last(at, step.clock.now())
-        self.attendance.calls += 1
+        self.call_monitor.calls += 1
         self._pending.append((name, future))
         return future
 
-    def _counted(self, engine: Engine, call: Call, exchange: Exchange, async_op: bool) -> Exchange:
+    def _counted(
+        self, engine: Engine, call: CollectiveCall, exchange: Exchange, async_op: bool
+    ) -> Exchange:
         if async_op:
             # On a GPU the caller may give its tensors back before a side stream has read them.
-            for tensor in (call.given, call.into):
+            for tensor in (call.input, call.output):
                 record_stream(tensor)
         result = yield from exchange
         self.engine.skipped += engine.skipped
@@ -502,31 +515,31 @@ class Calls(HookState):
                 name for part in saved.parts for of_key in part.memory.values() for name in of_key
             )
         before = self._tensors
-        self._tensors = self.binding.parameters = before.and_also(tensors)
+        self._tensors = self.target.parameters = before.and_also(tensors)
         try:
             super().load_state_dict(state, strict=strict)
         except BaseException:
-            self._tensors = self.binding.parameters = before
+            self._tensors = self.target.parameters = before
             raise
         # Of a hook on a model: all tensors go on from its step.
         self._steps, self._first_step = steps, self.step if first is None else first
 
-    def saved_plan(self) -> str:
+    def plan_state(self) -> str:
         """Returns names, steps and shapes of the tensors, as JSON."""
         known = {name: (step, self._tensors.described(name)) for name, step in self._steps.items()}
         return json.dumps({"tensors": known, "first": self._first_step})
 
-    def follow_plan(self, plan: str, scheme: str) -> None:
+    def apply_plan(self, plan: str, scheme: str) -> None:
         """Counts calls as the ranks that this one joins; random draws and schedules go by them."""
         self._steps, tensors, first = _tensors_of(plan)
-        self._tensors = self.binding.parameters = self._tensors.and_also(tensors)
+        self._tensors = self.target.parameters = self._tensors.and_also(tensors)
         self._first_step = first or 0
 
-    def ranks_changed(self) -> None:
+    def on_group_changed(self) -> None:
         """Forgets calls of the former ranks; handles of those that had not ended raise."""
         self._pending.clear()
 
-    def _take_up(self, buckets: SavedBuckets) -> None:
+    def _apply_buckets(self, buckets: SavedBuckets) -> None:
         """Ignores the buckets of a state, since every call is an exchange of its own."""
 
     def close(self) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.collectives._calls import Call, Calls, Handle, sums
+from commhooks.collectives._calls import CollectiveCall, CollectiveState, Handle, sums
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
-from commhooks.hook._binding import check_process_group
+from commhooks.hook._target import check_process_group
 from commhooks.wrappers._make import describe
 from ddp_core._torch import not_traced
 
@@ -28,7 +28,7 @@ __all__ = [
 SUM = dist.ReduceOp.SUM
 
 
-class Collectives(Calls):
+class Collectives(CollectiveState):
     """Exchanges tensors by a scheme as ``torch.distributed`` does, and keeps the scheme's memory.
 
     Memory and random bits belong to the name of a tensor, and each call is one step of the tensor
@@ -55,7 +55,7 @@ class Collectives(Calls):
         **options: Any,
     ) -> None:
         super().__init__(scheme, process_group=group, seed=seed, history=history, **options)
-        self.attendance.dismiss()  # no backward pass calls it, of which a hook would warn
+        self.call_monitor.disable()  # no backward pass calls it, of which a hook would warn
 
     def all_reduce(
         self, tensor: Tensor, name: str | None = None, *, op: Any = SUM, async_op: bool = False
@@ -73,7 +73,9 @@ class Collectives(Calls):
             ValueError: another ``op``, no name where one is needed, or a name of another tensor.
             MismatchError: the ranks differ in scheme, options or versions (first call).
         """
-        return self.run(Call("all_reduce", tensor, tensor, sums("all_reduce", op)), name, async_op)
+        return self.run(
+            CollectiveCall("all_reduce", tensor, tensor, sums("all_reduce", op)), name, async_op
+        )
 
     def reduce_scatter(
         self,
@@ -96,7 +98,7 @@ class Collectives(Calls):
         Raises:
             RegistrationError: the scheme averages whole tensors only.
         """
-        call = Call("reduce_scatter", input, output, sums("reduce_scatter", op))
+        call = CollectiveCall("reduce_scatter", input, output, sums("reduce_scatter", op))
         return self.run(call, name, async_op)
 
     def all_gather(
@@ -114,7 +116,7 @@ class Collectives(Calls):
         Raises:
             RegistrationError: the scheme has no payload of one rank's tensor.
         """
-        return self.run(Call("all_gather", input, output), name, async_op)
+        return self.run(CollectiveCall("all_gather", input, output), name, async_op)
 
 
 # ---- functions
@@ -153,7 +155,7 @@ def all_reduce(
     Example:
         >>> commhooks.all_reduce(tensor, "int8", op=dist.ReduceOp.AVG)
     """
-    call = Call("all_reduce", tensor, tensor, sums("all_reduce", op))
+    call = CollectiveCall("all_reduce", tensor, tensor, sums("all_reduce", op))
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
@@ -178,7 +180,7 @@ def reduce_scatter(
     Example:
         >>> commhooks.reduce_scatter(output, input, "int8")
     """
-    call = Call("reduce_scatter", input, output, sums("reduce_scatter", op))
+    call = CollectiveCall("reduce_scatter", input, output, sums("reduce_scatter", op))
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
@@ -202,12 +204,12 @@ def all_gather(
     Example:
         >>> commhooks.all_gather(output, input, "fp8")
     """
-    call = Call("all_gather", input, output)
+    call = CollectiveCall("all_gather", input, output)
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
 def collectives_of(
-    scheme: str | Scheme, group: dist.ProcessGroup | None, call: Call, **options: Any
+    scheme: str | Scheme, group: dist.ProcessGroup | None, call: CollectiveCall, **options: Any
 ) -> Collectives:
     """Returns the object that makes a call, which is made itself at the first one.
 
@@ -227,7 +229,7 @@ def collectives_of(
     if collectives is None:
         collectives = Collectives(scheme, group, **options)
         if slots_of(collectives.scheme):
-            call.need(collectives.scheme)
+            call.check_scheme(collectives.scheme)
             raise RegistrationError(
                 f"commhooks.{call.kind}: {collectives.scheme} keeps memory between calls, which "
                 f"belongs to a tensor by name: collectives = commhooks.Collectives(scheme, group), "

@@ -29,7 +29,7 @@ class Result(NamedTuple):
         sent: flat tensor that this rank's contribution decodes to; the mean of ``sent`` over ranks
             is ``mean``. None: ``gradient - unsent``, or the whole gradient where that is None, too.
         unsent: flat, ``gradient - sent``; None where the scheme leaves the subtraction to
-            :meth:`Bucket.completed`.
+            :meth:`Bucket.with_unsent`.
         finite: one bool, whether the bucket is finite on all ranks; the same on every rank. None:
             the scheme did not check.
     """
@@ -97,7 +97,7 @@ class Bucket(StepInfo):
         super().__init__(memory=memory, step=step, rank=rank, world_size=world_size, seed=seed)
         self.raw, self.residual, self.unsent = raw, residual, unsent
         self.shards = shards if shards is None else check_shards(shards, raw.numel(), world_size)
-        shard = raw if shards is None else raw[self.own]
+        shard = raw if shards is None else raw[self.own_slice]
         self.output = shard if output is None else output
         self._layout = layout
         # Gradient plus residual, once computed. A list, since copies by ``replace`` share it: the
@@ -147,7 +147,7 @@ class Bucket(StepInfo):
         return self._sum[0]
 
     @property
-    def own(self) -> slice:
+    def own_slice(self) -> slice:
         """Returns the entries whose mean this rank needs: all, or those of its shard."""
         return slice(None) if self.shards is None else slice(*self.shards[self.rank])
 
@@ -195,7 +195,7 @@ class Bucket(StepInfo):
 
     # ---- random bits
 
-    def with_draws(self, purpose: str) -> Bucket:
+    def fork_random(self, purpose: str) -> Bucket:
         """Returns a copy of the bucket whose random bits are keyed by ``purpose``, too."""
         return self.replace(seed=number_of(f"{self.seed}/{purpose}") >> 1)  # 63 bits: fit int64
 
@@ -229,7 +229,7 @@ class Bucket(StepInfo):
         """
         return (yield from _all_gather(self, parts))
 
-    def completed(self, result: Result) -> Result:
+    def with_unsent(self, result: Result) -> Result:
         """Completes a result: computes ``unsent`` from ``sent`` where the scheme left it out."""
         return _completed(self, result)
 
@@ -265,7 +265,7 @@ def _all_reduce(bucket: Bucket) -> SchemeExchange:
         mean = bucket.output.copy_(mean)
     # A cast around the scheme rounds what travels, and notes the rounded share in the request.
     result = Result(mean, sent=sent if request.sent is None else request.sent)
-    return result if bucket.unsent is None else bucket.completed(result)
+    return result if bucket.unsent is None else bucket.with_unsent(result)
 
 
 def _reduce_scatter(bucket: Bucket, shards: Sequence[Span]) -> SchemeExchange:
@@ -279,7 +279,7 @@ def _reduce_scatter(bucket: Bucket, shards: Sequence[Span]) -> SchemeExchange:
     if request.sent is not None:
         sent = from_rows(request.sent, shards)
     result = Result(mean, sent=sent)
-    return result if bucket.unsent is None else bucket.completed(result)
+    return result if bucket.unsent is None else bucket.with_unsent(result)
 
 
 def _all_gather(bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
@@ -294,7 +294,7 @@ def _all_gather(bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
     if request.sent is not None:
         sent = request.sent[:n]
     result = Result(from_rows(arrived, parts), sent=sent)
-    return result if bucket.unsent is None else bucket.completed(result)
+    return result if bucket.unsent is None else bucket.with_unsent(result)
 
 
 def _completed(bucket: Bucket, result: Result) -> Result:

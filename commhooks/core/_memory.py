@@ -245,14 +245,14 @@ class Memory:
                 part._staged[place] = flat
         return part
 
-    def commit(self, good: Tensor, left_alone: Collection[str] = ()) -> None:
+    def commit(self, good: Tensor, unused: Collection[str] = ()) -> None:
         """Ends a step: commits the staged writes if ``good`` (one bool), else drops them.
 
         On a GPU the choice is made on the device, without waiting for it.
 
         Args:
             good: the verdict, a tensor of one bool.
-            left_alone: parameters that did not take part in the step; their values stay.
+            unused: parameters that did not take part in the step; their values stay.
         """
         # Take what was staged, with the old values of parameters that did not take part.
         staged, self._staged = self._staged, {}
@@ -260,17 +260,17 @@ class Memory:
         absent: dict[Place, list[str]] = {}
         # Parameters that had no value have none afterwards. Zeros would count as a value, from
         # which ACP-SGD and ``IntSGD`` do not recover (docs/design/foundation.md).
-        if left_alone:
+        if unused:
             absent = {
                 (key, layout): [
                     name
                     for name in layout.names
-                    if name in left_alone and self._kept.get(key, name) is None
+                    if name in unused and self._kept.get(key, name) is None
                 ]
                 for key, layout in staged
             }
             staged = {
-                (key, layout): self._without(key, layout, flat, left_alone)
+                (key, layout): self._without(key, layout, flat, unused)
                 for (key, layout), flat in staged.items()
             }
 
@@ -332,13 +332,13 @@ class Memory:
     # ---- inside
 
     def _without(
-        self, key: str, layout: Layout, flat: Tensor | None, left_alone: Collection[str]
+        self, key: str, layout: Layout, flat: Tensor | None, unused: Collection[str]
     ) -> Tensor | None:
-        """Returns staged values in which the parameters in ``left_alone`` have their old values.
+        """Returns staged values in which the parameters in ``unused`` have their old values.
 
         Zeros stand for missing old values, which ``commit`` removes.
         """
-        if not any(name in left_alone for name in layout.names):
+        if not any(name in unused for name in layout.names):
             return flat
         if flat is None:  # a removal (of a flushed residual): the others become zeros
             before = self._kept.flat.get((key, layout))
@@ -346,7 +346,7 @@ class Memory:
                 return None
             flat = torch.zeros_like(before)
         for name, view in zip(layout.names, layout.views(flat), strict=True):
-            if name in left_alone:
+            if name in unused:
                 old = self._kept.get(key, name)
                 view.zero_() if old is None else view.copy_(old)
         return flat

@@ -111,7 +111,7 @@ class Randomness:
     def bucket(self) -> Bucket:
         # A codec encodes what its ``Piece`` holds: a residual in the bucket would count twice.
         key = f"{self._purpose}{self._phase}/{self._index}"
-        return self._bucket.with_draws(key).replace(residual=None, unsent=None)
+        return self._bucket.fork_random(key).replace(residual=None, unsent=None)
 
 
 class Piece(NamedTuple):

@@ -109,8 +109,8 @@ class Slot:
             new rank, scaled so that the mean over ranks is preserved. "mean": every rank gets the
             mean over the old ranks. "drop": the value is forgotten.
         dtype: of the tensor. None: float32, or float64 if the gradient is.
-        mean: key of a slot that has the mean of this one over ranks, the same on all of them; this
-            one takes it where a rank is lost with its value. None: there is no such slot.
+        mean_key: key of a slot that holds the mean of this slot over ranks, the same on all ranks;
+            this slot takes that mean where a rank is lost with its value. None: no such slot.
 
     Example:
         >>> momentum = Slot("my_scheme.momentum", resize="mean")
@@ -119,7 +119,7 @@ class Slot:
     key: str
     resize: Literal["same", "sum", "mean", "drop"] = "same"
     dtype: torch.dtype | None = None
-    mean: str | None = None
+    mean_key: str | None = None
 
     def shape(self, parameter: torch.Size) -> Sequence[int] | None:
         """Returns the shape of the tensor kept for a parameter; None if none is kept."""

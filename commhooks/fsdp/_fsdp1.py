@@ -32,10 +32,10 @@ from commhooks.core._layout import Layout, equal_shards
 from commhooks.core._names import is_padding, padding_name, plain_name
 from commhooks.core._scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.fsdp._fit import fit_to_host
+from commhooks.fsdp._configure import configure_sharded_hook
 from commhooks.hook._attachment import HostGuard
 from commhooks.hook._exchanges import HookBucket
-from commhooks.hook._handshake import MEETING
+from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._parameters import Parameter, memory_order
 from commhooks.hook._sharded import FlatParameters
 from commhooks.hook._state import HookState
@@ -126,14 +126,16 @@ def register_on_fsdp1(
         known.cuts |= cuts_in(name, unit)
     device = next(iter(units.values())).compute_device
     shards_for = "FSDP1" if max(ranks.values()) > 1 else ""
-    fit_to_host(hook, model, known, group, device, shards_for=shards_for, verification=verification)
-    hook.agree("commhooks.register", {"host": "FSDP1"}, MEETING)
+    configure_sharded_hook(
+        hook, model, known, group, device, shards_for=shards_for, verification=verification
+    )
+    hook.agree("commhooks.register", {"host": "FSDP1"}, HANDSHAKE_LIMIT)
     for number, (unit, layout) in enumerate(zip(units.values(), known.layouts, strict=True)):
         # As FSDP1's own register_comm_hook, which gives all units one state: a hook could not
         # tell which unit it is called for.
         parameters = originals(unit, layout)
-        beside = _Beside(unit, parameters) if _is_whole(unit) else None
-        set_fsdp1_hook(unit, reduce_unit, (hook, number, layout, parameters, beside))
+        monitor = _WholeUnitMonitor(unit, parameters) if _is_whole(unit) else None
+        set_fsdp1_hook(unit, reduce_unit, (hook, number, layout, parameters, monitor))
 
     def has_hook(unit: Any) -> bool:
         present, state = fsdp1_hook(unit)
@@ -146,7 +148,7 @@ def register_on_fsdp1(
     return hook
 
 
-class _Beside:
+class _WholeUnitMonitor:
     """Raises for a loss that was not computed through a unit whose parameters are whole.
 
     Sharded ones are no matrices outside of it. In a forward pass of the unit autograd sees views of
@@ -192,7 +194,7 @@ def _check_ready(units: list[Any]) -> None:
 
 
 def reduce_unit(
-    state: tuple[HookState, int, Layout, dict[str, Tensor], _Beside | None],
+    state: tuple[HookState, int, Layout, dict[str, Tensor], _WholeUnitMonitor | None],
     gradient: Tensor,
     *shard: Tensor,
 ) -> None:
@@ -203,17 +205,15 @@ def reduce_unit(
         gradient: the whole flat gradient, padded where it is sharded; takes the mean if it is not.
         shard: takes the mean of this rank's shard; missing where nothing is sharded.
     """
-    hook, number, layout, parameters, beside = state
-    if beside is not None:
-        beside.hook_ran_in = backward_number()
-    bucket = HookBucket(number, gradient, layout, waits=True)
+    hook, number, layout, parameters, monitor = state
+    if monitor is not None:
+        monitor.hook_ran_in = backward_number()
+    bucket = HookBucket(number, gradient, layout, is_blocking=True)
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
         bucket.shards, bucket.output, bucket.dense_sends = parts, shard[0], 1.0
     # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
-    bucket.left_alone = [
-        name for name, parameter in parameters.items() if not parameter.requires_grad
-    ]
+    bucket.frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     hook.start(bucket).wait()
 
 

@@ -54,10 +54,10 @@ from commhooks.core._settings import check_seed
 from commhooks.core._slot import number_of
 from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import HookNotAttachedError, RegistrationError
-from commhooks.fsdp._fit import fit_to_host
+from commhooks.fsdp._configure import configure_sharded_hook
 from commhooks.hook._attachment import HostGuard
 from commhooks.hook._exchanges import HookBucket
-from commhooks.hook._handshake import MEETING
+from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._sharded import (
     OwnShards,
     ShardedParameter,
@@ -70,10 +70,10 @@ from ddp_core import record_stream
 from ddp_core.exchange._errors import listed
 
 __all__ = [
-    "BetweenNodes",
     "FSDP2Model",
     "FSDP2Module",
-    "Replacement",
+    "FSDPCommHook",
+    "ReplicaAllReduce",
     "SchemeReduceScatter",
     "check_free",
     "check_replicate_group",
@@ -132,7 +132,7 @@ class FSDP2Module:
             for parameter in self.group.fsdp_params
         }
 
-    def divided_before(self, gradient: Tensor) -> float:
+    def predivide_factor(self, gradient: Tensor) -> float:
         """Returns by what FSDP2 has divided a gradient before its reduce-scatter.
 
         It does so in dtypes of another range than float32 (float16), and else by 1.
@@ -140,7 +140,7 @@ class FSDP2Module:
         before, *_ = self._dividers(gradient)
         return float(before or 1)
 
-    def reduced_units(self, reduced: Tensor) -> float:
+    def gradient_scale(self, reduced: Tensor) -> float:
         """Returns what FSDP2 hands to its all-reduce hook, over the mean of this node's ranks."""
         ranks = fsdp2_ranks(self.group).size()
         given = self.group.gradient_divide_factor
@@ -234,8 +234,8 @@ def parameter_of(sharded: Any) -> nn.Parameter:
 
     It may have been replaced since ``fully_shard``; FSDP2 looks again in the first forward pass.
     """
-    place = owner_of(sharded)
-    parameter: nn.Parameter = getattr(place.module, place.param_name)
+    owner = owner_of(sharded)
+    parameter: nn.Parameter = getattr(owner.module, owner.param_name)
     return parameter
 
 
@@ -252,7 +252,7 @@ def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
 # ---- what FSDP2 calls
 
 
-class Replacement:
+class FSDPCommHook:
     """Runs a hook in place of one communication of an FSDP2 module.
 
     Args:
@@ -261,10 +261,10 @@ class Replacement:
         known: the parameters of all modules.
 
     Attributes:
-        place: the attribute of FSDP2's groups of parameters that holds the communication.
+        attribute: the attribute of FSDP2's groups of parameters that holds the communication.
     """
 
-    place: ClassVar[str]
+    attribute: ClassVar[str]
 
     def __init__(self, hook: HookState, module: FSDP2Module, known: ShardedParameters) -> None:
         self.hook, self._module, self._known = hook, module, known
@@ -272,14 +272,14 @@ class Replacement:
     @classmethod
     def hook_of(cls, group: Any) -> HookState | None:
         """Returns the hook that a group of parameters has in this place."""
-        present = getattr(group, cls.place)
+        present = getattr(group, cls.attribute)
         return present.hook if isinstance(present, cls) else None
 
 
-class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
+class SchemeReduceScatter(FSDPCommHook, DefaultAllocMixin, ReduceScatter):
     """Reduces and scatters the gradients of one FSDP2 module by a hook's scheme."""
 
-    place = REDUCE_SCATTER
+    attribute = REDUCE_SCATTER
 
     def __call__(
         self,
@@ -297,12 +297,12 @@ class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
             self._module.layout(self._known, numel, ranks),
             shards=equal_shards(numel, ranks),
             output=output_tensor,
-            waits=True,
+            is_blocking=True,
             dense_sends=1.0,
         )
         before = 1.0
-        if op == dist.ReduceOp.SUM and _keeps_units(self.hook):
-            before = self._module.divided_before(input_tensor)
+        if op == dist.ReduceOp.SUM and _needs_unscaled(self.hook):
+            before = self._module.predivide_factor(input_tensor)
         if before != 1:
             input_tensor.mul_(before)
         self.hook.start(bucket).wait()
@@ -313,20 +313,20 @@ class SchemeReduceScatter(Replacement, DefaultAllocMixin, ReduceScatter):
         output_tensor.mul_(ranks / factor)
 
 
-class BetweenNodes(Replacement):
+class ReplicaAllReduce(FSDPCommHook):
     """Averages the reduced gradients of one FSDP2 module over replicas by a hook's scheme."""
 
-    place = ALL_REDUCE
+    attribute = ALL_REDUCE
 
     def __call__(self, reduced: Tensor) -> None:
         # FSDP2 keeps what its own all-reduce works on, and gives this back to the stream of the
         # reduce-scatter, which does not wait for the present one.
         record_stream(reduced)
         layout = self._module.layout(self._known, reduced.numel(), 1)
-        units = self._module.reduced_units(reduced) if _keeps_units(self.hook) else 1.0
+        units = self._module.gradient_scale(reduced) if _needs_unscaled(self.hook) else 1.0
         if units != 1:
             reduced.div_(units)
-        self.hook.start(HookBucket(self._module.number, reduced, layout, waits=True)).wait()
+        self.hook.start(HookBucket(self._module.number, reduced, layout, is_blocking=True)).wait()
         if self._module.group.gradient_divide_factor is not None:
             # By which FSDP2 has divided: it stands for the number of all ranks, of replicas too.
             units *= self.hook.world_size
@@ -334,7 +334,7 @@ class BetweenNodes(Replacement):
             reduced.mul_(units)
 
 
-def _keeps_units(hook: HookState) -> bool:
+def _needs_unscaled(hook: HookState) -> bool:
     """Whether the scheme keeps memory, which is in units of the gradient on every host."""
     return hook.engine.keeps_memory
 
@@ -370,10 +370,10 @@ def warn_of_others(model: nn.Module, fsdp2_model: FSDP2Model) -> None:
         )
 
 
-def check_free(fsdp2_model: FSDP2Model, kind: type[Replacement]) -> None:
+def check_free(fsdp2_model: FSDP2Model, kind: type[FSDPCommHook]) -> None:
     """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
     for module in fsdp2_model.modules:
-        present, hook = getattr(module.group, kind.place), kind.hook_of(module.group)
+        present, hook = getattr(module.group, kind.attribute), kind.hook_of(module.group)
         if hook is not None:
             raise RegistrationError(
                 f"register: this model already has the hook {hook}; change its scheme with "
@@ -462,7 +462,7 @@ def register_on_fsdp2(
     check_replicate_group(replicate_group)
     fsdp2_model = FSDP2Model.of(model)
     warn_of_others(model, fsdp2_model)
-    kinds: list[type[Replacement]] = [SchemeReduceScatter, BetweenNodes]
+    kinds: list[type[FSDPCommHook]] = [SchemeReduceScatter, ReplicaAllReduce]
     kind, other_kind = kinds if replicate_group is None else reversed(kinds)
     check_free(fsdp2_model, kind)
     group = (
@@ -481,14 +481,14 @@ def register_on_fsdp2(
     known = ShardedParameters(fsdp2_model.parameters, shards.size())
     if replicate_group is not None and shards.size() > 1:
         known = OwnShards(fsdp2_model.parameters, shards.size(), shards.rank())
-        hook.binding.shards = shards
+        hook.target.shards = shards
     device = fsdp2_model.modules[0].group.device
     shards_for = "FSDP2" if replicate_group is None else ""
     values: Callable[[], Mapping[str, Tensor]] = dict  # no two ranks have the same shard
     if replicate_group is not None:
         rank = shards.rank() if shards.size() > 1 else None
         values = partial(_own_shards, list(map(weakref.ref, fsdp2_model.modules)), rank)
-    fit_to_host(
+    configure_sharded_hook(
         hook,
         model,
         known,
@@ -500,21 +500,21 @@ def register_on_fsdp2(
     )
 
     other = other_kind.hook_of(fsdp2_model.modules[0].group)
-    hook.binding.beside = (
+    hook.target.verdict_groups = (
         _other_nodes(fsdp2_model, other) if replicate_group is None else _other_shards(fsdp2_model)
     )
     facts = {
-        "host": f"FSDP2 {kind.place}",
+        "host": f"FSDP2 {kind.attribute}",
         "other place": None if other is None else describe(other.scheme),
     }
-    hook.agree("commhooks.register", facts, MEETING)
+    hook.agree("commhooks.register", facts, HANDSHAKE_LIMIT)
     if other is not None:
         inside, outside = (hook, other) if replicate_group is None else (other, hook)
-        inside.binding.beside[:] = _other_nodes(fsdp2_model, outside)
-        inside.runner.continue_in(outside.runner)
+        inside.target.verdict_groups[:] = _other_nodes(fsdp2_model, outside)
+        inside.runner.chain_to(outside.runner)
 
     for module in fsdp2_model.modules:
-        setattr(module.group, kind.place, kind(hook, module, known))
+        setattr(module.group, kind.attribute, kind(hook, module, known))
     model.register_forward_pre_hook(_guard(model, hook, kind))
     return hook
 
@@ -537,7 +537,7 @@ def _own_shards(modules: list[weakref.ref[FSDP2Module]], rank: int | None) -> di
     )
 
 
-def _guard(model: nn.Module, hook: HookState, kind: type[Replacement]) -> HostGuard:
+def _guard(model: nn.Module, hook: HookState, kind: type[FSDPCommHook]) -> HostGuard:
     """Returns what checks before each forward pass that all modules still have the hook."""
 
     def has_hook(group: Any) -> bool:
@@ -598,7 +598,7 @@ def _other_nodes(fsdp2_model: FSDP2Model, between: HookState | None) -> list[dis
         between: the hook between nodes; None: FSDP2 averages between them, if there are several.
     """
     if between is not None:
-        return _of_several(between.binding.group())
+        return _of_several(between.target.group())
     infos = [module.group.mesh_info for module in fsdp2_model.modules]
     native = [info.replicate_process_group for info in infos if isinstance(info, DDPMeshInfo)]
     return _of_several(*native[:1])

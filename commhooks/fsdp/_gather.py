@@ -30,7 +30,7 @@ from commhooks._torch import (
     set_fsdp2_gather,
 )
 from commhooks.checkpoint._placement import shard_spec_of
-from commhooks.collectives._calls import Call, write_into
+from commhooks.collectives._calls import CollectiveCall, write_into
 from commhooks.collectives._functions import Collectives
 from commhooks.core._dense import Dense
 from commhooks.core._layout import Layout
@@ -101,7 +101,9 @@ class GatheredParameters(Collectives):
         # Not those of the reduce-scatter, which may have a group of its own.
         ranks = groups[0].mesh_info.shard_process_group
         super().__init__(scheme, ranks, seed=seed)
-        self.stays = "FSDP2 decides over which ranks it gathers; shard a model over the others"
+        self.fixed_group_reason = (
+            "FSDP2 decides over which ranks it gathers; shard a model over the others"
+        )
         self._groups = groups
         for group in groups:
             set_fsdp2_gather(group, SchemeAllGather(self, group))
@@ -192,14 +194,15 @@ class Packing:
         the latter case its ranks pack equal messages.
         """
         cuts = [
-            shard_spec_of(dtensor_spec_before(parameter)).between for parameter in group.fsdp_params
+            shard_spec_of(dtensor_spec_before(parameter)).shard_groups
+            for parameter in group.fsdp_params
         ]
         every: frozenset[tuple[int, ...]] = frozenset().union(*cuts)
         numels = [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
         return cls(tuple((n, cut == every) for n, cut in zip(numels, cuts, strict=True)))
 
     @property
-    def mixed(self) -> bool:
+    def is_mixed(self) -> bool:
         """Whether some entries are not packed."""
         return not all(packed for _, packed in self.runs)
 
@@ -208,7 +211,7 @@ class Packing:
         packed = sum(n for n, packed in self.runs if packed)
         return packed > 0 and sum(n for n, _ in self.runs) == numel
 
-    def take(self, shard: Tensor, *, packed: bool) -> Tensor:
+    def select(self, shard: Tensor, *, packed: bool) -> Tensor:
         """Returns the entries that are packed, or the others."""
         pieces = shard.split([n for n, _ in self.runs])
         return torch.cat(
@@ -219,7 +222,7 @@ class Packing:
             ]
         )
 
-    def joined(self, packed: Tensor, exact: Tensor) -> Tensor:
+    def merge(self, packed: Tensor, exact: Tensor) -> Tensor:
         """Undoes :meth:`take` on the shards of all ranks, a row for each."""
         pieces = {
             this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=1))
@@ -229,11 +232,11 @@ class Packing:
 
 
 @dataclass(frozen=True)
-class GatherPacked(Call):
+class GatherPacked(CollectiveCall):
     """Describes an all-gather of which some entries travel as they are, in the same message.
 
     Attributes:
-        packing: of ``given``.
+        packing: of ``input``.
     """
 
     packing: Packing = Packing()
@@ -241,21 +244,23 @@ class GatherPacked(Call):
     def is_plain(self, scheme: Scheme) -> bool:
         # A tensor of the user's own form (``fsdp_pre_all_gather``) does not say which entries are
         # whose.
-        unknown = self.packing.mixed and not self.packing.fit(self.given.numel())
+        unknown = self.packing.is_mixed and not self.packing.fit(self.input.numel())
         return unknown or super().is_plain(scheme)
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
         packing, ranks = self.packing, engine.world_size
-        if packing.fit(self.given.numel()):
+        if packing.fit(self.input.numel()):
             layout = _layout(packing, layout.names[0], ranks)
-        if self.is_plain(engine.scheme) or not packing.mixed:
+        if self.is_plain(engine.scheme) or not packing.is_mixed:
             return (yield from super().exchange(engine, layout, number, agree=agree))
-        packed, exact = (packing.take(self.given, packed=this) for this in (True, False))
+        packed, exact = (packing.select(self.input, packed=this) for this in (True, False))
         into = packed.new_empty(ranks * packed.numel())
-        exchange = Call("all_gather", packed, into).exchange(engine, layout, number, agree=agree)
-        others = yield from _beside(exchange, exact)
-        write_into(self.into, packing.joined(into.view(ranks, -1), others).view(self.into.shape))
-        return self.into
+        exchange = CollectiveCall("all_gather", packed, into).exchange(
+            engine, layout, number, agree=agree
+        )
+        others = yield from _append_exact(exchange, exact)
+        write_into(self.output, packing.merge(into.view(ranks, -1), others).view(self.output.shape))
+        return self.output
 
 
 @lru_cache(maxsize=4096)  # one for each module
@@ -265,7 +270,7 @@ def _layout(packing: Packing, name: str, ranks: int) -> Layout:
     return Layout([f"{name}/{index}" for index in range(len(shapes))], shapes)
 
 
-def _beside(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, Tensor]:
+def _append_exact(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, Tensor]:
     """Runs an exchange of one all-gather, and sends ``exact`` at the end of its message.
 
     Returns what all ranks have sent as ``exact``, a row for each.

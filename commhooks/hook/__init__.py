@@ -6,7 +6,7 @@
 # _state          HookState, what users call
 # _running        its base: the parts of a hook, and what happens in a step
 # _hook_function  the function that DistributedDataParallel calls
-# _binding        the model and the process group
+# _target         the model and the process group
 # _parameters     the names and shapes of the model's parameters
 # _runner         which bucket belongs to which step, and when a step ends
 # _exchanges      buckets of all hosts, handed to the driver of their device
@@ -27,13 +27,13 @@ from commhooks.hook._group_change import GroupChange
 from commhooks.hook._hook_function import as_hook, comm_hook
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._registration import register, unregister
-from commhooks.hook._state import HookState, Tried
+from commhooks.hook._state import CandidateResult, HookState
 
 __all__ = [
+    "CandidateResult",
     "GroupChange",
     "HookState",
     "Ledger",
-    "Tried",
     "as_hook",
     "comm_hook",
     "load_dcp",

@@ -62,14 +62,14 @@ class CallMonitor:
 
     Attributes:
         calls: number of buckets that came to the hook.
-        excused: whether the state was used for something else than to run (saved, say).
+        suppressed: whether the state was used for something else than to run (saved, say).
         is_guarded: whether it hears of forward passes.
         knows_model: whether it watches gradients of a model.
     """
 
     def __init__(self) -> None:
         self.calls = 0
-        self.excused = False
+        self.suppressed = False
         self.knows_model = self._trained = self.is_guarded = False
         self._handles: list[Any] = []
         self._names: dict[int, str] = {}  # of those that are watched, by index in the model
@@ -87,7 +87,7 @@ class CallMonitor:
         self._doubtful: str | None = None
         self._called_at_forward, self._was_silent = 0, False
 
-    def report_at_the_end_of(self, state: object, what: str, advice: str = _ADVICE) -> None:
+    def warn_at_exit(self, state: object, what: str, advice: str = _ADVICE) -> None:
         """Warns when ``state`` is dropped, or the interpreter ends, if it was never called.
 
         Args:
@@ -98,7 +98,7 @@ class CallMonitor:
         # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
         weakref.finalize(state, self._end, what, advice)
 
-    def watch(
+    def observe(
         self,
         state: object,
         model: DistributedDataParallel,
@@ -121,9 +121,9 @@ class CallMonitor:
             hook = partial(came, place)
             self._handles.append(when_accumulated(parameter, hook))
 
-    def dismiss(self) -> None:
+    def disable(self) -> None:
         """Turns the warning off: the state need not run in a backward pass."""
-        self.knows_model, self.excused = False, True
+        self.knows_model, self.suppressed = False, True
         self._stop()
 
     def _stop(self) -> None:
@@ -133,7 +133,7 @@ class CallMonitor:
 
     # ---- what tells it
 
-    def came(self, *, is_last: bool) -> None:
+    def record_call(self, *, is_last: bool) -> None:
         """Takes note of a call, with a bucket that is the last of its step, or not."""
         self.calls += 1
         self._doubtful = None
@@ -212,7 +212,7 @@ class CallMonitor:
     def _end(self, what: str, advice: str) -> None:
         # With a model, training decides. Without, a state that was neither called nor used for
         # anything else is suspicious only where there are other ranks to average with.
-        if self.calls or (not self._trained if self.knows_model else self.excused):
+        if self.calls or (not self._trained if self.knows_model else self.suppressed):
             return
         if not self.knows_model and not _is_one_of_several():
             return
@@ -318,7 +318,7 @@ class AttachmentGuard(ForwardGuard):
         # ``ddp_core`` looks itself.
         is_core = isinstance(ddp, CoreDDP)
         self._known: KnownParameters | None = None if is_core else known_parameters(ddp, ddp)
-        state.attendance.is_guarded = True
+        state.call_monitor.is_guarded = True
 
     def attached_to(self, module: nn.Module) -> bool:
         """Whether ``module`` is the one the hook was registered on, in this process."""
@@ -337,7 +337,7 @@ class AttachmentGuard(ForwardGuard):
         self._refuse_guessing(module)
         if self._known is not None:
             self._known.check()
-            self._state.attendance.forward_begins(synchronises=module.require_backward_grad_sync)
+            self._state.call_monitor.forward_begins(synchronises=module.require_backward_grad_sync)
         self._state.forward_begins()
         self._unfrozen.warn()
 

@@ -27,7 +27,7 @@ Names = tuple[str, ...]
 
 
 @dataclass(eq=False)
-class _Held:
+class _HeldBucket:
     """Holds a bucket that waits for the groups of its parameters."""
 
     index: int
@@ -51,7 +51,7 @@ class _Held:
 class Group:
     """Exchanges parts of held buckets, of one dtype and device, as one tensor."""
 
-    held: list[_Held]
+    held: list[_HeldBucket]
     names: Names | None = None  # parameters in order; None: all, in the order of the buckets
     # Shared by all steps: a new ``Layout`` hashes all names, and memory is looked up by it.
     layouts: dict[Any, Layout] = field(default_factory=dict)
@@ -186,7 +186,7 @@ class Coalescer:
 
     def __init__(self, most: int = sys.maxsize) -> None:
         self.most = most
-        self._held: list[_Held] = []
+        self._held: list[_HeldBucket] = []
         self._layouts: dict[Any, Layout] = {}
 
     def __bool__(self) -> bool:
@@ -196,11 +196,11 @@ class Coalescer:
         self, index: int, buffer: Tensor, find_layout: FindLayout
     ) -> torch.futures.Future[Tensor]:
         """Holds a bucket; the future completes after the last group that has parts of it."""
-        held = _Held(index, buffer, find_layout, future_on(buffer.device))
+        held = _HeldBucket(index, buffer, find_layout, future_on(buffer.device))
         self._held.append(held)
         return held.gate.then(held.outcome)
 
-    def abandon(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Completes the held buckets with an error, since they will not be exchanged."""
         # Their futures may be waited for: without a result the next forward pass would hang.
         buckets, self._held = self._held, []
@@ -210,34 +210,34 @@ class Coalescer:
 
     def groups(self) -> list[Group]:
         """Releases the held buckets, one group per dtype and device; a sparse bucket is a group."""
-        kinds: dict[Any, list[_Held]] = {}
+        kinds: dict[Any, list[_HeldBucket]] = {}
         for held in self._held:
             buffer = held.buffer
             key = (buffer.dtype, buffer.device, held.index if buffer.is_sparse else None)
             kinds.setdefault(key, []).append(held)
-        return self._let_go([Group(members, None, self._layouts) for members in kinds.values()])
+        return self._release([Group(members, None, self._layouts) for members in kinds.values()])
 
     def one_by_one(self) -> list[Group]:
         """Releases the held buckets, one group per bucket."""
-        return self._let_go([Group([held]) for held in self._held])
+        return self._release([Group([held]) for held in self._held])
 
-    def groups_like(self, wanted: Sequence[Names], *, merged: bool) -> list[Group] | None:
+    def groups_like(self, layout: Sequence[Names], *, merged: bool) -> list[Group] | None:
         """Releases the held buckets, with their parameters in the groups of earlier buckets.
 
         Returns None, and holds the buckets, if the parameters are not the same, or if parameters of
         an earlier bucket have several dtypes now.
 
         Args:
-            wanted: the names of each earlier bucket, in order.
+            layout: the names of each earlier bucket, in order.
             merged: one group for all buckets of one dtype and device.
         """
         dense = [held for held in self._held if not held.buffer.is_sparse]
         owner = {name: held for held in dense for name in held.find_layout().names}
-        if sorted(owner) != sorted(name for names in wanted for name in names):
+        if sorted(owner) != sorted(name for names in layout for name in names):
             return None
         groups = []
         buckets: dict[Any, Names] = {}
-        for number, names in enumerate(wanted):
+        for number, names in enumerate(layout):
             kinds = {(owner[name].buffer.dtype, owner[name].buffer.device) for name in names}
             if len(kinds) != 1:
                 return None
@@ -248,9 +248,9 @@ class Coalescer:
             whole = len(members) == 1 and members[0].find_layout().names == names
             groups.append(Group(members, None if whole else names, self._layouts))
         groups += [Group([held]) for held in self._held if held.buffer.is_sparse]
-        return self._let_go(groups)
+        return self._release(groups)
 
-    def _let_go(self, groups: list[Group]) -> list[Group]:
+    def _release(self, groups: list[Group]) -> list[Group]:
         self._held = []
         groups = [part for group in groups for part in group.cut(self.most)]
         # All counts before the first exchange: a group that ends at once would otherwise complete a

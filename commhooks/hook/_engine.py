@@ -47,13 +47,14 @@ def replicated_parameters(scheme: Scheme, parameters: Parameters) -> frozenset[s
     so of two dimensions of tensor parallelism the parameters count that are cut along one of them.
     """
     cuts = parameters.cuts
-    every = frozenset().union(*(cut.between for cut in cuts.values()))
+    every = frozenset().union(*(cut.shard_groups for cut in cuts.values()))
     if not every or _rounds_alone(without_flush(scheme)):
         return frozenset()
     return frozenset(
         name
         for name in parameters.shapes
-        if not is_padding(name) and cuts.get(parameter_name(name), ShardSpec()).between != every
+        if not is_padding(name)
+        and cuts.get(parameter_name(name), ShardSpec()).shard_groups != every
     )
 
 
@@ -130,7 +131,7 @@ class _Step:
     finite: list[Tensor] = field(default_factory=list)
     sharded: bool = False  # some flags are of this rank's shards, so ranks may differ
     counters: Counters = field(default_factory=dict)
-    left_alone: Collection[str] = ()
+    unused: Collection[str] = ()
     measured: list[Measurement] = field(default_factory=list)
 
 
@@ -148,8 +149,8 @@ class Engine:
         self.seed = check_seed(seed)
         self.step = self.skipped = 0  # skipped: number of steps whose writes were dropped
         self.observer: Observer | None = None
-        self.onward: Engine | None = None  # averages the means of this one further
-        self.notes_finite = False  # for an engine that averages before this one
+        self.outer: Engine | None = None  # averages the means of this one further
+        self.records_finite = False  # for an engine that averages before this one
         self.counts = True  # steps that are not finite, where no memory depends on that
         self.exactly = ExactParameters()  # the parameters that no scheme may round
         self._lock = threading.Lock()  # backward's thread ends steps, the lanes' finishes exchanges
@@ -199,23 +200,23 @@ class Engine:
             step.launched.add(bucket)
             step.closed = is_last
 
-    def end(self, left_alone: Collection[str] = ()) -> None:
+    def end(self, unused: Collection[str] = ()) -> None:
         """Closes the open step: all buckets have come, and the averages are in ``.grad``.
 
         Args:
-            left_alone: names of parameters whose gradient was not replaced by the average, since
+            unused: names of parameters whose gradient was not replaced by the average, since
                 no rank has used them; their memory stays as it was.
         """
         with self._lock:
             step = self._open
             if step is None:
                 return
-            step.closed, step.left_alone = True, left_alone
+            step.closed, step.unused = True, unused
             over = self._settle(step)
         if over:
-            _observed(self, step)
+            _report_step(self, step)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Drops the open step, whose backward pass raised, and all its writes."""
         with self._lock:
             self._open = None
@@ -304,12 +305,12 @@ class Engine:
                     measurement.finish(mean, step.memory)
 
             # Note whether the mean is finite, which decides what the step commits.
-            if self.judges(values):
+            if self.checks_finite(values):
                 # The mean has the same bits on every rank, so the verdict needs no message.
                 step.finite.append(all_finite(values) if finite is None else finite)
                 step.sharded |= shards is not None
                 if agree and step.sharded:
-                    yield from _agreed(step)
+                    yield from _agree_on_finite(step)
             return mean
         except BaseException:  # also GeneratorExit, with which a driver closes an exchange
             step.failed = True
@@ -317,9 +318,9 @@ class Engine:
         finally:
             self._finish(step)
 
-    def judges(self, mean: Tensor) -> bool:
+    def checks_finite(self, mean: Tensor) -> bool:
         """Whether it matters that a mean is finite: for memory, or for the count of bad steps."""
-        if self.keeps_memory or self.notes_finite:
+        if self.keeps_memory or self.records_finite:
             return True
         is_wide = mean.is_floating_point() and mean.element_size() > 1
         return is_wide and self.counts and self._averages and mean.is_cpu
@@ -338,7 +339,7 @@ class Engine:
         """Agrees on whether all parts of the open step are finite, before ``end`` commits."""
         step = self._open
         assert step is not None, "a step is open"
-        return (yield from _agreed(step, self.onward))
+        return (yield from _agree_on_finite(step, self.outer))
 
     def _finish(self, step: _Step) -> None:
         over = False
@@ -347,7 +348,7 @@ class Engine:
             if step is self._open:  # an abandoned step commits nothing
                 over = self._settle(step)
         if over:
-            _observed(self, step)
+            _report_step(self, step)
 
     def _settle(self, step: _Step) -> bool:
         """Commits the step if it is closed and all its exchanges are over, and says whether."""
@@ -378,10 +379,10 @@ def _checked(scheme: Scheme, result: Result, grad: Tensor) -> Tensor:
     return mean
 
 
-def _agreed(step: _Step, onward: Engine | None = None) -> Exchange:
-    if onward is not None and onward._open is not None:
+def _agree_on_finite(step: _Step, outer: Engine | None = None) -> Exchange:
+    if outer is not None and outer._open is not None:
         # Gradients are finite where the means of the hook that has these means are, too.
-        step.finite += onward._open.finite
+        step.finite += outer._open.finite
     good = _verdicts(step.finite)[-1]
     worst = yield AllReduce((~good).to(torch.float32).view(1), "max")
     step.finite, step.sharded = [worst[0] == 0], False
@@ -405,7 +406,7 @@ def _measure(
     return measurement
 
 
-def _observed(engine: Engine, step: _Step) -> None:
+def _report_step(engine: Engine, step: _Step) -> None:
     if engine.observer is not None and step.measured and not step.failed:
         engine.observer.step_over(engine.step - 1, engine.scheme, step.measured)
 
@@ -415,7 +416,7 @@ def _commit(step: _Step) -> int:
     goods = _verdicts(step.finite)
     for good in goods:
         part = step.memory if len(goods) == 1 else step.memory.writes_on(good.device)
-        part.commit(good, step.left_alone)
+        part.commit(good, step.unused)
     # On a GPU the count would make the host wait for the device in every step.
     return int(goods[0].device.type == "cpu" and not goods[0].item())
 

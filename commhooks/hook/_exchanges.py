@@ -13,15 +13,22 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from commhooks.core._layout import Layout, Span
-from commhooks.hook._binding import Binding
 from commhooks.hook._coalesce import Coalescer, Group, Names
 from commhooks.hook._engine import Engine
 from commhooks.hook._ledger import Ledger
+from commhooks.hook._target import HookTarget
 from ddp_core import Clock, Drivers, Exchange, GradBucket, RoundRecord, Streams, Task, clock_of
 from ddp_core._torch import version_of
 from ddp_core.exchange._clocks import HOST
 
-__all__ = ["ExchangeLauncher", "Gradient", "HookBucket", "Step", "gradients_of", "left_alone"]
+__all__ = [
+    "ExchangeLauncher",
+    "Gradient",
+    "HookBucket",
+    "Step",
+    "gradients_of",
+    "unused_parameters",
+]
 
 
 @dataclass(eq=False)
@@ -35,12 +42,12 @@ class HookBucket:
             them, since many schemes never ask.
         shards: begin and end of the entries whose mean each rank needs; None: all of them.
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
-        then: goes on with the mean, by one collective at most, before the exchange is over.
-        waits: whether the host waits for the mean before it does anything else.
+        epilogue: goes on with the mean, by one collective at most, before the exchange is over.
+        is_blocking: whether the host waits for the mean before it does anything else.
         dense_sends: how often ``(n - 1) / n`` of the gradient would be sent without compression:
-            twice in an all-reduce (also where its second half is what ``then`` does), once in a
+            twice in an all-reduce (also where its second half is what ``epilogue`` does), once in a
             reduce-scatter.
-        left_alone: names of pieces that do not get the mean, since they are frozen.
+        frozen: names of pieces that do not get the mean, since they are frozen.
         key: two buckets of one step have different keys; by default the number.
         is_last: whether the host knows that this is the last bucket of the step.
         note: gets the rows of the ledger, too.
@@ -53,10 +60,10 @@ class HookBucket:
     layout: Layout | Callable[[], Layout]
     shards: Sequence[Span] | None = None
     output: Tensor | None = None
-    then: Callable[[Tensor], Exchange] | None = None
-    waits: bool = False
+    epilogue: Callable[[Tensor], Exchange] | None = None
+    is_blocking: bool = False
     dense_sends: float = 2.0
-    left_alone: Sequence[str] = ()
+    frozen: Sequence[str] = ()
     key: Any = None
     is_last: bool = False
     note: Callable[[RoundRecord], None] | None = None
@@ -67,7 +74,7 @@ class HookBucket:
             self.key = self.number
 
     @classmethod
-    def of(cls, bucket: Any, binding: Binding) -> HookBucket:
+    def of(cls, bucket: Any, target: HookTarget) -> HookBucket:
         """Returns the description of a bucket with the methods of torch's ``GradBucket``."""
         buffer, number = bucket.buffer(), bucket.index()
         # Buckets that torch rebuilds may get the address of the old ones, and ranks that take them
@@ -78,7 +85,7 @@ class HookBucket:
         return cls(
             number,
             buffer,
-            lambda: binding.parameters.layout(bucket.parameters()),
+            lambda: target.parameters.layout(bucket.parameters()),
             key=(number, buffer.dtype, buffer.numel(), place, names),
             is_last=bucket.is_last(),
             note=getattr(bucket, "note", None),
@@ -89,14 +96,14 @@ class HookBucket:
         """Returns names and shapes of what the gradient has."""
         return self.layout if isinstance(self.layout, Layout) else self.layout()
 
-    def continued(self, exchange: Exchange) -> Exchange:
-        """Returns an exchange that leaves the mean in its place, followed by ``then``."""
+    def with_epilogue(self, exchange: Exchange) -> Exchange:
+        """Returns an exchange that leaves the mean in its place, followed by ``epilogue``."""
         mean = yield from exchange
         into = self.gradient if self.output is None else self.output
         # A scheme may return memory of its own, as ``Scaled`` does.
         if mean.data_ptr() != into.data_ptr():
             mean = into.copy_(mean)
-        return mean if self.then is None else (yield from self.then(mean))
+        return mean if self.epilogue is None else (yield from self.epilogue(mean))
 
 
 @dataclass(eq=False)
@@ -104,44 +111,44 @@ class Step:
     """Holds the facts of the step under way.
 
     Attributes:
-        holds: whether buckets wait for the last bucket.
-        timed: whether times are recorded on a GPU, too.
+        holds_buckets: whether buckets wait for the last bucket.
+        records_times: whether times are recorded on a GPU, too.
         device, clock: of the first bucket.
         finds_unused: whether gradients of parameters that no rank uses may stay unwritten.
-        told: whether ``ddp_core`` reports the end, also without a backward pass (join).
+        core_notifies: whether ``ddp_core`` reports the end, also without a backward pass (join).
         buckets: keys of the launched buckets; an equal key is of another step.
-        passes: numbers of the backward passes that call back at their end.
-        complete: whether the last bucket has come.
-        paused: whether an inner backward pass is over; the outer pass may bring more buckets.
-        parameters: number of parameters in the buckets so far, if ``holds``.
+        backward_ids: numbers of the backward passes that call back at their end.
+        all_buckets_seen: whether the last bucket has come.
+        in_outer_pass: whether an inner backward pass has ended; the outer may bring more buckets.
+        parameters: number of parameters in the buckets so far, if ``holds_buckets``.
         layouts: functions that return the layouts of the dense buckets of hosts with an ``origin``.
         regrouped: the saved buckets, if the parameters were exchanged in them.
-        left_alone: names of what does not get the average, as its host says.
+        unused: names of what does not get the average, as its host says.
         gradients: parameters whose ``.grad`` may not be written, as they were at the launch.
     """
 
     number: int
     group: dist.ProcessGroup
-    holds: bool = False
-    timed: bool = True
+    holds_buckets: bool = False
+    records_times: bool = True
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     clock: Clock = HOST
     finds_unused: bool = False
-    told: bool = False
+    core_notifies: bool = False
     buckets: list[Any] = field(default_factory=list)
-    passes: set[int] = field(default_factory=set)
-    complete: bool = False
-    paused: bool = False
+    backward_ids: set[int] = field(default_factory=set)
+    all_buckets_seen: bool = False
+    in_outer_pass: bool = False
     parameters: int = 0
     layouts: list[Callable[[], Layout]] = field(default_factory=list)
     regrouped: list[Names] | None = None
-    left_alone: set[str] = field(default_factory=set)
+    unused: set[str] = field(default_factory=set)
     gradients: list[Gradient] = field(default_factory=list)
 
     @property
     def ends_later(self) -> bool:
         """Whether the step ends when ``.grad`` is written, and not with its last bucket."""
-        return self.told or bool(self.passes)
+        return self.core_notifies or bool(self.backward_ids)
 
 
 @dataclass(slots=True)
@@ -174,7 +181,7 @@ def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Gradient]
     ]
 
 
-def left_alone(step: Step) -> list[Tensor]:
+def unused_parameters(step: Step) -> list[Tensor]:
     """Returns the parameters whose ``.grad`` was not written in the step."""
     return [gradient.parameter for gradient in step.gradients if gradient.was_skipped()]
 
@@ -194,7 +201,7 @@ class ExchangeLauncher:
 
     def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
-        self._beside: dict[dist.ProcessGroup, Streams] = {}
+        self._verdict_streams: dict[dist.ProcessGroup, Streams] = {}
 
     def start(
         self,
@@ -206,16 +213,16 @@ class ExchangeLauncher:
         device: torch.device,
         is_last: bool,
         note: Callable[[RoundRecord], None] | None = None,
-        further_rounds: int = 0,
-        waits: bool = False,
+        extra_rounds: int = 0,
+        is_blocking: bool = False,
         dense_sends: float = 2.0,
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device.
 
         Args:
             note: gets its ledger rows, too.
-            further_rounds: collectives after those of the scheme.
-            waits: whether the caller waits for the future before it does anything else.
+            extra_rounds: collectives after those of the scheme.
+            is_blocking: whether the caller waits for the future before it does anything else.
             dense_sends: see :class:`ddp_core.Task`.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
@@ -228,21 +235,21 @@ class ExchangeLauncher:
             bucket=bucket,
             dense_bytes=dense_bytes,
             world_size=self._engine.world_size,
-            max_rounds=self._engine.traits.rounds + self._engine.exactly.rounds + further_rounds,
+            max_rounds=self._engine.traits.rounds + self._engine.exactly.rounds + extra_rounds,
             record=self._ledger.add if note is None else partial(_record, self._ledger, note),
-            clock=clock_of(device, timed=step.timed),
+            clock=clock_of(device, timed=step.records_times),
             joins=commits and self._engine.keeps_memory,
             dense_sends=dense_sends,
             # On a GPU the caller's stream waits, and what else the GPU does meanwhile is unknown.
-            waited_for=waits and device.type == "cpu",
+            waited_for=is_blocking and device.type == "cpu",
         )
-        return self._drivers.run(task, device, step.group, waits=waits)
+        return self._drivers.run(task, device, step.group, waits=is_blocking)
 
-    def agree(self, step: Step, beside: Sequence[dist.ProcessGroup]) -> None:
+    def agree(self, step: Step, verdict_groups: Sequence[dist.ProcessGroup]) -> None:
         """Agrees on the verdict of a step whose ranks have different parts of the means.
 
         Args:
-            beside: groups of ranks that have other parts than those of the hook's group.
+            verdict_groups: groups of ranks that have other parts than those of the hook's group.
         """
         if self._engine.needs_agreement:
             self._agree(
@@ -251,9 +258,9 @@ class ExchangeLauncher:
                 partial(self._drivers.run, group=step.group, waits=True),
             )
         # Ranks beside count the same steps as bad, where means are looked at.
-        for group in beside if self._engine.has_verdict else ():
+        for group in verdict_groups if self._engine.has_verdict else ():
             # Not by the drivers, whose lanes are of the hook's group; nothing else is under way.
-            streams = self._beside.setdefault(group, Streams(group))
+            streams = self._verdict_streams.setdefault(group, Streams(group))
             self._agree(step, group.size(), streams.run)
 
     def _agree(
@@ -267,7 +274,7 @@ class ExchangeLauncher:
             world_size=ranks,
             max_rounds=1,
             record=self._ledger.add,
-            clock=clock_of(step.device, timed=step.timed),
+            clock=clock_of(step.device, timed=step.records_times),
             joins=True,
         )
         run(task, step.device).wait()

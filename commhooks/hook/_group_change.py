@@ -38,7 +38,7 @@ class GroupChange(NamedTuple):
         before, world_size: number of ranks before and now.
         source: the rank whose step, seed and shared values all have taken.
         joined: ranks that came without memory of this run.
-        behind: ranks that had not ended the last step, and go on from the source's.
+        stale_ranks: ranks that had not ended the last step, and go on from the source's.
         lost: number of ranks that are gone, with what they kept.
         dropped: keys of what this rank kept and cannot be carried over to other ranks.
     """
@@ -48,7 +48,7 @@ class GroupChange(NamedTuple):
     world_size: int
     source: int
     joined: tuple[int, ...] = ()
-    behind: tuple[int, ...] = ()
+    stale_ranks: tuple[int, ...] = ()
     lost: int = 0
     dropped: tuple[str, ...] = ()
 
@@ -58,12 +58,12 @@ class GroupChange(NamedTuple):
             text += f"; joined: {list(self.joined)}"
         if self.lost:
             text += f"; lost, with what they kept: {self.lost}"
-        if self.behind:
-            text += f"; had not ended the last step: {list(self.behind)}"
+        if self.stale_ranks:
+            text += f"; had not ended the last step: {list(self.stale_ranks)}"
         return text + (f"; dropped: {list(self.dropped)}" if self.dropped else "")
 
 
-class _Told(NamedTuple):
+class _RankReport(NamedTuple):
     """Holds what a rank says of itself."""
 
     run: tuple[str, str]
@@ -83,25 +83,25 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         hook.runner.step_aborted()
         hook.drivers.abandon()
         if hook.verification is not None:
-            hook.verification.abandon()
+            hook.verification.abort()
     engine = hook.engine
-    this_rank = _Told(
-        hook._run,
+    this_rank = _RankReport(
+        hook._run_ids,
         engine.step,
         max(engine.rank, 0),
         max(engine.world_size, 1),
-        hook.saved_plan(),
+        hook.plan_state(),
         describe(without_flush(hook.scheme)),
     )
-    with hook.binding.on_device():
+    with hook.target.on_device():
         ranks = [
-            _Told(*fields)
-            for fields in handshake(CALL, {_FAULT: fault}, group, tells=tuple(this_rank))
+            _RankReport(*fields)
+            for fields in handshake(CALL, {_FAULT: fault}, group, message=tuple(this_rank))
         ]
         if fault:
             raise RegistrationError(f"{CALL}: {fault}")
         source, stayed = _surviving_ranks(ranks)
-        hook.follow_plan(ranks[source].plan, ranks[source].scheme)
+        hook.apply_plan(ranks[source].plan, ranks[source].scheme)
         change = _describe(ranks, source, stayed)
         # Whether these are others than before; their order does not matter.
         others = bool(change.joined or change.lost or change.before != change.world_size)
@@ -110,10 +110,10 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         received = _exchange(hook, group, change, stayed, carries_over=others)
     if others:
         _carry_over(hook, group.rank(), change, this_rank.world_size, stayed, received)
-    elif change.behind:
+    elif change.stale_ranks:
         memory = {**_own_memory(hook), **received[source]["memory"]}
         engine.memory.load(memory)
-    _go_on(hook, group, received[source], ranks[source], change)
+    _resume(hook, group, received[source], ranks[source], change)
     return change
 
 
@@ -121,13 +121,13 @@ def _check_between_steps(hook: Running) -> str:
     """Returns why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return "the hook was closed; register another"
-    if hook.stays:
-        return hook.stays
+    if hook.fixed_group_reason:
+        return hook.fixed_group_reason
     # A step whose backward pass raised is over, and one without a backward pass (DiLoCo) is given
     # up: its exchange may wait for ranks that are gone.
     hook.runner.settle()
     step = hook.runner._step
-    if step is not None and step.passes:
+    if step is not None and step.backward_ids:
         return (
             f"step {hook.step} is under way; change the ranks between two steps, after "
             f"loss.backward() has returned or raised"
@@ -135,10 +135,10 @@ def _check_between_steps(hook: Running) -> str:
     return ""
 
 
-def _surviving_ranks(ranks: Sequence[_Told]) -> tuple[int, list[int]]:
+def _surviving_ranks(ranks: Sequence[_RankReport]) -> tuple[int, list[int]]:
     """Returns the rank whose values all take, and the ranks that have memory of the same run."""
 
-    def family(of: _Told) -> list[int]:
+    def same_run(of: _RankReport) -> list[int]:
         # The run before as well: a rank may have missed the end of a change that was broken off.
         names = set(of.run) - {""}
         return [rank for rank, other in enumerate(ranks) if names & set(other.run)]
@@ -149,7 +149,7 @@ def _surviving_ranks(ranks: Sequence[_Told]) -> tuple[int, list[int]]:
     source = max(
         places,
         key=lambda rank: (
-            len(family(ranks[rank])),
+            len(same_run(ranks[rank])),
             ranks[rank].world_size,
             ranks[rank].step,
             -rank,
@@ -157,14 +157,14 @@ def _surviving_ranks(ranks: Sequence[_Told]) -> tuple[int, list[int]]:
     )
     # Steps end on all ranks but those whose last step was cut off. A rank that is further behind
     # was away meanwhile, and what it kept was counted as lost then.
-    last = max([ranks[rank].step for rank in family(ranks[source])], default=ranks[source].step)
-    stayed = [rank for rank in family(ranks[source]) if ranks[rank].step >= last - 1]
+    last = max([ranks[rank].step for rank in same_run(ranks[source])], default=ranks[source].step)
+    stayed = [rank for rank in same_run(ranks[source]) if ranks[rank].step >= last - 1]
     if not stayed:
         return source, [source]
     return max(stayed, key=lambda rank: (ranks[rank].step, -rank)), stayed
 
 
-def _describe(ranks: Sequence[_Told], source: int, stayed: Sequence[int]) -> GroupChange:
+def _describe(ranks: Sequence[_RankReport], source: int, stayed: Sequence[int]) -> GroupChange:
     first = ranks[source]
     joined = tuple(rank for rank in range(len(ranks)) if rank not in stayed)
     known = {ranks[rank].rank for rank in stayed if ranks[rank].run == first.run}
@@ -208,15 +208,15 @@ def _exchange(
     sent = {key for key in memory_here if carries_over and resizes.get(key) == "mean"}
     part: dict[str, Any] = {}
     if rank == change.source:
-        if change.joined or change.behind:
+        if change.joined or change.stale_ranks:
             sent |= {key for key in memory_here if key not in resizes}
-        core = hook.binding.notifying_core(hook)
+        core = hook.target.notifying_core(hook)
         layout = hook.continuation.saved(None).layout if core is None else ()
         part = {
             "run": uuid.uuid4().hex,
             "seed": hook.engine.seed,
             "layout": [list(names) for names in layout],
-            "regroups": bool(hook.runner.regrouping.wanted),
+            "regroups": bool(hook.runner.regrouping.target_layout),
         }
     facts = {key: value for key, value in hook._facts(hook.scheme).items() if key in _EQUAL}
     facts["environment"] = [
@@ -252,16 +252,16 @@ def _carry_over(
     if change.lost:
         # The mean over those that are left is not the mean that all have added up before.
         for slot in slots_of(hook.scheme):
-            if slot.mean is not None and slot.mean in memory:
-                memory[slot.key] = {n: value.clone() for n, value in memory[slot.mean].items()}
+            if slot.mean_key is not None and slot.mean_key in memory:
+                memory[slot.key] = {n: value.clone() for n, value in memory[slot.mean_key].items()}
     hook.engine.memory.load(memory)
 
 
-def _go_on(
+def _resume(
     hook: Running,
     group: dist.ProcessGroup,
     given: dict[str, Any],
-    source: _Told,
+    source: _RankReport,
     change: GroupChange,
 ) -> None:
     """Takes what is the same on all ranks, and meets the others as at the first step."""
@@ -269,16 +269,16 @@ def _go_on(
     engine.rank, engine.world_size = group.rank(), group.size()
     engine.step, engine.seed = source.step, given["seed"]
     hook.ledger.rewind(engine.step)
-    hook._run = (given["run"], source.run[0])
-    hook.binding.pickled_on = None
+    hook._run_ids = (given["run"], source.run[0])
+    hook.target.pickled_on = None
     # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
     # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.
-    is_core = hook.binding.notifying_core(hook) is not None
-    regroups = not is_core and bool(change.joined or change.behind or given["regroups"])
+    is_core = hook.target.notifying_core(hook) is not None
+    regroups = not is_core and bool(change.joined or change.stale_ranks or given["regroups"])
     continuation.loaded = SavedBuckets(given["layout"] if regroups else ())
     continuation.buckets_restored = not regroups
     hook.runner.regrouping.restore(given["layout"], regroups=regroups)
     hook.agreed = False
-    hook.binding.change_group(group)
+    hook.target.change_group(group)
     hook.agree(CALL)
-    hook.ranks_changed()
+    hook.on_group_changed()

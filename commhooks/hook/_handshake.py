@@ -18,8 +18,8 @@ from commhooks.checkpoint._ranks import resizes_of
 from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
-from commhooks.hook._binding import Binding
 from commhooks.hook._engine import Engine
+from commhooks.hook._target import HookTarget
 from commhooks.wrappers._feedback import without_flush
 from commhooks.wrappers._make import describe
 from ddp_core import (
@@ -35,7 +35,14 @@ from ddp_core import (
 from ddp_core.exchange._errors import ranks_in_words
 from ddp_core.exchange._shared_store import MeetingPoint
 
-__all__ = ["MEETING", "check_memory_origin", "forget", "handshake", "handshake_fields", "roll_call"]
+__all__ = [
+    "HANDSHAKE_LIMIT",
+    "check_memory_origin",
+    "clear_keys",
+    "handshake",
+    "handshake_fields",
+    "wait_for_all_ranks",
+]
 
 
 _EVERYONE = "everyone came"
@@ -47,7 +54,7 @@ _GENERATION = "commhooks/generation"
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.WeakKeyDictionary()
 
 
-def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = None) -> None:
+def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | None = None) -> None:
     """Returns on every rank of ``group`` once all have come, or raises on all that came.
 
     Does nothing on a group without a store, where a missing rank is a collective's timeout.
@@ -73,11 +80,11 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
             if outcome is None:
                 came, missing = map(ranks_in_words, point.who_came())
                 text = f"not every rank came: {missing} did not within {seconds:g} s, {came} did"
-                outcome = store.ask(_giving_up(group, point, text), 0.0)
+                outcome = store.ask(_give_up_on(group, point, text), 0.0)
         except SilentStoreError:
             # Read by the others once the store answers again; nobody waits for that.
             text = f"rank {point.rank} gave up: its store was silent"
-            store.tell(_giving_up(group, point, text))
+            store.tell(_give_up_on(group, point, text))
             raise
     except SilentStoreError as error:
         raise SilentStoreError(f"{call}: {error}") from error
@@ -88,7 +95,7 @@ def roll_call(call: str, group: dist.ProcessGroup, limit: timedelta | None = Non
         )
 
 
-def forget(group: dist.ProcessGroup) -> None:
+def clear_keys(group: dist.ProcessGroup) -> None:
     """Removes the last call's keys from the store, after all ranks have passed."""
     if group in _calls and (store := shared_store(group)) is not None:
         _point(group, store).forget()
@@ -110,7 +117,7 @@ def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> Mee
     return _point(group, store)
 
 
-def _giving_up(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Callable[[Any], str]:
+def _give_up_on(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Callable[[Any], str]:
     """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
     generation, _ = _calls[group]
 
@@ -130,7 +137,7 @@ def _giving_up(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Call
 # The longest wait in calls that all ranks reach at nearly the same time, since they come from a
 # collective: ``register`` after DistributedDataParallel's constructor, ``switch`` after a step. In
 # other calls ranks may meet for the first time, and the group's timeout holds.
-MEETING = timedelta(minutes=5)
+HANDSHAKE_LIMIT = timedelta(minutes=5)
 
 
 def handshake(
@@ -139,7 +146,7 @@ def handshake(
     group: dist.ProcessGroup,
     limit: timedelta | None = None,
     *,
-    tells: object = None,
+    message: object = None,
 ) -> list[Any]:
     """Raises on every rank if the ranks' ``facts`` differ; all ranks of ``group`` call it.
 
@@ -147,7 +154,7 @@ def handshake(
         call: the name of the public call, for the message.
         facts: values by field, compared for equality.
         limit: longest wait for the other ranks; the group's timeout if that is less, or if None.
-        tells: what this rank tells the others besides; may differ.
+        message: what this rank tells the others besides; may differ.
 
     Returns:
         What each rank tells, in rank order.
@@ -157,17 +164,17 @@ def handshake(
         MissingRankError: some ranks did not come; names them.
     """
     # Before the gather: it names the missing ranks, and leaves no collective in the group.
-    roll_call(call, group, limit)
+    wait_for_all_ranks(call, group, limit)
     everyone: list[Any] = [None] * group.size()
     try:
-        dist.all_gather_object(everyone, ({"call": call, **facts}, tells), group=group)
+        dist.all_gather_object(everyone, ({"call": call, **facts}, message), group=group)
     except RuntimeError as error:
         raise MissingRankError(
             f"{call}: not every rank came, or one ended since; all ranks call {call}, "
             f"between two steps: {error}"
         ) from error
-    forget(group)  # after the gather, which no rank passes before all have read the keys
-    messages = [told_by_rank for _, told_by_rank in everyone]
+    clear_keys(group)  # after the gather, which no rank passes before all have read the keys
+    messages = [message for _, message in everyone]
     everyone = [theirs for theirs, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     text = first_difference(everyone)
@@ -183,7 +190,7 @@ _OWN = "its own"
 
 
 def handshake_fields(
-    scheme: Scheme, engine: Engine, binding: Binding, loaded: SavedBuckets
+    scheme: Scheme, engine: Engine, target: HookTarget, loaded: SavedBuckets
 ) -> dict[str, Any]:
     """Returns the facts that must be the same on all ranks, by the name used in messages.
 
@@ -194,8 +201,8 @@ def handshake_fields(
         loaded: the buckets of a loaded state in which no step was taken yet.
     """
     # A pending flush is no difference: a rank without a residual exchanges the same.
-    registered, pieces = without_flush(scheme), binding.parameters.placement
-    ddp = binding.model if isinstance(binding.model, DistributedDataParallel) else None
+    registered, pieces = without_flush(scheme), target.parameters.placement
+    ddp = target.model if isinstance(target.model, DistributedDataParallel) else None
     return {
         "scheme and options": describe(registered),
         "commhooks version": __version__,
@@ -208,21 +215,21 @@ def handshake_fields(
             [loaded.layout, loaded.bucket_bytes, bool(loaded.arrival)], {}
         ),
         "world size": engine.world_size,
-        "memory": _origin(engine, binding),
+        "memory": _origin(engine, target),
         **({} if ddp is None else module_facts(ddp)),
         "environment": [
             fact for inside in walk(scheme) for fact in inside.environment(engine.world_size)
         ],
         "parameters": [
             f"{name} {tuple(shape)} {dtype} {pieces.get(parameter_name(name), '')}".rstrip()
-            for name, shape, dtype, _ in binding.parameters
+            for name, shape, dtype, _ in target.parameters
         ],
     }
 
 
-def check_memory_origin(engine: Engine, binding: Binding) -> None:
+def check_memory_origin(engine: Engine, target: HookTarget) -> None:
     """Raises CheckpointError if a pickled state is of another rank, or of other pieces."""
-    whose = _origin(engine, binding)
+    whose = _origin(engine, target)
     if whose != _OWN:
         raise CheckpointError(
             f"the unpickled HookState holds the memory {whose}; this is rank {engine.rank} "
@@ -231,14 +238,14 @@ def check_memory_origin(engine: Engine, binding: Binding) -> None:
         )
 
 
-def _origin(engine: Engine, binding: Binding) -> str:
+def _origin(engine: Engine, target: HookTarget) -> str:
     """Returns whose memory an unpickled state holds, in words that are equal if all is well."""
-    origin, here = binding.pickled_on, (engine.rank, engine.world_size)
-    pieces = binding.parameters.placement
+    origin, here = target.pickled_on, (engine.rank, engine.world_size)
+    pieces = target.parameters.placement
     if origin is None:
         return _OWN
     for key, name, value in engine.memory.items():
-        shape = binding.parameters.shapes.get(name)
+        shape = target.parameters.shapes.get(name)
         error = None if shape is None else slot_error(engine.scheme, key, value, shape)
         if error is not None:
             return f"of another model or scheme: {key!r} of {name!r} {error}"

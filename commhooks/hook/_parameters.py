@@ -220,7 +220,7 @@ class Parameters:
         plain = self._aliases.get(plain_name(name), plain_name(name))
         return plain if plain in self._by_name else name
 
-    def in_order(self, name: str, value: Tensor) -> Tensor:
+    def in_parameter_order(self, name: str, value: Tensor) -> Tensor:
         """Returns a view of ``value``, which is in memory order, in the parameter's dimensions."""
         order = self._order(name, value)
         return value.permute([order.index(dimension) for dimension in range(len(order))])
@@ -232,7 +232,10 @@ class Parameters:
     def to_checkpoint_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values shaped as their parameters, in the form in which states hold them."""
         # In the parameter's own dimensions: a run with another memory format may load it.
-        return {name: self.in_order(name, value).contiguous() for name, value in values.items()}
+        return {
+            name: self.in_parameter_order(name, value).contiguous()
+            for name, value in values.items()
+        }
 
     def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values of a state, in the form in which buckets hold them."""
@@ -252,15 +255,15 @@ class Parameters:
             shapes[name] = torch.Size(sizes)
         return shapes
 
-    def carries(self, slot: Slot) -> bool:
+    def is_portable(self, slot: Slot) -> bool:
         """Whether values of a slot are saved by whole parameter, so that any host may load them."""
         return slot.key == RESIDUAL
 
-    def takes(self, names: Collection[str]) -> bool:
+    def accepts_names(self, names: Collection[str]) -> bool:
         """Whether values of a state, that are not saved by whole parameter, are of these pieces."""
         return all(name in self._by_name for name in names)
 
-    def of_here(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def local_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns values of a state without those of pieces that other ranks have."""
         return {
             name: value

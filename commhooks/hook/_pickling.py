@@ -19,8 +19,8 @@ from commhooks.checkpoint._placement import stored_placement
 from commhooks.checkpoint._plain_scheme import from_plain, to_plain
 from commhooks.core._scheme import Scheme
 from commhooks.errors import CheckpointError
-from commhooks.hook._binding import Origin
 from commhooks.hook._running import Running
+from commhooks.hook._target import Origin
 
 __all__ = ["Pickled", "from_pickle", "sealed", "to_pickle"]
 
@@ -42,11 +42,11 @@ class Pickled(NamedTuple):
 
 def to_pickle(hook: Running) -> dict[str, Any]:
     """Returns the pickled form: everything except model, process group and ledger."""
-    engine, hook.attendance.excused = hook.engine, True
+    engine, hook.call_monitor.suppressed = hook.engine, True
     origin = _origin(hook)
     placement = None if origin is None else origin.placement
     memory: MemoryDict = {}
-    buckets = hook.continuation.saved(hook.binding.notifying_core(hook))
+    buckets = hook.continuation.saved(hook.target.notifying_core(hook))
     # Copies: values are views of flat buffers, and a saved view brings the whole buffer along.
     for key, name, value in engine.memory.items():
         memory.setdefault(key, {})[name] = value.detach().clone()
@@ -74,7 +74,7 @@ def sealed(pickled: dict[str, Any]) -> dict[str, Any]:
 
 def _origin(hook: Running) -> Origin | None:
     """Returns whose memory a hook has; None if its ranks are not known."""
-    engine, origin = hook.engine, hook.binding.pickled_on
+    engine, origin = hook.engine, hook.target.pickled_on
     # A state that is pickled again before it ran still has the memory of where it came from, also
     # where it has been asked for its rank here.
     if not engine.world_size or (origin is not None and not hook.agreed):

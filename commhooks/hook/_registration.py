@@ -17,7 +17,7 @@ from commhooks._torch import comm_hooks, forward_pre_hooks
 from commhooks.core._scheme import Scheme
 from commhooks.errors import OptionError, RegistrationError
 from commhooks.hook._attachment import AttachmentGuard
-from commhooks.hook._handshake import MEETING
+from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._hook_function import comm_hook
 from commhooks.hook._parameters import find_ddp
 from commhooks.hook._running import Running
@@ -229,7 +229,7 @@ def register(
     facts |= layout_facts(layout, group, ddp.module)
     facts |= {"trained before, with buckets that torch skips": _has_skipped(ddp)}
     # torch's class cannot remove a hook, so nothing is registered before all ranks have agreed.
-    state.agree("commhooks.register", facts, MEETING)
+    state.agree("commhooks.register", facts, HANDSHAKE_LIMIT)
     # After the handshake, which compares this fact: all ranks raise, or none does.
     if _has_skipped(ddp):
         state.close()

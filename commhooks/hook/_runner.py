@@ -18,11 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from commhooks.hook._binding import Binding
 from commhooks.hook._coalesce import Coalescer, Names
 from commhooks.hook._engine import Engine
-from commhooks.hook._exchanges import ExchangeLauncher, HookBucket, Step, gradients_of, left_alone
+from commhooks.hook._exchanges import (
+    ExchangeLauncher,
+    HookBucket,
+    Step,
+    gradients_of,
+    unused_parameters,
+)
 from commhooks.hook._ledger import Ledger
+from commhooks.hook._target import HookTarget
 from ddp_core import Drivers, call_after_backward, clock_of
 from ddp_core._torch import backward_number, current_node
 
@@ -38,12 +44,12 @@ class SavedLayoutReplay:
 
     Attributes:
         layout: names of the parameters of each bucket; what a state saves.
-        wanted: the layout of a loaded state while the run exchanges in it, else empty.
+        target_layout: the layout of a loaded state while the run exchanges in it, else empty.
     """
 
     def __init__(self) -> None:
         self.layout: list[Names] = []
-        self.wanted: list[Names] = []
+        self.target_layout: list[Names] = []
         self._layout_of: list[Any] = []  # keys of the buckets that ``layout`` describes
         self._age = 0  # steps since the start, or since a state was loaded
 
@@ -54,7 +60,7 @@ class SavedLayoutReplay:
             regroups: False if the model lays out the saved buckets itself.
         """
         self.layout = [tuple(names) for names in layout]
-        self.wanted = self.layout if regroups else []
+        self.target_layout = self.layout if regroups else []
         self._age = 0
 
     def step_ended(self, step: Step, *, static_graph: bool) -> None:
@@ -65,37 +71,39 @@ class SavedLayoutReplay:
         # A state has the layout of the next step, which is the loaded one while this run regroups.
         regrouped = None if rebuilt else step.regrouped
         # Layouts are looked up only if they may have changed: a look-up is work per parameter.
-        if step.holds or self._age <= REBUILT_IN or step.buckets != self._layout_of:
+        if step.holds_buckets or self._age <= REBUILT_IN or step.buckets != self._layout_of:
             present = [find_layout().names for find_layout in step.layouts]
             self.layout = present if regrouped is None else regrouped
             self._layout_of = step.buckets if regrouped is None else []
         if rebuilt:
-            self.wanted = []
+            self.target_layout = []
 
 
 # ---- steps
 
 
 Future = torch.futures.Future
-ABANDONED = "the step was abandoned: its backward pass raised, or the next one began before its end"
+ABORTED = "the step was aborted: its backward pass raised, or the next one began before its end"
 
 
 class Runner:
     """Launches the buckets of one hook.
 
     Args:
-        engine, drivers, ledger, binding: the hook's parts.
+        engine, drivers, ledger, target: the hook's parts.
     """
 
-    def __init__(self, engine: Engine, drivers: Drivers, ledger: Ledger, binding: Binding) -> None:
+    def __init__(
+        self, engine: Engine, drivers: Drivers, ledger: Ledger, target: HookTarget
+    ) -> None:
         self._engine, self._drivers, self._ledger = engine, drivers, ledger
-        self._binding = binding
+        self._target = target
         self._exchanges = ExchangeLauncher(engine, drivers, ledger)
         self.regrouping = SavedLayoutReplay()
         self._coalescer = Coalescer()
         self._step: Step | None = None
-        self._onward: Runner | None = None  # of a hook that averages the means of this one further
-        self._inward: Runner | None = None  # of the hook whose means this one averages further
+        self._outer: Runner | None = None  # of a hook that averages the means of this one further
+        self._inner: Runner | None = None  # of the hook whose means this one averages further
         self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
     def start(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Future[Tensor]:
@@ -114,12 +122,12 @@ class Runner:
 
         # Hold the bucket, cut it, or exchange it as it is.
         is_last = bucket.is_last
-        if step.holds:
+        if step.holds_buckets:
             future = self._coalescer.hold(bucket.number, gradient, bucket.find_layout)
             # In a static graph's first step torch may mark no bucket as the last one, and waits
             # inside backward for all of them.
             step.parameters += len(bucket.origin.parameters())
-            is_last = is_last or 0 < len(self._binding.parameters) <= step.parameters
+            is_last = is_last or 0 < len(self._target.parameters) <= step.parameters
         elif gradient.numel() > engine.traits.max_bucket_numel:
             future = self._exchanges.start_cut(step, bucket)
         else:
@@ -129,8 +137,8 @@ class Runner:
                 output=bucket.output,
             )
             if bucket.origin is None:
-                step.left_alone.update(bucket.left_alone)
-                exchange = bucket.continued(exchange)
+                step.unused.update(bucket.frozen)
+                exchange = bucket.with_epilogue(exchange)
             future = self._exchanges.start(
                 step,
                 exchange,
@@ -139,8 +147,8 @@ class Runner:
                 device=gradient.device,
                 is_last=is_last,
                 note=bucket.note,
-                further_rounds=int(bucket.then is not None),
-                waits=bucket.waits,
+                extra_rounds=int(bucket.epilogue is not None),
+                is_blocking=bucket.is_blocking,
                 dense_sends=bucket.dense_sends,
             )
 
@@ -153,38 +161,38 @@ class Runner:
     def backward_finished(self) -> None:
         """Starts the exchange of buckets that were held back; all buckets of the step have come."""
         step = self._step
-        if step is None or step.complete:
+        if step is None or step.all_buckets_seen:
             return
-        step.complete = True  # a bucket that comes after this belongs to the next step
+        step.all_buckets_seen = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
         self._ledger.launched_last(step.number, step.clock.now())
 
-    def gradients_written(self, left_alone: Iterable[Tensor] = ()) -> None:
-        """Ends the step: averages are in ``.grad``, except for the parameters in ``left_alone``."""
+    def gradients_written(self, unused: Iterable[Tensor] = ()) -> None:
+        """Ends the step: averages are in ``.grad``, except for the parameters in ``unused``."""
         step = self._step
         if step is None:
             return
-        if self._inward is not None:
+        if self._inner is not None:
             # First: its verdict takes flags of the step that ends here.
-            self._inward.gradients_written()
-        for runner in (self, self._onward):
+            self._inner.gradients_written()
+        for runner in (self, self._outer):
             if self._engine.keeps_memory and runner is not None:
                 runner._drivers.join()  # the commit reads what exchanges wrote on a GPU's streams
-        self._exchanges.agree(step, self._binding.beside)
-        self._engine.end(step.left_alone.union(self._binding.names(left_alone)))
+        self._exchanges.agree(step, self._target.verdict_groups)
+        self._engine.end(step.unused.union(self._target.names(unused)))
         self._close(step)
 
-    def continue_in(self, other: Runner) -> None:
+    def chain_to(self, other: Runner) -> None:
         """Lets the verdicts of this hook's steps depend on the means of another one's, too."""
-        self._onward, other._inward = other, self
-        self._engine.onward, other._engine.notes_finite = other._engine, True
+        self._outer, other._inner = other, self
+        self._engine.outer, other._engine.records_finite = other._engine, True
 
     def step_aborted(self) -> None:
         """Drops the step, whose backward pass has raised."""
         self._step = None
-        self._engine.abandon()
-        self._coalescer.abandon(ABANDONED)
+        self._engine.abort()
+        self._coalescer.abort(ABORTED)
 
     def forward_begins(self) -> None:
         """Ends or drops the open step; a forward pass with gradients belongs to the next step."""
@@ -195,7 +203,7 @@ class Runner:
         """Ends or abandons a step whose backward pass is known to be over."""
         # After a pass that raised autograd runs no callback: a step that is open now was abandoned.
         step = self._step
-        if step is None or not step.passes or backward_number() >= 0:
+        if step is None or not step.backward_ids or backward_number() >= 0:
             return
         # The engine's current pass is a fact of one thread: a thread that saves checkpoints sees
         # none while another thread is in the middle of backward.
@@ -203,8 +211,8 @@ class Runner:
             return
         # After an inner pass (activation checkpointing) no callback is left for the outer one.
         # ``ddp_core`` reports the end itself, so there the outer pass has raised.
-        if step.paused and not step.told:
-            self.gradients_written(left_alone(step))
+        if step.in_outer_pass and not step.core_notifies:
+            self.gradients_written(unused_parameters(step))
         else:
             self.step_aborted()
 
@@ -221,18 +229,18 @@ class Runner:
         if step is None:
             step = begin(bucket)
             # A host that waits for each bucket has no other ones to join it with.
-            wanted = self._engine.traits.coalesce or bool(self.regrouping.wanted)
-            step.holds = wanted and bucket.origin is not None
-            step.timed = self._ledger.times(step.number) or bucket.note is not None
+            holds = self._engine.traits.coalesce or bool(self.regrouping.target_layout)
+            step.holds_buckets = holds and bucket.origin is not None
+            step.records_times = self._ledger.times(step.number) or bucket.note is not None
             step.device = bucket.gradient.device
-            step.clock = clock_of(step.device, timed=step.timed)
+            step.clock = clock_of(step.device, timed=step.records_times)
             self._step = step
         step.buckets.append(bucket.key)
-        step.paused = False
+        step.in_outer_pass = False
         self._threads.add(threading.get_ident())
         # Once per pass, not per step: a reentrant pass runs its own callbacks at its own end.
-        if this_pass >= 0 and this_pass not in step.passes:
-            step.passes.add(this_pass)
+        if this_pass >= 0 and this_pass not in step.backward_ids:
+            step.backward_ids.add(this_pass)
             call_after_backward(partial(self._pass_ended, step))
         return step
 
@@ -241,10 +249,10 @@ class Runner:
         step = self._step
         # By key, not by index or ``is_last``: all buckets of a static graph's first step have
         # index 0, and a skipped bucket may be the last one.
-        if step is None or not (step.complete or bucket.key in step.buckets):
+        if step is None or not (step.all_buckets_seen or bucket.key in step.buckets):
             return step
-        goes_on = this_pass in step.passes or step.paused
-        if bucket.origin is not None or step.told or not goes_on:
+        goes_on = this_pass in step.backward_ids or step.in_outer_pass
+        if bucket.origin is not None or step.core_notifies or not goes_on:
             self.step_aborted()
             return None
         if bucket.key not in step.buckets:
@@ -262,8 +270,8 @@ class Runner:
             return
         # After a reentrant pass the current node is the outer pass's: more buckets may come.
         nested = current_node() is not None
-        if nested and not step.complete:
-            step.paused = True
+        if nested and not step.all_buckets_seen:
+            step.in_outer_pass = True
             return
         self.backward_finished()
         # Queued behind the callback in which DistributedDataParallel writes ``.grad``.
@@ -271,18 +279,18 @@ class Runner:
 
     def _landed(self, step: Step) -> None:
         if step is self._step:
-            self.gradients_written(left_alone(step))
+            self.gradients_written(unused_parameters(step))
 
     def _close(self, step: Step) -> None:
         self._step = None
-        self.regrouping.step_ended(step, static_graph=self._binding.static_graph)
+        self.regrouping.step_ended(step, static_graph=self._target.static_graph)
 
     def _exchange_held(self, step: Step) -> None:
-        wanted, coalesces = self.regrouping.wanted, self._engine.traits.coalesce
+        target, coalesces = self.regrouping.target_layout, self._engine.traits.coalesce
         self._coalescer.most = self._engine.traits.max_bucket_numel
-        groups = self._coalescer.groups_like(wanted, merged=coalesces) if wanted else None
+        groups = self._coalescer.groups_like(target, merged=coalesces) if target else None
         if groups is not None:
-            step.regrouped = wanted
+            step.regrouped = target
         else:
             groups = self._coalescer.groups() if coalesces else self._coalescer.one_by_one()
         self._exchanges.start_groups(step, groups)

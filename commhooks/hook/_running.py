@@ -21,7 +21,6 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import RegistrationError
 from commhooks.hook._attachment import AttachmentGuard, CallMonitor
-from commhooks.hook._binding import Binding
 from commhooks.hook._capture import refuse_cuda_graph, refuse_python_reducer
 from commhooks.hook._engine import Engine, ExactParameters, replicated_parameters
 from commhooks.hook._exchanges import HookBucket, Step
@@ -29,6 +28,7 @@ from commhooks.hook._handshake import check_memory_origin, handshake, handshake_
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._parameters import Parameters
 from commhooks.hook._runner import Runner
+from commhooks.hook._target import HookTarget
 from commhooks.verify import Verification, check_verifiable
 from commhooks.wrappers._per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -45,14 +45,14 @@ class SavedBucketLayout:
         buckets_restored: whether the model has taken these buckets, or cannot take any.
     """
 
-    def __init__(self, binding: Binding, runner: Runner) -> None:
-        self.binding, self.runner = binding, runner
+    def __init__(self, target: HookTarget, runner: Runner) -> None:
+        self.target, self.runner = target, runner
         self.loaded = SavedBuckets()
         self.buckets_restored = True
 
     def pending_buckets(self, agreed: bool) -> SavedBuckets:
         """Returns the loaded buckets until the ranks have compared them and a step was taken."""
-        return self.loaded if self.runner.regrouping.wanted or not agreed else SavedBuckets()
+        return self.loaded if self.runner.regrouping.target_layout or not agreed else SavedBuckets()
 
     def saved(self, core: CoreDDP | None) -> SavedBuckets:
         """Returns what another run needs to have the same buckets.
@@ -61,22 +61,20 @@ class SavedBucketLayout:
             core: the model, if it is ``ddp_core``'s.
         """
         # Before the model has the loaded buckets, its own are not those of the run that goes on.
-        if self.runner.regrouping.wanted or not self.buckets_restored:
+        if self.runner.regrouping.target_layout or not self.buckets_restored:
             return self.loaded
         if core is None:
             return SavedBuckets(self.runner.regrouping.layout)
         buckets, limits, arrival = core.saved_layout()
-        names = self.binding.names
+        names = self.target.names
         return SavedBuckets([names(members) for members in buckets], limits, names(arrival))
 
-    def hold(self, buckets: SavedBuckets) -> None:
+    def defer(self, buckets: SavedBuckets) -> None:
         """Holds the buckets of an unpickled state until there is a model."""
         self.loaded, self.buckets_restored = buckets, False
         self.runner.regrouping.restore(buckets.layout, regroups=True)
 
-    def take_up(
-        self, buckets: SavedBuckets, core: CoreDDP | None, agree: Callable[[], None]
-    ) -> None:
+    def apply(self, buckets: SavedBuckets, core: CoreDDP | None, agree: Callable[[], None]) -> None:
         """Continues with the buckets of a saved state.
 
         Args:
@@ -89,7 +87,7 @@ class SavedBucketLayout:
         self.loaded, self.buckets_restored = buckets, core is not None
         if core is None:
             return
-        find = self.binding.parameters.name
+        find = self.target.parameters.name
         by_name: dict[Any, Any] = {find(value): value for value in core.module.parameters()}
         layout, arrival = buckets.layout, buckets.arrival or ()
         if not all(name in by_name for names in [*layout, arrival] for name in names):
@@ -126,9 +124,9 @@ class Running:
         ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
         verification: compares some steps with the dense mean; None if that was not asked for.
         engine: runs the scheme, and holds its memory and the number of the step.
-        binding: the model and the process group.
+        target: the model and the process group.
         runner: the steps: which bucket belongs to which, and when one ends.
-        drivers, attendance, continuation: what runs exchanges, what notices that the hook is not
+        drivers, call_monitor, continuation: what runs exchanges, what notices that the hook is not
             called, and the buckets of a saved run.
         agreed: whether the ranks have compared what they run.
     """
@@ -144,17 +142,17 @@ class Running:
         # ``_bind``, since a state may be made before the process group; 0 ranks means "not yet".
         self.engine = Engine(scheme, rank=-1, world_size=0, seed=seed)
         self.ledger = Ledger(history)
-        self.binding = Binding(process_group)
+        self.target = HookTarget(process_group)
         self.drivers = Drivers(scheme.traits.rounds)
-        self.runner = Runner(self.engine, self.drivers, self.ledger, self.binding)
-        self.continuation = SavedBucketLayout(self.binding, self.runner)
-        self.attendance = CallMonitor()
+        self.runner = Runner(self.engine, self.drivers, self.ledger, self.target)
+        self.continuation = SavedBucketLayout(self.target, self.runner)
+        self.call_monitor = CallMonitor()
         self.verification: Verification | None = None
         self.agreed = False
         self._closed = False
-        self._run = ("", "")
-        self._further_rounds = 0  # collectives in an exchange besides those of the scheme
-        self.stays = ""  # why its host does not let the hook change its ranks
+        self._run_ids = ("", "")
+        self._extra_rounds = 0  # collectives in an exchange besides those of the scheme
+        self.fixed_group_reason = ""  # why its host does not let the hook change its ranks
         self.compared_with = "all-reduce"  # what its bytes are compared with, if it is dense
         self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
 
@@ -175,18 +173,18 @@ class Running:
     @property
     def parameters(self) -> Parameters:
         """Returns the model's parameters, by name."""
-        return self.binding.parameters
+        return self.target.parameters
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Returns the ranks to average over."""
         self.bind()
-        return self.binding.group()
+        return self.target.group()
 
     @property
     def calls(self) -> int:
         """Returns the number of buckets that came to the hook in this process."""
-        return self.attendance.calls
+        return self.call_monitor.calls
 
     @property
     def bucket_cap_mb(self) -> float | None:
@@ -210,21 +208,21 @@ class Running:
             )
         if not isinstance(bucket, HookBucket):
             refuse_python_reducer(bucket)
-            bucket = HookBucket.of(bucket, self.binding)
+            bucket = HookBucket.of(bucket, self.target)
         if not bucket.gradient.is_cpu:
             refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.agreed)
         if not self.agreed:
             # A collective: every rank comes here with its first bucket, before it exchanges any.
             self._agree_after_load()
-        if not self.attendance.calls:
+        if not self.call_monitor.calls:
             self._guard_model()  # after the ranks have met, which finds the model
-        self.attendance.came(is_last=bucket.is_last)
+        self.call_monitor.record_call(is_last=bucket.is_last)
         return self.runner.start(bucket, self._begin_step)
 
     def _begin_step(self, bucket: HookBucket) -> Step:
         """Asks what is constant in a step, with its first bucket."""
-        binding = self.binding
-        binding.check_group()
+        target = self.target
+        target.check_group()
         group = self._group_of_ranks()
         if self.verification is not None:
             check_verifiable(bucket.gradient.device)
@@ -233,20 +231,20 @@ class Running:
         return Step(
             self.step,
             group,
-            finds_unused=binding.may_leave_alone(bucket.origin),
-            told=binding.notifying_core(self) is not None,
+            finds_unused=target.may_skip_unused(bucket.origin),
+            core_notifies=target.notifying_core(self) is not None,
         )
 
     def _guard_model(self) -> None:
         """Guards torch's class where the hook was registered by hand; ``ddp_core`` looks itself."""
-        model = self.binding.model
+        model = self.target.model
         if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
             return
         if not any(isinstance(hook, AttachmentGuard) for hook in forward_pre_hooks(model).values()):
             model.register_forward_pre_hook(AttachmentGuard(self, model))
         # A state that was made without its model has found it by now.
-        if not self.attendance.knows_model:
-            self.attendance.watch(self, model)
+        if not self.call_monitor.knows_model:
+            self.call_monitor.observe(self, model)
 
     # ---- what ddp_core calls
 
@@ -254,13 +252,13 @@ class Running:
         """Starts the exchange of buckets that were held back; backward has ended."""
         self.runner.backward_finished()
 
-    def gradients_written(self, left_alone: Iterable[Tensor] = ()) -> None:
+    def gradients_written(self, unused: Iterable[Tensor] = ()) -> None:
         """Ends the step: the averaged gradients are in ``.grad``.
 
         Args:
-            left_alone: parameters that no rank has used, whose gradient was not written.
+            unused: parameters that no rank has used, whose gradient was not written.
         """
-        self.runner.gradients_written(left_alone)
+        self.runner.gradients_written(unused)
 
     def step_aborted(self) -> None:
         """Drops the step, whose backward pass has raised."""
@@ -271,17 +269,17 @@ class Running:
 
         Hands the model the saved buckets of a state that was loaded before.
         """
-        binding, continuation = self.binding, self.continuation
-        known = binding.model
+        target, continuation = self.target, self.continuation
+        known = target.model
         # Until the ranks are settled no step was taken, so no memory is keyed by the known model,
         # which is often the module inside this one.
         if known is None or (known is not model and not self._bound):
-            binding.forget_model()
+            target.forget_model()
             self._adopt(model)
             nothing_loaded = continuation.loaded == SavedBuckets()
             continuation.buckets_restored = self.agreed or nothing_loaded
         if not continuation.buckets_restored:
-            self._take_up(continuation.loaded)
+            self._apply_buckets(continuation.loaded)
 
     def forward_begins(self) -> None:
         """Ends or drops an open step; the guard of ``register`` calls it before each forward."""
@@ -297,24 +295,24 @@ class Running:
 
     # ---- what a hook that chooses its scheme does
 
-    def saved_plan(self) -> str:
+    def plan_state(self) -> str:
         """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
         return ""
 
-    def follow_plan(self, plan: str, scheme: str) -> None:
+    def apply_plan(self, plan: str, scheme: str) -> None:
         """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
 
         Args:
-            plan, scheme: what :meth:`saved_plan` returns there, and the description of the scheme.
+            plan, scheme: what :meth:`plan_state` returns there, and the description of the scheme.
         """
 
-    def ranks_changed(self) -> None:
+    def on_group_changed(self) -> None:
         """Hears, on all ranks, that they have changed and agreed."""
 
-    def _take_up(self, buckets: SavedBuckets) -> None:
+    def _apply_buckets(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
-        core = self.binding.notifying_core(self)
-        self.continuation.take_up(buckets, core, self._agree_after_load)
+        core = self.target.notifying_core(self)
+        self.continuation.apply(buckets, core, self._agree_after_load)
 
     # ---- model and ranks
 
@@ -324,7 +322,7 @@ class Running:
 
     def _adopt(self, model: nn.Module) -> None:
         """Takes the parameter names and the process group from ``model``."""
-        self.binding.adopt(model)
+        self.target.adopt(model)
         warn_of_idle_rules(self.scheme, self.parameters)
 
     def bind(self) -> None:
@@ -332,22 +330,22 @@ class Running:
         # Repeated while there is no model: a state may be asked for its rank before it has one.
         if self._bound and len(self.parameters):
             return
-        self.binding.group()  # raises before anything is looked up
-        model = self.binding.find_model(self)
+        self.target.group()  # raises before anything is looked up
+        model = self.target.find_model(self)
         if model is not None:
             self._adopt(model)
-        group = self.binding.group()
+        group = self.target.group()
         self.engine.rank, self.engine.world_size = group.rank(), group.size()
 
     def _facts(self, scheme: Scheme) -> dict[str, Any]:
         """Returns the facts that must be the same on all ranks."""
         pending_buckets = self.continuation.pending_buckets(self.agreed)
-        facts = handshake_fields(scheme, self.engine, self.binding, pending_buckets)
+        facts = handshake_fields(scheme, self.engine, self.target, pending_buckets)
         return facts | {
             "verify": getattr(self.verification, "every", None),
             "action of verify": getattr(self.verification, "action", None),
             # Also of frozen ones, which are no facts without verification.
-            "parameters to compare": list(self.binding.values()) if self.verification else [],
+            "parameters to compare": list(self.target.values()) if self.verification else [],
         }
 
     def _agree_after_load(self) -> None:
@@ -364,31 +362,31 @@ class Running:
             limit: longest wait for the other ranks; at most, and by default, the group's timeout.
         """
         self.bind()
-        devices = self.binding.devices()
+        devices = self.target.devices()
         self.drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        run_ids = self._meet(call, facts, limit, tells=self._run[0] or uuid.uuid4().hex)
-        self._run = (run_ids[0], self._run[1])
+        run_ids = self._handshake(call, facts, limit, message=self._run_ids[0] or uuid.uuid4().hex)
+        self._run_ids = (run_ids[0], self._run_ids[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
-        check_memory_origin(self.engine, self.binding)
-        self._send_exactly(self.scheme)
+        check_memory_origin(self.engine, self.target)
+        self._choose_exact_parameters(self.scheme)
         self.agreed = self.continuation.buckets_restored = True
         # On a GPU one group serves all rounds (``ddp_core.Drivers``): there are no lanes.
         if devices <= {"cpu"}:
-            self.drivers.open_lanes(self.binding.group())
+            self.drivers.open_lanes(self.target.group())
         if self.verification is not None:
-            binding = self.binding
+            target = self.target
             self.verification.open(
-                binding.group(),
+                target.group(),
                 devices,
                 self.drivers.join,
-                binding.beside,
-                binding.values,
+                target.verdict_groups,
+                target.values,
                 owner=self,
             )
 
-    def _send_exactly(self, scheme: Scheme) -> None:
+    def _choose_exact_parameters(self, scheme: Scheme) -> None:
         """Averages exactly, from the next step on, what ranks of tensor parallelism share.
 
         Warns where ``scheme`` returns something else than a mean, whose place a mean cannot take.
@@ -406,35 +404,35 @@ class Running:
             )
             shared = frozenset()
         exactly = self.engine.exactly = ExactParameters(shared)
-        self.drivers.ensure(scheme.traits.rounds + exactly.rounds + self._further_rounds)
+        self.drivers.ensure(scheme.traits.rounds + exactly.rounds + self._extra_rounds)
 
-    def _meet(
+    def _handshake(
         self,
         call: str,
         facts: Mapping[str, Any],
         limit: timedelta | None = None,
         *,
-        tells: object = None,
+        message: object = None,
     ) -> list[Any]:
-        with self.binding.on_device():
+        with self.target.on_device():
             try:
-                answers = handshake(call, facts, self.binding.group(), limit, tells=tells)
+                answers = handshake(call, facts, self.target.group(), limit, message=message)
             except MissingRankError:
                 raise
             except MismatchError as error:
                 # The others would wait for this rank where they meet those beside them.
                 with suppress(MismatchError):
-                    self._meet_beside(call, facts, limit, str(error))
+                    self._handshake_peers(call, facts, limit, str(error))
                 raise
-            self._meet_beside(call, facts, limit)
+            self._handshake_peers(call, facts, limit)
             return answers
 
-    def _meet_beside(
+    def _handshake_peers(
         self, call: str, facts: Mapping[str, Any], limit: timedelta | None, fault: str = ""
     ) -> None:
         """Compares facts with ranks that have other parts of the gradients; a collective."""
         shared = {name: facts[name] for name in _SHARED if name in facts}
-        for group in self.binding.beside:
+        for group in self.target.verdict_groups:
             handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
 
     def _group_of_ranks(self) -> dist.ProcessGroup:
@@ -442,7 +440,7 @@ class Running:
 
         The ranks of some groups change under their users.
         """
-        group, engine = self.binding.group(), self.engine
+        group, engine = self.target.group(), self.engine
         if group.size() != engine.world_size or group.rank() != engine.rank:
             raise RegistrationError(
                 f"the ranks of the hook's {type(group).__name__} have changed: this was rank "

@@ -54,17 +54,17 @@ from ddp_core import MismatchError, MissingRankError
 from ddp_core.exchange._devices import as_bytes
 
 __all__ = [
-    "Kept",
     "Loaded",
-    "carried",
+    "SavedValue",
+    "apply",
     "check_receiver",
     "gather_states",
     "needed_fields",
-    "needs_joining",
+    "needs_reshard",
+    "portable_keys",
     "prepare",
     "resharded",
     "save",
-    "take_up",
     "to_bucket_layout",
     "to_checkpoint_layout",
 ]
@@ -73,7 +73,7 @@ __all__ = [
 # ---- parameters of other shapes
 
 
-class Kept(NamedTuple):
+class SavedValue(NamedTuple):
     """Describes one value of a saved state; ``leader`` tells its group of ranks."""
 
     leader: int
@@ -82,16 +82,16 @@ class Kept(NamedTuple):
     shape: torch.Size
 
 
-def carried(hook: Running, scheme: Scheme) -> set[str]:
+def portable_keys(hook: Running, scheme: Scheme) -> set[str]:
     """Returns the keys whose values are saved by whole parameter, as any host loads them."""
     # A residual of any scheme: it may be flushed.
     slots = (RESIDUAL_SLOT, *slots_of(scheme))
-    return {slot.key for slot in slots if hook.parameters.carries(slot)}
+    return {slot.key for slot in slots if hook.parameters.is_portable(slot)}
 
 
 def to_checkpoint_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
     """Returns memory in the form in which states hold it."""
-    whole, known = carried(hook, scheme), hook.parameters
+    whole, known = portable_keys(hook, scheme), hook.parameters
     return {
         key: known.to_checkpoint_layout(values) if key in whole else values
         for key, values in memory.items()
@@ -100,23 +100,23 @@ def to_checkpoint_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> M
 
 def to_bucket_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
     """Returns the memory of a state in the form in which this rank's buckets hold it."""
-    whole, known = carried(hook, scheme), hook.parameters
+    whole, known = portable_keys(hook, scheme), hook.parameters
     return {
-        key: known.to_bucket_layout(values) if key in whole else known.of_here(values)
+        key: known.to_bucket_layout(values) if key in whole else known.local_values(values)
         for key, values in memory.items()
     }
 
 
-def needs_joining(hook: Running, scheme: Scheme, kept: Iterable[Kept], leader: int) -> bool:
+def needs_reshard(hook: Running, scheme: Scheme, kept: Iterable[SavedValue], leader: int) -> bool:
     """Whether a state has pieces of parameters that are cut in another way here.
 
     Args:
         kept: all values of the state.
         leader: the smallest global rank of the hook's group.
     """
-    whole, here = carried(hook, scheme), hook.parameters.shapes
+    whole, here = portable_keys(hook, scheme), hook.parameters.shapes
     # A hook within nodes knows pieces of these names, too, but saves and loads whole parameters.
-    if hook.binding.shards is None:
+    if hook.target.shards is None:
         here = {}
     pieces = [
         piece
@@ -144,14 +144,14 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
     Raises:
         CheckpointError: pieces are missing.
     """
-    known, whole = hook.parameters, carried(hook, scheme)
+    known, whole = hook.parameters, portable_keys(hook, scheme)
     kept = (
-        Kept(part.leader, key, name, value.shape)
+        SavedValue(part.leader, key, name, value.shape)
         for part in saved.parts
         for key, values in part.memory.items()
         for name, value in values.items()
     )
-    if needs_joining(hook, scheme, kept, leader):
+    if needs_reshard(hook, scheme, kept, leader):
         saved = of_one_group(saved, known.saved_shapes, whole)
     here = set(map(parameter_name, known.shapes))
     names: dict[str, set[str]] = {}
@@ -162,16 +162,16 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
     foreign = {
         key
         for key, theirs in names.items()
-        if not known.takes(theirs) and set(map(parameter_name, theirs)) <= here
+        if not known.accepts_names(theirs) and set(map(parameter_name, theirs)) <= here
     }
     if foreign:
-        _tell(hook, sorted(foreign))
+        _warn_foreign(hook, sorted(foreign))
         keys = {key for part in saved.parts for key in part.memory}
         saved = saved.with_keys(sorted(keys - foreign))
     return saved, foreign
 
 
-def _tell(hook: Running, foreign: list[str]) -> None:
+def _warn_foreign(hook: Running, foreign: list[str]) -> None:
     if hook.engine.rank == 0:
         warnings.warn(
             f"commhooks: the state was saved on another mesh or host, where {foreign} belonged to "
@@ -351,14 +351,14 @@ def save(hook: Running, gather: bool, dst: int | None) -> dict[str, Any]:
             f"keeps its own state"
         )
     # A fault is not raised at once: with ``gather`` it takes part in the handshake of all ranks.
-    fault, hook.attendance.excused = None, True
+    fault, hook.call_monitor.suppressed = None, True
     if hook.runner.under_way:
         fault = "a step is under way; call it after it"
-    if hook.binding.knows_model or dist.is_initialized():
+    if hook.target.knows_model or dist.is_initialized():
         hook.bind()
-    if gather and (hook.engine.world_size > 1 or hook.binding.shards is not None):
+    if gather and (hook.engine.world_size > 1 or hook.target.shards is not None):
         state = _own_state(hook) if fault is None else None
-        with hook.binding.on_device():
+        with hook.target.on_device():
             return _gathered(hook, state, fault, dst)
     if fault is not None:
         raise RegistrationError(f"HookState.state_dict: {fault}")
@@ -369,8 +369,8 @@ def _gathered(
     hook: Running, state: dict[str, Any] | None, fault: str | None, dst: int | None
 ) -> dict[str, Any]:
     """Returns the states of all ranks of the hook's group, of whole parameters."""
-    call, group = "HookState.state_dict(gather=True)", hook.binding.group()
-    shards = hook.binding.shards
+    call, group = "HookState.state_dict(gather=True)", hook.target.group()
+    shards = hook.target.shards
     if shards is None:
         return gather_states(call, state, fault, group, dst)
     # First within a node, whose ranks have the shards, then between nodes. With ``dst`` the first
@@ -403,7 +403,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
         for key, values in node[field]["memory"].items():
             memory.setdefault(key, {}).update(values)
     shapes = hook.parameters.saved_shapes
-    for key in memory.keys() & carried(hook, hook.scheme):
+    for key in memory.keys() & portable_keys(hook, hook.scheme):
         memory[key] = whole_values(memory[key], shapes)
     common = {name: value for name, value in node.items() if not isinstance(value, dict)}
     part = {**node[f"rank{first}"], "memory": memory}
@@ -414,7 +414,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
 def _own_state(hook: Running) -> dict[str, Any]:
     rank, global_rank, leader = _places(hook)
     memory = _saved_memory(hook)
-    buckets = hook.continuation.saved(hook.binding.notifying_core(hook))
+    buckets = hook.continuation.saved(hook.target.notifying_core(hook))
     # A pending flush shows in the memory. The saved scheme has to be equal on all ranks, and to
     # the scheme that the next run registers.
     scheme = without_flush(hook.scheme)
@@ -430,7 +430,7 @@ def _own_state(hook: Running) -> dict[str, Any]:
         "world_size": max(hook.engine.world_size, 1),
         "layout": [list(names) for names in buckets.layout],
         "bucket_bytes": list(buckets.bucket_bytes),
-        "plan": hook.saved_plan(),
+        "plan": hook.plan_state(),
     }
     part: dict[str, Any] = {
         "rank": rank,
@@ -450,7 +450,7 @@ def _places(hook: Running) -> tuple[int, int, int]:
     if not dist.is_initialized():
         return rank, rank, 0
     try:
-        ranks = dist.get_process_group_ranks(hook.binding.group())
+        ranks = dist.get_process_group_ranks(hook.target.group())
     except (KeyError, ValueError, RuntimeError):  # torch.distributed does not know the group
         return rank, rank, 0
     return rank, ranks[rank], min(ranks)
@@ -519,7 +519,7 @@ def prepare(
         )
     hook.bind()
     engine, scheme = hook.engine, without_flush(hook.scheme)
-    hook.attendance.excused = True
+    hook.call_monitor.suppressed = True
 
     # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook.parameters.find)
@@ -574,15 +574,15 @@ def prepare(
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
 
 
-def take_up(hook: Running, loaded: Loaded) -> None:
+def apply(hook: Running, loaded: Loaded) -> None:
     """Applies a state that was checked."""
     engine = hook.engine
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
     hook.ledger.rewind(engine.step)
-    hook._take_up(loaded.buckets)
-    hook.binding.pickled_on = None
+    hook._apply_buckets(loaded.buckets)
+    hook.target.pickled_on = None
     hook.agreed = False  # the next step compares what the ranks have loaded
 
 
@@ -613,12 +613,12 @@ def needed_fields(
     leader, engine = _places(hook)[2], hook.engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
     kept = [
-        Kept(leaders[field], key, name, shape)
+        SavedValue(leaders[field], key, name, shape)
         for (field, key, name), shape in shapes.items()
         if field in leaders
     ]
     held = saved.parts  # a rank's pieces may be in the parts of several groups
-    if not needs_joining(hook, hook.scheme, kept, leader):
+    if not needs_reshard(hook, hook.scheme, kept, leader):
         held = list(parts_of_group(saved.parts, leader).values())
     needed = needed_ranks(saved, engine.rank, engine.world_size, resizes_of(hook.scheme))
     # If no part in particular is needed, any part has the values that all ranks share.

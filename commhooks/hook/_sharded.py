@@ -111,10 +111,10 @@ class ShardedParameters(Parameters):
     def saved_shapes(self) -> dict[str, torch.Size]:
         return {name: parameter.shape for name, parameter in self._sharded.items()}
 
-    def carries(self, slot: Slot) -> bool:
+    def is_portable(self, slot: Slot) -> bool:
         return type(slot).shape is Slot.shape
 
-    def takes(self, names: Collection[str]) -> bool:
+    def accepts_names(self, names: Collection[str]) -> bool:
         ranks: dict[str, set[int]] = {}
         for name in names:
             parameter, rank = split_shard_name(name)
@@ -127,7 +127,7 @@ class ShardedParameters(Parameters):
         here = [set(range(self._world_size)), set(self._ranks())]
         return all(some in here for some in ranks.values())
 
-    def of_here(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def local_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {
             name: value
             for name, value in values.items()

@@ -20,12 +20,12 @@ from commhooks.errors import RegistrationError
 from commhooks.hook import _group_change as group_change
 from commhooks.hook import _pickling as pickling
 from commhooks.hook import _saving as saving
-from commhooks.hook._binding import check_process_group
 from commhooks.hook._group_change import GroupChange
-from commhooks.hook._handshake import MEETING, handshake
+from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
 from commhooks.hook._parameters import names_of, shared_buffers
 from commhooks.hook._running import Running
 from commhooks.hook._sharded import check_returns_shards
+from commhooks.hook._target import check_process_group
 from commhooks.verify._equal import check_equal, state_of
 from commhooks.wrappers._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
 from commhooks.wrappers._make import describe, make, short_repr
@@ -36,24 +36,24 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.axes import Axes
 
-__all__ = ["HookState", "Tried"]
+__all__ = ["CandidateResult", "HookState"]
 
 _logger = logging.getLogger("commhooks")
 
 
-class Tried(NamedTuple):
+class CandidateResult(NamedTuple):
     """Holds a candidate of ``register(model, "auto")``; NaN: not measured.
 
     Attributes:
         candidate: name of the scheme.
         measured_s: seconds that a step took when candidates ran in turns, the median.
-        again_s: the same where the choice was compared with dense steps once more.
+        rerun_s: the same where the choice was compared with dense steps once more.
         steps: number of steps that ``measured_s`` is the median of.
     """
 
     candidate: str
     measured_s: float
-    again_s: float
+    rerun_s: float
     steps: int
 
 
@@ -92,13 +92,13 @@ class HookState(Running):
         if model is not None:
             self._adopt(model)
             if isinstance(model, DistributedDataParallel):
-                self.attendance.watch(self, model)
+                self.call_monitor.observe(self, model)
             else:
                 # Gradients of another module show nothing: its host (DiLoCo, local steps) may call
                 # the hook in some steps only, and outside of backward.
-                self.attendance.dismiss()
+                self.call_monitor.disable()
         # Now that nothing raises any more: a refused hook is an error already.
-        self.attendance.report_at_the_end_of(self, f"HookState({describe(self.scheme)})")
+        self.call_monitor.warn_at_exit(self, f"HookState({describe(self.scheme)})")
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
@@ -128,7 +128,7 @@ class HookState(Running):
             )
         # Before the first step the ranks have not met: the handshake of that step compares schemes.
         if self.agreed:
-            self._meet("HookState.switch", self._facts(built), MEETING)
+            self._handshake("HookState.switch", self._facts(built), HANDSHAKE_LIMIT)
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:
@@ -147,12 +147,12 @@ class HookState(Running):
                 for name, value in values
             ):
                 memory.drop(key)
-        self.engine.scheme, self._since = built, self.step
+        self.engine.scheme, self._scheme_since = built, self.step
         warn_of_idle_rules(built, self.parameters)
-        self._send_exactly(built)
+        self._choose_exact_parameters(built)
         # The new scheme may want other buckets: ``bucket_cap_mb``, or a layout by the scheme.
-        if isinstance(self.binding.model, CoreDDP):
-            self.binding.model.refresh_layout()
+        if isinstance(self.target.model, CoreDDP):
+            self.target.model.refresh_layout()
 
     @property
     def skipped_steps(self) -> int:
@@ -175,7 +175,7 @@ class HookState(Running):
             raise ValueError(f"HookState.residual: the model has no parameter {name!r}")
         value = self.engine.memory.get(RESIDUAL, name)
         # A copy: the tensor in memory is a view of the flat buffer that later steps overwrite.
-        return None if value is None else self.parameters.in_order(name, value).clone()
+        return None if value is None else self.parameters.in_parameter_order(name, value).clone()
 
     def verify_equal(
         self, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False
@@ -203,7 +203,7 @@ class HookState(Running):
         if self.runner.under_way:
             raise RegistrationError(f"{call}: a step is under way; call it after the step")
         self.bind()
-        model, values = self.binding.model, self.binding.values()
+        model, values = self.target.model, self.target.values()
         if model is None or not values:
             raise RegistrationError(
                 f"{call}: there are no parameters that ranks have in common: the hook has no "
@@ -216,8 +216,10 @@ class HookState(Running):
             }
         if optimizer is not None:
             compared |= state_of(optimizer, names_of(model))
-        with self.binding.on_device():
-            check_equal(call, compared, partial(handshake, call, {}, self.binding.group(), MEETING))
+        with self.target.on_device():
+            check_equal(
+                call, compared, partial(handshake, call, {}, self.target.group(), HANDSHAKE_LIMIT)
+            )
 
     # ---- other ranks
 
@@ -263,19 +265,19 @@ class HookState(Running):
                 "got None; torch.distributed.group.WORLD is the default group"
             )
         check_process_group(group)
-        core = self.binding.core_model_to_move(group)
+        core = self.target.core_model_to_move(group)
         if core is not None:
             core.change_group(group)  # which calls this method again
             return self._changes[-1]
         change = group_change.change_group(self, group)
         self._changes = (*self._changes, change)
-        self._since = self.step  # ``summary`` describes what these ranks send
+        self._scheme_since = self.step  # ``summary`` describes what these ranks send
         _logger.info("%s", change)
         return change
 
     # ---- what it tells
 
-    _since = 0  # the first step of the current scheme
+    _scheme_since = 0  # the first step of the current scheme
 
     @property
     def rank(self) -> int:
@@ -290,7 +292,7 @@ class HookState(Running):
         return self.engine.world_size
 
     @property
-    def tried(self) -> Sequence[Tried]:
+    def candidates(self) -> Sequence[CandidateResult]:
         """Returns what ``register(model, "auto")`` has measured; empty without it."""
         return ()
 
@@ -303,7 +305,7 @@ class HookState(Running):
         name = short_repr(without_flush(self.scheme))
         world_size = max(self.engine.world_size, 1)
         return self.ledger.summary(
-            *(name, world_size, steps), since=self._since, dense=self.compared_with
+            *(name, world_size, steps), since=self._scheme_since, dense=self.compared_with
         )
 
     def metrics(self, prefix: str = "") -> dict[str, float]:
@@ -390,7 +392,7 @@ class HookState(Running):
 
     def __repr__(self) -> str:
         # A state that was made only to be looked at need not be registered: no warning at the end.
-        self.attendance.excused = True
+        self.call_monitor.suppressed = True
         return f"HookState({short_repr(self.scheme)}, step={self.step})"
 
     def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
@@ -425,8 +427,8 @@ class HookState(Running):
                 nothing was changed.
         """
         loaded = saving.prepare(self, state, strict, "HookState.load_state_dict")
-        saving.take_up(self, loaded)
-        self._since = min(self._since, self.step)  # ``summary`` counts from here
+        saving.apply(self, loaded)
+        self._scheme_since = min(self._scheme_since, self.step)  # ``summary`` counts from here
 
     def __getstate__(self) -> dict[str, Any]:
         return pickling.to_pickle(self)
@@ -434,12 +436,12 @@ class HookState(Running):
     def __setstate__(self, pickled: dict[str, Any]) -> None:
         # ``torch.load`` calls this with whatever a file says, so all of it is checked first.
         saved = pickling.from_pickle(pickled)
-        self._since = 0
+        self._scheme_since = 0
         self._init(saved.scheme, saved.seed, saved.history)
-        self.binding.pickled_on = saved.origin
+        self.target.pickled_on = saved.origin
         self.engine.step = saved.step
         self.engine.memory.load(saved.memory)
-        self.continuation.hold(saved.buckets)
+        self.continuation.defer(saved.buckets)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookState:
         copied = memo[id(self)] = type(self).__new__(type(self))

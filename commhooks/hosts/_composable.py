@@ -22,7 +22,7 @@ from commhooks.core._names import plain_names
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook._attachment import ForwardGuard, Unfrozen, known_parameters
-from commhooks.hook._handshake import MEETING
+from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._hook_function import comm_hook
 from commhooks.hook._parameters import not_reduced
 from commhooks.hook._state import HookState
@@ -45,7 +45,7 @@ def register_on_composable(
         )
     group = _group(state)
     hook = HookState(scheme, model, process_group=group, seed=seed, history=history, **options)
-    hook.agree("commhooks.register", {"host": "replicate"}, MEETING)
+    hook.agree("commhooks.register", {"host": "replicate"}, HANDSHAKE_LIMIT)
     # Later hooks of the module are put on a list that nobody reads any more.
     takes_hooks: Any = composable_ddp(state) if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
@@ -63,15 +63,15 @@ class _Guard(ForwardGuard):
         self._unfrozen = Unfrozen({})
 
     def pass_begins(self, module: nn.Module) -> None:
-        ddp, attendance = composable_ddp(self._state), self._hook.attendance
+        ddp, call_monitor = composable_ddp(self._state), self._hook.call_monitor
         if self._known is None:  # the first forward pass has made the DistributedDataParallel
             self._known = known_parameters(module, ddp, "")
             self._unfrozen = Unfrozen(_frozen(module, self._state))
-            attendance.watch(self._hook, ddp, self._known.averaged)
+            call_monitor.observe(self._hook, ddp, self._known.averaged)
         # With a mesh they are DTensors in forward passes.
         if not composable_options(self._state).get("device_mesh"):
             self._known.check()
-        attendance.forward_begins(synchronises=ddp.require_backward_grad_sync)
+        call_monitor.forward_begins(synchronises=ddp.require_backward_grad_sync)
         self._hook.forward_begins()
         self._unfrozen.warn()
 

@@ -1,4 +1,4 @@
-"""Defines ``Hosted``, a hook on a model that a framework has wrapped."""
+"""Defines ``FrameworkHook``, a hook on a model that a framework has wrapped."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from commhooks.hook._parameters import find_ddp
 from commhooks.hook._registration import register
 from commhooks.hook._state import HookState
 
-__all__ = ["Hosted"]
+__all__ = ["FrameworkHook"]
 
 
-class Hosted:
+class FrameworkHook:
     """Holds the hook of a framework's model, and saves the states of all its ranks as one.
 
     Frameworks save what rank 0's objects return, and load it on every rank.
@@ -29,7 +29,7 @@ class Hosted:
     """
 
     # What to do where the framework's model is not in DistributedDataParallel.
-    _remedy = "wrap the model in DistributedDataParallel"
+    _advice = "wrap the model in DistributedDataParallel"
     # The rank that saves; None where every node saves a copy.
     _to: int | None = 0
     _file = "commhooks_state.pt"  # in the folder of a checkpoint
@@ -37,7 +37,7 @@ class Hosted:
     def __init__(self, scheme: str | Scheme = "none", **options: Any) -> None:
         self._scheme, self._options = scheme, options
         self._hook: HookState | None = None
-        self._held: Mapping[str, Any] | None = None  # loaded before there was a hook
+        self._pending_state: Mapping[str, Any] | None = None  # loaded before there was a hook
 
     @property
     def hook(self) -> HookState:
@@ -68,7 +68,7 @@ class Hosted:
             ddp = find_ddp(model)
         except RegistrationError as error:
             raise RegistrationError(
-                f"{self._name}: the hook would never run: {self._remedy} ({error})"
+                f"{self._name}: the hook would never run: {self._advice} ({error})"
             ) from None
         group = self._options.get("process_group") or ddp.process_group
         if group.size() != world_size:
@@ -80,9 +80,9 @@ class Hosted:
         if self._hook is not None:
             self._hook.close()  # of a model that was wrapped for a run before this one
         self._hook = register(ddp, self._scheme, **self._options)
-        if self._held is not None:
-            self._hook.load_state_dict(self._held)
-            self._held = None
+        if self._pending_state is not None:
+            self._hook.load_state_dict(self._pending_state)
+            self._pending_state = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks on rank 0, an empty dict on the others; all ranks call it.
@@ -92,7 +92,7 @@ class Hosted:
                 did not come.
         """
         if self._hook is None:
-            return dict(self._held or {})
+            return dict(self._pending_state or {})
         return self._hook.state_dict(gather=True, dst=self._to)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -107,7 +107,7 @@ class Hosted:
                 f"of all ranks on rank 0 only: load what rank 0 has saved"
             )
         if self._hook is None:
-            self._held = state
+            self._pending_state = state
         else:
             self._hook.load_state_dict(state)
 

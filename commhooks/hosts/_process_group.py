@@ -2,7 +2,7 @@
 
 Programs that take a process group and no hook compress with it: DistributedDataParallel without a
 hook, ``replicate()`` and ``fully_shard`` of FSDP2 over a mesh of the group. Everything but the
-all-reduce and the reduce-scatter of floating tensors goes to the backends of the group inside.
+all-reduce and the reduce-scatter of floating tensors goes to the backends of the wrapped group.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from commhooks.core._dense import Dense
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.core._settings import check_seed, fitting
 from commhooks.errors import RegistrationError
-from commhooks.hook._binding import check_process_group
-from commhooks.hook._handshake import MEETING, handshake
+from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
+from commhooks.hook._target import check_process_group
 from commhooks.wrappers._make import describe, make
 from ddp_core import group_timeout, made_in_time
 from ddp_core._torch import add_backend, backend_of, device_types, not_traced
@@ -43,7 +43,7 @@ _LISTS = (
 )
 
 _NO_AVERAGES = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
-_STAYS = (
+_FIXED_GROUP = (
     "it runs in a process group, whose ranks are settled; make process_group(scheme, group) of the "
     "others, and wrap the module again over it"
 )
@@ -79,35 +79,35 @@ def process_group(
         >>> model = DistributedDataParallel(module, process_group=group)
     """
     check_process_group(group)
-    inside = group or dist.group.WORLD
-    if inside is None:
+    wrapped = group or dist.group.WORLD
+    if wrapped is None:
         raise RegistrationError(
             "process_group: no process group; call torch.distributed.init_process_group first"
         )
-    if isinstance(inside, SchemeGroup):
+    if isinstance(wrapped, SchemeGroup):
         raise RegistrationError(
-            f"process_group(scheme, group): {inside.hook} runs in it already; pass a group of "
+            f"process_group(scheme, group): {wrapped.hook} runs in it already; pass a group of "
             f"torch.distributed that runs no scheme (init_process_group or new_group)"
         )
     built = make(scheme, **options)
     _check_no_memory("process_group", built)
     least, seed = fitting("process_group", "least", least, int), check_seed(seed)
     facts = {"scheme and options": describe(built), "least": least, "seed": seed}
-    handshake("commhooks.process_group", facts, inside, MEETING)
+    handshake("commhooks.process_group", facts, wrapped, HANDSHAKE_LIMIT)
     _make_known()
-    ranks = dist.get_process_group_ranks(inside)
+    ranks = dist.get_process_group_ranks(wrapped)
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     new_group = partial(
         dist.new_group,
         ranks,
-        timeout=group_timeout(inside),
+        timeout=group_timeout(wrapped),
         backend=_NAME,
-        pg_options=partial(SchemeGroup, inside, built, least, seed),
+        pg_options=partial(SchemeGroup, wrapped, built, least, seed),
         # Without it, the ranks of other groups would have to come, too.
         use_local_synchronization=len(ranks) != dist.get_world_size(),
         **unsorted,
     )
-    made: SchemeGroup = made_in_time(inside, new_group)
+    made: SchemeGroup = made_in_time(wrapped, new_group)
     made.show_backends()
     return made
 
@@ -141,7 +141,7 @@ def _check_no_memory(call: str, scheme: Scheme) -> None:
         )
 
 
-class _UnnamedCalls(Collectives):
+class _UnnamedCollectives(Collectives):
     """Runs the calls of a process group, in which tensors of one size are not told apart."""
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
@@ -159,41 +159,41 @@ class SchemeGroup(dist.ProcessGroup):
     averages floating tensors and that the scheme is not for.
 
     Args:
-        inside: that group.
+        wrapped: that group.
         scheme: what runs; it keeps no memory.
         least: number of entries from which on a tensor is compressed.
         seed: base of random draws.
 
     Attributes:
-        inside: the group that it was made of.
+        wrapped: the group that it was made of.
         hook: what runs the scheme, with ledger and reports: a :class:`commhooks.Collectives`.
     """
 
     _name = ""
 
-    def __init__(self, inside: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
-        super().__init__(inside.rank(), inside.size())  # type: ignore[call-arg]
-        self.inside, self.least, self._shows_backends = inside, least, False
+    def __init__(self, wrapped: dist.ProcessGroup, scheme: Scheme, least: int, seed: int) -> None:
+        super().__init__(wrapped.rank(), wrapped.size())  # type: ignore[call-arg]
+        self.wrapped, self.least, self._shows_backends = wrapped, least, False
         kinds = dist.ProcessGroup.BackendType
-        for device in device_types(inside):
-            backend = backend_of(inside, device)
+        for device in device_types(wrapped):
+            backend = backend_of(wrapped, device)
             # What is not passed on below goes straight to the backend, in C++.
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
             add_backend(self, device, kind, backend)
-        self.hook = _UnnamedCalls(scheme, inside, seed=seed)
-        self.hook.stays = _STAYS
-        self._told: set[str] = set()
+        self.hook = _UnnamedCollectives(scheme, wrapped, seed=seed)
+        self.hook.fixed_group_reason = _FIXED_GROUP
+        self._warned_calls: set[str] = set()
 
     @property
     def _scheme(self) -> Scheme:
         return self.hook.scheme  # after a switch another one
 
     def shutdown(self) -> None:
-        """Stops what runs the scheme; the group inside goes on."""
+        """Stops what runs the scheme; the wrapped group goes on."""
         self.hook._close()
 
     # torch tells its name to a group that it makes. The base class would hand name and description
-    # to the backends, which are those of the group inside, and rename that: a DeviceMesh, which
+    # to the backends, which are those of the wrapped group, and rename that: a DeviceMesh, which
     # finds groups by name, would then take this group for it.
     def _set_group_name(self, name: str) -> None:
         self._name = name
@@ -215,7 +215,7 @@ class SchemeGroup(dist.ProcessGroup):
         self._shows_backends = True
 
     # torch connects the backends of a group that it makes, if the default group has a device: those
-    # of the group inside would get a second communicator, and leave one behind.
+    # of the wrapped group would get a second communicator, and leave one behind.
     def _get_backend(self, device: torch.device) -> Any:
         return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
 
@@ -223,11 +223,11 @@ class SchemeGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
-        """Reduces by the scheme what it is for, and else by the group inside."""
+        """Reduces by the scheme what it is for, and else by the wrapped group."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         fits = len(tensors) == 1 and _averages(tensors[0], op)
         if not fits or tensors[0].numel() < self.least:
-            return self.inside.allreduce(tensors, *([] if opts is None else [opts]))
+            return self.wrapped.allreduce(tensors, *([] if opts is None else [opts]))
         (tensor,) = tensors
         # By its size, which is the same on all ranks, with or without a backward pass (join).
         name = f"{tensor.numel()} entries of {tensor.dtype}"
@@ -257,10 +257,10 @@ class SchemeGroup(dist.ProcessGroup):
         flat = [tensor for given in tensors for tensor in ([given] if _is_tensor(given) else given)]
         numel = sum(tensor.numel() for tensor in flat if _is_real(tensor))
         averages = not any(op == other for other in _NO_AVERAGES)
-        silent = type(self._scheme) is Dense or call in self._told
+        silent = type(self._scheme) is Dense or call in self._warned_calls
         if silent or not averages or numel < self.least:
             return
-        self._told.add(call)
+        self._warned_calls.add(call)
         warnings.warn(
             f"{call} of {numel} entries in a process group of {self._scheme} travels as it is, not "
             f"compressed: such a group compresses all_reduce, and by schemes that reduce shards "
@@ -299,7 +299,7 @@ def _passed_on(name: str) -> Any:
     # Reducers call collectives while torch.compile looks at every Python function that runs.
     @not_traced
     def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
-        return getattr(self.inside, name)(*args, **options)
+        return getattr(self.wrapped, name)(*args, **options)
 
     return method
 
@@ -309,7 +309,7 @@ def _by_scheme(name: str) -> Any:
     def method(self: SchemeGroup, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         done, handle = self._scatter(output, input, opts)
-        return handle if done else getattr(self.inside, name)(output, input, opts)
+        return handle if done else getattr(self.wrapped, name)(output, input, opts)
 
     return method
 
@@ -320,7 +320,7 @@ def _for_list(name: str) -> Any:
         *tensors, opts = (*given, *options.values())
         if tensors and hasattr(opts, "reduceOp"):
             self._warn(name, tensors[-1], opts.reduceOp)
-        return getattr(self.inside, name)(*given, **options)
+        return getattr(self.wrapped, name)(*given, **options)
 
     return method
 

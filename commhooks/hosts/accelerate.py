@@ -8,7 +8,7 @@ from torch import nn
 
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts._hosted import Hosted
+from commhooks.hosts._hosted import FrameworkHook
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["CommHook"]
 
 
-class CommHook(Hosted):
+class CommHook(FrameworkHook):
     """Registers a scheme; ``save_state`` and ``load_state`` of the accelerator include it.
 
     Args:
@@ -34,7 +34,7 @@ class CommHook(Hosted):
         >>> comm = CommHook(accelerator, model, "powersgd", rank=4)
     """
 
-    _remedy = (
+    _advice = (
         "start several processes (accelerate launch --multi-gpu, or torchrun) without FSDP and "
         "DeepSpeed, and give the model after accelerator.prepare"
     )

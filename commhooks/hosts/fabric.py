@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from commhooks.core._scheme import Scheme
-from commhooks.hosts._hosted import Hosted
+from commhooks.hosts._hosted import FrameworkHook
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["CommHook"]
 
 
-class CommHook(Hosted):
+class CommHook(FrameworkHook):
     """Registers a scheme, and is saved and loaded in Fabric's state like model and optimizer.
 
     Args:
@@ -33,7 +33,7 @@ class CommHook(Hosted):
         >>> fabric.save(path, {"model": model, "optimizer": optimizer, "comm": comm})
     """
 
-    _remedy = "use Fabric(strategy='ddp') on several devices, and give the model after fabric.setup"
+    _advice = "use Fabric(strategy='ddp') on several devices, and give the model after fabric.setup"
 
     def __init__(
         self, fabric: Fabric, model: nn.Module, scheme: str | Scheme = "none", **options: Any

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts._hosted import Hosted
+from commhooks.hosts._hosted import FrameworkHook
 from ddp_core import DistributedDataParallel, needs
 
 with needs("commhooks.hosts.lightning", "lightning"):
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["CommHook", "CoreDDPStrategy"]
 
 
-class CommHook(Hosted, Callback):
+class CommHook(FrameworkHook, Callback):
     """Registers a scheme, saves and restores it with Lightning's checkpoints, and logs.
 
     Works on every device, with automatic and with manual optimization.
@@ -38,7 +38,7 @@ class CommHook(Hosted, Callback):
         >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[comm])
     """
 
-    _remedy = "use Trainer(strategy='ddp'), which wraps the model in DistributedDataParallel"
+    _advice = "use Trainer(strategy='ddp'), which wraps the model in DistributedDataParallel"
 
     def __init__(self, scheme: str | Scheme = "none", *, log: bool = True, **options: Any) -> None:
         super().__init__(scheme, **options)

@@ -55,9 +55,9 @@ class ReduceScatter:
                 f"{why if memory else 'averages whole buckets, not shards of them'}; int8, fp8, "
                 f"eden, fp16 and bf16 do neither, nor does int4 with error_feedback=False"
             )
-        self._attendance = CallMonitor()
+        self._call_monitor = CallMonitor()
         what = f"commhooks.hosts.megatron.ReduceScatter({describe(self._scheme)})"
-        self._attendance.report_at_the_end_of(self, what, _ADVICE)
+        self._call_monitor.warn_at_exit(self, what, _ADVICE)
 
     def __call__(
         self,
@@ -80,7 +80,7 @@ class ReduceScatter:
         Raises:
             ValueError: another ``op``, or sizes that do not fit.
         """
-        self._attendance.calls += 1
+        self._call_monitor.calls += 1
         with _at_once(group):
             return reduce_scatter(
                 output_tensor, input_tensor, self._scheme, op=op, group=group, async_op=async_op

@@ -9,12 +9,12 @@ from torch import nn
 
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts._hosted import Hosted
+from commhooks.hosts._hosted import FrameworkHook
 
 __all__ = ["CommHook"]
 
 
-class CommHook(Hosted):
+class CommHook(FrameworkHook):
     """Registers a scheme; ``save`` and ``load`` use the folder of a Ray checkpoint.
 
     Args:
@@ -32,7 +32,7 @@ class CommHook(Hosted):
         >>> ray.train.report(comm.metrics(), checkpoint=Checkpoint.from_directory(folder))
     """
 
-    _remedy = (
+    _advice = (
         "use ScalingConfig(num_workers=2) or more and prepare_model's DistributedDataParallel, "
         "and give the model that prepare_model has returned"
     )

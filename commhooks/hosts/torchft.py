@@ -58,11 +58,11 @@ def register(
     # A group of this rank alone until there is a quorum; nothing is sent in it.
     alone = dist.ProcessGroup(0, 1)  # type: ignore[call-arg]
     state = HookState(scheme, model, process_group=alone, **options)
-    model.register_comm_hook(_Follower(manager, state), comm_hook)
+    model.register_comm_hook(_QuorumHook(manager, state), comm_hook)
     return state
 
 
-class _Follower:
+class _QuorumHook:
     """Takes the hook along to the manager's group before a step's first bucket.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Follower:
         manager, buffer = self._manager, bucket.buffer()
         try:
             if manager.errored() is None:
-                self._follow()
+                self._sync_group()
                 if not manager.is_participating():  # a spare, or a replica that recovers
                     buffer.zero_()
                 share = self._hook.world_size / manager.num_participants()
@@ -90,7 +90,7 @@ class _Follower:
         self._hook.step_aborted()  # the manager commits no step with an error
         return completed(buffer)
 
-    def _follow(self) -> None:
+    def _sync_group(self) -> None:
         self._manager.wait_quorum()
         group = _group_inside(self._manager._pg)
         if group is not self._group:

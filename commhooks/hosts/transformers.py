@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commhooks.core._scheme import Scheme
-from commhooks.hosts._hosted import Hosted
+from commhooks.hosts._hosted import FrameworkHook
 from ddp_core import needs
 
 with needs("commhooks.hosts.transformers", "transformers", "accelerate"):
@@ -21,7 +21,7 @@ __all__ = ["CommHook"]
 _KEY = "commhooks"  # in the state of a Trainer
 
 
-class CommHook(Hosted, TrainerCallback):
+class CommHook(FrameworkHook, TrainerCallback):
     """Registers a scheme, saves and restores it with the Trainer's checkpoints, and logs.
 
     Adds itself to the trainer's callbacks.
@@ -42,7 +42,7 @@ class CommHook(Hosted, TrainerCallback):
         >>> trainer.train(resume_from_checkpoint=True)
     """
 
-    _remedy = "start several processes (torchrun), without FSDP and DeepSpeed"
+    _advice = "start several processes (torchrun), without FSDP and DeepSpeed"
 
     def __init__(
         self,

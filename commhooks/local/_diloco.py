@@ -25,7 +25,7 @@ from commhooks.local._fragments import Fragment, Pending, fragments_of
 from ddp_core import completed
 
 __all__ = [
-    "STAYS",
+    "FIXED_GROUP",
     "VERSION",
     "DiLoCo",
     "OuterSettings",
@@ -225,16 +225,16 @@ def _refused(why: str) -> CheckpointError:
 # ---- other ranks
 
 
-STAYS = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
+FIXED_GROUP = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
 
 
 def move(hook: HookState, group: dist.ProcessGroup) -> GroupChange:
     """Moves the hook of a DiLoCo, which does not move when it is told by itself."""
-    hook.stays = ""
+    hook.fixed_group_reason = ""
     try:
         return hook.change_group(group)
     finally:
-        hook.stays = STAYS
+        hook.fixed_group_reason = FIXED_GROUP
 
 
 def share(
@@ -335,8 +335,8 @@ class DiLoCo:
         self.hook = HookState(scheme, model, process_group=process_group, seed=seed, **options)
         _check_averages(self.hook.scheme)
         # A hook warns at the end if no backward pass has called it; none calls this one.
-        self.hook.attendance.dismiss()
-        self.hook.stays = STAYS
+        self.hook.call_monitor.disable()
+        self.hook.fixed_group_reason = FIXED_GROUP
         # With other settings on some rank, ranks would exchange different fragments, or hang.
         self.hook.agree("DiLoCo", {"settings": settings._asdict()})
         self._fragments = fragments_of(model, settings.fragments)
@@ -446,7 +446,7 @@ class DiLoCo:
         call = "DiLoCo.load_state_dict"
         # The hook's part is checked, too, before anything changes.
         loaded = _checkpoint_hook.prepare(self.hook, state["hook"], True, call)
-        _checkpoint_hook.take_up(self.hook, loaded)
+        _checkpoint_hook.apply(self.hook, loaded)
         self.steps, self.outer_steps = state["steps"], state["outer_steps"]
         for fragment in fragments.values():
             for what in ("outer", "momentum"):

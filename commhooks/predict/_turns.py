@@ -107,7 +107,9 @@ class Turns:
         self._hook = register(ddp, _schedule(self._wanted))
         # On a GPU times cost a little: the last step of each block suffices.
         self._hook.ledger.also_times = lambda step: (step - WARM_UP) % BLOCK == BLOCK - 1
-        self._hook.stays = "its steps are being measured (headroom); change the ranks after that"
+        self._hook.fixed_group_reason = (
+            "its steps are being measured (headroom); change the ranks after that"
+        )
         self._group = ddp.process_group
         limit = min(_MEETING, group_limit(self._group))
         self._notes = Notes(self._group, "headroom", next(_numbers), limit)

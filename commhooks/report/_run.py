@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
-    from commhooks.hook._state import HookState, Tried
-    from commhooks.verify import Finding, Verification, Verified
+    from commhooks.hook._state import CandidateResult, HookState
+    from commhooks.verify import Finding, Verification, VerifiedRow
 
 __all__ = ["write_page"]
 
@@ -45,9 +45,9 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
     if len(rows):
         # The paragraph above has the plan of "auto", in whole sentences.
         page.table(("", ""), [fact for fact in summary.facts[1:] if fact[0] != "plan"])
-    if hook.tried:
+    if hook.candidates:
         page.section("Candidates")
-        _tried(page, hook.tried)
+        _tried(page, hook.candidates)
     if len(rows):
         page.section("A step over time")
         _timeline(page, hook)
@@ -70,12 +70,12 @@ def _timeline(page: Page, hook: HookState) -> None:
     page.figure(figure, "What comes after backward ends is not hidden by it.")
 
 
-def _tried(page: Page, tried: Sequence[Tried]) -> None:
+def _tried(page: Page, tried: Sequence[CandidateResult]) -> None:
     columns: dict[str, list[object]] = {
         "candidate": [one.candidate for one in tried],
         "measured (ms)": [1e3 * one.measured_s for one in tried],
         "steps": [one.steps for one in tried],
-        "once more (ms)": [1e3 * one.again_s for one in tried],
+        "once more (ms)": [1e3 * one.rerun_s for one in tried],
     }
     # Few choices are compared once more.
     known = {name: some for name, some in columns.items() if any(one == one for one in some)}
@@ -179,7 +179,7 @@ def _bucket(finding: Finding) -> str:
     return str(finding.bucket) if finding.bucket >= 0 else ""
 
 
-def _error_bars(worst: Sequence[Verified]) -> Figure:
+def _error_bars(worst: Sequence[VerifiedRow]) -> Figure:
     with needs("hook.page()", "matplotlib"):
         from matplotlib.figure import Figure
 

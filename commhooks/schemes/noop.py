@@ -23,5 +23,5 @@ class Noop(Scheme):
     traits = Traits(rounds=0, returns="local", shards=True)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        return Result(bucket.gradient[bucket.own])
+        return Result(bucket.gradient[bucket.own_slice])
         yield  # makes this a generator function, as every exchange is

@@ -8,7 +8,7 @@
 # _judge         what a scheme's law allows, and what breaks it
 # _equal         values that have to be equal on all ranks
 
-from commhooks.verify._judge import Finding, Verified
+from commhooks.verify._judge import Finding, VerifiedRow
 from commhooks.verify._verification import Verification, check_verifiable, verification_of
 
-__all__ = ["Finding", "Verification", "Verified", "check_verifiable", "verification_of"]
+__all__ = ["Finding", "Verification", "VerifiedRow", "check_verifiable", "verification_of"]

@@ -171,13 +171,13 @@ def check_equal(
     Args:
         call: the name of the public call.
         compared: tensors, or what is compared by its text, by name.
-        gather: returns what all ranks pass as ``tells``.
+        gather: returns what all ranks pass as ``message``.
 
     Raises:
         VerificationError: values differ; names the first, and the ranks that differ from most.
         MissingRankError: not all ranks came.
     """
-    everyone = gather(tells=_described(compared))
+    everyone = gather(message=_described(compared))
     wrong = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "nothing") for theirs in everyone]

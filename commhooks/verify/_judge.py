@@ -13,7 +13,7 @@ from torch import Tensor
 from commhooks.core._scheme import Scheme, children, walk
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.verify._equal import odd_ones, others_in_words
-from commhooks.verify._measure import ROWS, Measurement, ShardMeasurement
+from commhooks.verify._measure import ROW_FIELDS, Measurement, ShardMeasurement
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
 from commhooks.wrappers._make import short_repr
@@ -21,13 +21,13 @@ from commhooks.wrappers._schedules import running_at
 from ddp_core.exchange._errors import ranks_in_words
 
 __all__ = [
+    "ErrorBound",
     "Finding",
-    "Law",
-    "Verified",
+    "VerifiedRow",
+    "error_bound_of",
     "judge",
     "judge_parameters",
     "judge_shards",
-    "law_of",
 ]
 
 # A declared variance is an expectation. The squared error of one draw is far below this multiple of
@@ -62,7 +62,7 @@ class Finding(NamedTuple):
         return f"{where} {self.parameter!r}: {self.text}"
 
 
-class Verified(NamedTuple):
+class VerifiedRow(NamedTuple):
     """Holds one row of the report: the averaged gradient of a parameter beside the dense mean.
 
     Attributes:
@@ -80,7 +80,7 @@ class Verified(NamedTuple):
     norm: float
 
 
-class Law(NamedTuple):
+class ErrorBound(NamedTuple):
     """States which error a scheme may make in one exchange of a bucket.
 
     Attributes:
@@ -105,7 +105,7 @@ def _name_of(scheme: Scheme) -> str:
     return short_repr(without_flush(scheme))
 
 
-def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
+def error_bound_of(scheme: Scheme, world_size: int, step: int = 0) -> ErrorBound:
     """Returns what the traits of a scheme promise about one step.
 
     A scheme with error feedback loses nothing: what the ranks have sent, gradient plus residual
@@ -129,7 +129,7 @@ def law_of(scheme: Scheme, world_size: int, step: int = 0) -> Law:
     without = list(_without_residual(scheme))
     variances = [_variance(part, world_size) for part in without]
     bounded = averages and not others and None not in variances
-    return Law(
+    return ErrorBound(
         name=name,
         averages=averages,
         agrees=traits.agrees and traits.averages,
@@ -167,23 +167,25 @@ def _without_residual(scheme: Scheme) -> Iterator[Scheme]:
 
 
 def judge(
-    law: Law,
+    bound: ErrorBound,
     step: int,
     measured: Measurement,
     ranks: Tensor,
     sketches: Tensor,
-) -> tuple[list[Verified], list[Finding]]:
+) -> tuple[list[VerifiedRow], list[Finding]]:
     """Returns the rows and findings of one bucket; the same on every rank.
 
     Args:
-        law: of the scheme.
+        bound: of the scheme.
         step: its number.
         measured: the bucket's measurement.
-        ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROWS), parameters)``.
+        ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROW_FIELDS), parameters)``.
         sketches: of the bucket, their mean over ranks.
     """
     bucket, layout, dtype = measured.bucket, measured.layout, measured.dtype
-    gradients, mean, away, kept = (ranks[:, ROWS.index(row)] for row in ROWS[:4])
+    gradients, mean, differences, residuals = (
+        ranks[:, ROW_FIELDS.index(row)] for row in ROW_FIELDS[:4]
+    )
     findings: list[Finding] = []
 
     def find(position: int, kind: str, which: list[int], text: str) -> None:
@@ -194,44 +196,44 @@ def judge(
         if any(ill):
             which = [rank for rank, bad in enumerate(ill) if bad]
             find(position, "not finite", which, "the gradient is not finite there before averaging")
-    finite = bool(gradients.isfinite().all()) and bool(kept.isfinite().all())
-    if law.agrees:
+    finite = bool(gradients.isfinite().all()) and bool(residuals.isfinite().all())
+    if bound.agrees:
         for position, which in _odd_ones(ranks, mean):
             others = others_in_words(which, len(ranks))
-            reason = f"the average of {law.name} has other bits here than on {others}"
+            reason = f"the average of {bound.name} has other bits here than on {others}"
             find(position, "ranks differ", which, reason)
-    if not law.averages:
+    if not bound.averages:
         return [], findings
     error, balance, dense = measured.errors(sketches)
     averaged = mean.square().mean(0)
-    dots = ((gradients.square() + mean.square() - away.square()) / 2).mean(0)
+    dots = ((gradients.square() + mean.square() - differences.square()) / 2).mean(0)
     norms = _dense_norms(error.square(), dots, averaged, dense.square())
     rows = _rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
     if finite:
         if lost := _lost_values(mean):
             position, which = lost
-            find(position, "not finite", which, _text_of_lost(law))
+            find(position, "not finite", which, _lost_message(bound))
             return rows, findings
-        sizes = torch.sqrt((gradients.square() + kept.square()).sum(1))
+        sizes = torch.sqrt((gradients.square() + residuals.square()).sum(1))
         deviation = balance if balance is not None else error
-        if text := _broken_law(law, dtype, sizes, deviation, layout.numel):
+        if text := _exceeded_bound(bound, dtype, sizes, deviation, layout.numel):
             find(int(deviation.argmax()), "error", list(range(len(sizes))), text)
     return rows, findings
 
 
 def judge_shards(
-    law: Law, step: int, measured: ShardMeasurement, ranks: Tensor, sketches: Tensor
-) -> tuple[list[Verified], list[Finding]]:
+    bound: ErrorBound, step: int, measured: ShardMeasurement, ranks: Tensor, sketches: Tensor
+) -> tuple[list[VerifiedRow], list[Finding]]:
     """Returns the rows and findings of one bucket; the same on every rank.
 
     Args:
-        law: of the scheme.
+        bound: of the scheme.
         step: its number.
         measured: the bucket's measurement.
         ranks: the rows of all ranks, float64 of shape ``(ranks, rows, parameters)``.
         sketches: of the bucket, their mean over ranks.
     """
-    gradients, kept, mean, *_ = ranks.unbind(1)
+    gradients, residuals, mean, *_ = ranks.unbind(1)
     findings: list[Finding] = []
 
     def find(name: str, kind: str, which: list[int], text: str) -> None:
@@ -241,18 +243,20 @@ def judge_shards(
         if any(ill):
             which = [rank for rank, bad in enumerate(ill) if bad]
             find(name, "not finite", which, "the gradient is not finite there before averaging")
-    if not law.averages:
+    if not bound.averages:
         return [], findings
     compared = measured.compared(ranks, sketches)
     rows = _rows_of(step, measured.bucket, measured.names, *compared[:4])
-    if gradients.isfinite().all() and kept.isfinite().all():
+    if gradients.isfinite().all() and residuals.isfinite().all():
         if lost := _lost_values(mean):
             position, which = lost
-            find(measured.names[position], "not finite", which, _text_of_lost(law))
+            find(measured.names[position], "not finite", which, _lost_message(bound))
             return rows, findings
-        sizes = torch.sqrt((gradients.square() + kept.square()).sum(1))
-        if text := _broken_law(law, measured.dtype, sizes, compared.parts, measured.layout.numel):
-            name, which = compared.place(int(compared.parts.argmax()))
+        sizes = torch.sqrt((gradients.square() + residuals.square()).sum(1))
+        if text := _exceeded_bound(
+            bound, measured.dtype, sizes, compared.parts, measured.layout.numel
+        ):
+            name, which = compared.locate(int(compared.parts.argmax()))
             find(name, "error", which, text)
     return rows, findings
 
@@ -280,7 +284,7 @@ def _rows_of(
     norm: Tensor,
     mean: Tensor,
     dot: Tensor,
-) -> list[Verified]:
+) -> list[VerifiedRow]:
     """Returns the report's rows of some parameters.
 
     Args:
@@ -294,12 +298,12 @@ def _rows_of(
     known = (both > 0) & both.isfinite() & dot.isfinite()
     cosines = torch.where(known, (dot / both).clamp(-1.0, 1.0), math.nan)
     columns = (errors.tolist(), cosines.tolist(), norm.tolist())
-    return [Verified(step, bucket, *row) for row in zip(names, *columns, strict=True)]
+    return [VerifiedRow(step, bucket, *row) for row in zip(names, *columns, strict=True)]
 
 
-def _text_of_lost(law: Law) -> str:
+def _lost_message(bound: ErrorBound) -> str:
     """Returns what is said of values that ``_lost_values`` finds."""
-    return f"the average is not finite, though the gradients of all ranks are ({law.name})"
+    return f"the average is not finite, though the gradients of all ranks are ({bound.name})"
 
 
 def _lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
@@ -315,23 +319,23 @@ def _lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
     return position, bad[:, position].nonzero().view(-1).tolist()
 
 
-def _broken_law(
-    law: Law, dtype: torch.dtype, sizes: Tensor, measured: Tensor, numel: int
+def _exceeded_bound(
+    bound: ErrorBound, dtype: torch.dtype, sizes: Tensor, measured: Tensor, numel: int
 ) -> str | None:
     """Returns in words by how much a bucket's error is larger than the law allows.
 
     Args:
-        law: of the scheme.
+        bound: of the scheme.
         dtype: of the gradient.
         sizes: norms of what each rank has to contribute.
         measured: norms of the parts of the error, or of what got lost where feedback keeps it.
         numel: of the bucket.
     """
     # Differences and sums of numbers near the end of the range are beyond it.
-    if law.rounding is None or not measured.isfinite().all():
+    if bound.rounding is None or not measured.isfinite().all():
         return None
-    rounding = max(law.rounding, 4 * torch.finfo(dtype).eps)
-    allowed = rounding * float(sizes.mean()) + math.sqrt(law.variance) * float(sizes.max())
+    rounding = max(bound.rounding, 4 * torch.finfo(dtype).eps)
+    allowed = rounding * float(sizes.mean()) + math.sqrt(bound.variance) * float(sizes.max())
     # Near the end of the range the distance of two numbers is fixed; every rank's share is rounded.
     ends = torch.finfo(dtype)
     last = max(ends.smallest_normal * ends.eps, _LEAST)
@@ -342,12 +346,12 @@ def _broken_law(
     if total <= allowed:
         return None
     size = float(sizes.mean())
-    what = "what the ranks have sent" if law.residual else "the dense mean"
+    what = "what the ranks have sent" if bound.residual else "the dense mean"
     return (
-        f"the average of {law.name} differs from {what} by {total / size:.3g} of the bucket's "
+        f"the average of {bound.name} differs from {what} by {total / size:.3g} of the bucket's "
         f"gradients, of which most is in this parameter; its law allows {allowed / size:.3g}"
         if size
-        else f"the average of {law.name} has a norm of {total:.3g}, though all gradients are zero"
+        else f"the average of {bound.name} has a norm of {total:.3g}, though all gradients are zero"
     )
 
 
@@ -356,7 +360,7 @@ def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
 
     An average that is finite nowhere has no bits to compare.
     """
-    hashes = ranks[:, ROWS.index("hash")].contiguous().view(torch.int64)
+    hashes = ranks[:, ROW_FIELDS.index("hash")].contiguous().view(torch.int64)
     differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
     positions = differ.nonzero().view(-1).tolist()
     return [(position, odd_ones(hashes[:, position].tolist())) for position in positions]

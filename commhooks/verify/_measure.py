@@ -20,7 +20,7 @@ from commhooks.wrappers._feedback import RESIDUAL, keeps_residual
 from commhooks.wrappers._schedules import running_at
 
 __all__ = [
-    "ROWS",
+    "ROW_FIELDS",
     "Errors",
     "Measurement",
     "Observer",
@@ -31,7 +31,7 @@ __all__ = [
 
 # What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
-ROWS = ("gradient", "mean", "difference", "residual", "hash")
+ROW_FIELDS = ("gradient", "mean", "difference", "residual", "hash")
 
 
 class Observer(Protocol):
@@ -68,7 +68,7 @@ class Measurement:
     Attributes:
         bucket: the bucket's number in the ledger.
         layout: its parameters.
-        rows: float64 of shape ``(len(ROWS), parameters)``; the hashes' bits are those of integers.
+        rows: float64 of shape ``(len(ROW_FIELDS), parameters)``; hashes have the bits of integers.
         sketches: a row for each kind of vector whose mean over ranks is wanted.
         dtype: of the gradient.
     """
@@ -101,8 +101,10 @@ class Measurement:
         averaged, bits = norms_of(flat, sizes), hashes(flat, sizes)
         gradient, residual, sent = self._sent(memory)
         self._difference.sub_(flat)
-        away = norms_of(self._difference, sizes)
-        self.rows = torch.stack([gradient, averaged, away, residual, bits.view(torch.float64)])
+        difference = norms_of(self._difference, sizes)
+        self.rows = torch.stack(
+            [gradient, averaged, difference, residual, bits.view(torch.float64)]
+        )
         if not self._averages:
             self._keep([])
             return
@@ -200,7 +202,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 
 # The same where each rank has its shard of the mean alone: norms of its gradient and residual, and
 # of the averaged gradient in its shard.
-_SHARD_ROWS = ("gradient", "residual", "mean")
+_SHARD_ROW_FIELDS = ("gradient", "residual", "mean")
 
 
 class ShardErrors(NamedTuple):
@@ -211,7 +213,7 @@ class ShardErrors(NamedTuple):
         dot: the products of dense mean and average, per parameter.
         parts: norms of parts of what a law limits: of the error, or of what got lost where feedback
             keeps it.
-        place: returns, for the number of a part, its parameter and the ranks that have it in their
+        locate: returns, for the number of a part, its parameter and the ranks that have it in their
             shards.
     """
 
@@ -220,7 +222,7 @@ class ShardErrors(NamedTuple):
     mean: Tensor
     dot: Tensor
     parts: Tensor
-    place: Callable[[int], tuple[str, list[int]]]
+    locate: Callable[[int], tuple[str, list[int]]]
 
 
 class ShardMeasurement(Measurement):
@@ -258,7 +260,7 @@ class ShardMeasurement(Measurement):
         flat = mean.detach().view(-1)
         (begin, end), ranks = self.shards[self._rank], len(self.shards)
         gradient, residual, sent = self._sent(memory)
-        self.rows = gradient.new_zeros(len(_SHARD_ROWS), len(self.names))
+        self.rows = gradient.new_zeros(len(_SHARD_ROW_FIELDS), len(self.names))
         everywhere = range(len(self.layout))
         self._fill("gradient", everywhere, gradient)
         self._fill("residual", everywhere, residual)
@@ -293,7 +295,7 @@ class ShardMeasurement(Measurement):
         squares = norms.new_zeros(len(self.names))
         if which:
             squares.index_add_(0, into, norms[places].square())
-        self.rows[_SHARD_ROWS.index(name)] = squares.sqrt()
+        self.rows[_SHARD_ROW_FIELDS.index(name)] = squares.sqrt()
 
     def _here(self) -> list[tuple[int, slice]]:
         """Returns the pieces that are in this rank's shard, and where in it they are."""
@@ -313,13 +315,13 @@ class ShardMeasurement(Measurement):
             ranks: the rows of all ranks.
             sketches: their mean over ranks, on the CPU.
         """
-        *sent, dense, away = sketches
-        sizes, average = self.layout.sizes, dense - away
-        errors = dots_of(away, away, sizes)
+        *sent, dense, difference = sketches
+        sizes, average = self.layout.sizes, dense - difference
+        errors = dots_of(difference, difference, sizes)
         error, norm = self._summed(errors), self._summed(dots_of(dense, dense, sizes))
-        near = self._summed(dots_of(average, away, sizes))
+        near = self._summed(dots_of(average, difference, sizes))
         far = self._summed(dots_of(average, dense, sizes))
-        mean = ranks[:, _SHARD_ROWS.index("mean")].square().sum(0)
+        mean = ranks[:, _SHARD_ROW_FIELDS.index("mean")].square().sum(0)
         # The norm of the average is exact. Products are off by a share of their factors, so that
         # of average = dense mean - error the smaller one is taken.
         dot = torch.where(error < norm, mean + near, far)

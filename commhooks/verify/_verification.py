@@ -22,13 +22,13 @@ from commhooks.core._settings import fitting, shown
 from commhooks.errors import CollectiveError, OptionError, RegistrationError, VerificationError
 from commhooks.verify._equal import hashes_of, keeps_equal, local_part
 from commhooks.verify._judge import (
+    ErrorBound,
     Finding,
-    Law,
-    Verified,
+    VerifiedRow,
+    error_bound_of,
     judge,
     judge_parameters,
     judge_shards,
-    law_of,
 )
 from commhooks.verify._measure import Measurement, ShardMeasurement
 from ddp_core import AllReduce, LaneGroup, borrow, host_backend, is_gloo, needs
@@ -88,18 +88,18 @@ class Verification:
             )
         self._findings: deque[Finding] = deque(maxlen=history)
         self.steps = 0
-        self._rows: deque[Verified] = deque(maxlen=history)
-        self._latest: list[Verified] = []  # of the last verified step
+        self._rows: deque[VerifiedRow] = deque(maxlen=history)
+        self._latest: list[VerifiedRow] = []  # of the last verified step
         self._pending: deque[_VerifiedStep] = deque()
         self._judging = threading.RLock()
         self._warned: set[_Warned] = set()
         self._group: dist.ProcessGroup | None = None
-        self._lent: LaneGroup | None = None
+        self._lane_group: LaneGroup | None = None
         self._join: Callable[[], None] = _nothing
-        self._disarm: Callable[[], object] = _nothing
-        self._unraised: list[Finding] = []
-        self._beside: Sequence[dist.ProcessGroup] = ()
-        self._untold = False  # a step was verified, and the ranks beside have not heard of it
+        self._cancel_finalizer: Callable[[], object] = _nothing
+        self._unraised_findings: list[Finding] = []
+        self._verdict_groups: Sequence[dist.ProcessGroup] = ()
+        self._peers_pending = False  # a step was verified, and ``verdict_groups`` do not know yet
         self._values: Callable[[], Mapping[str, Tensor]] = dict
         self._names: tuple[str, ...] = ()
         self._noted: tuple[int, Tensor] | None = None  # a step, and hashes of parameters before it
@@ -112,7 +112,7 @@ class Verification:
         group: dist.ProcessGroup,
         devices: Set[str],
         join: Callable[[], None],
-        beside: Sequence[dist.ProcessGroup] = (),
+        verdict_groups: Sequence[dist.ProcessGroup] = (),
         values: Callable[[], Mapping[str, Tensor]] = dict,
         *,
         owner: object,
@@ -123,7 +123,7 @@ class Verification:
             group: the hook's.
             devices: types of those that the model is on.
             join: makes the caller's stream wait for the exchanges.
-            beside: groups of ranks that have other parts of the gradients, and raise as well.
+            verdict_groups: process groups of the other shards (HSDP), whose ranks raise as well.
             values: returns the parameters that ranks have in common, by name; no other names later.
             owner: the hook; with it, or at exit, the last verified step is looked at.
         """
@@ -132,7 +132,7 @@ class Verification:
             raise OptionError(
                 "register(verify=...): this Verification is another hook's; make one for each hook"
             )
-        self._beside = beside
+        self._verdict_groups = verdict_groups
         if self._group is not None:
             return
         self._owner = weakref.ref(owner)
@@ -141,10 +141,10 @@ class Verification:
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
         # GPU the order of collectives of one group is that of the host, the same on all ranks.
         if devices <= {"cpu"} and is_gloo(host_backend(group)):
-            (self._lent,) = borrow(group, 1)
-            self._group = self._lent.group
+            (self._lane_group,) = borrow(group, 1)
+            self._group = self._lane_group.group
         # At interpreter exit before Gloo's threads lose the interpreter.
-        self._disarm = weakref.finalize(owner, self.close).detach
+        self._cancel_finalizer = weakref.finalize(owner, self.close).detach
 
     @property
     def findings(self) -> list[Finding]:
@@ -171,13 +171,13 @@ class Verification:
         if group is None:
             return
         self._join()
-        law = law_of(scheme, group.size(), step)
+        bound = error_bound_of(scheme, group.size(), step)
         noted, self._noted = self._noted, None
         if noted is None or noted[0] != step:  # of as many parameters, since others may have some
             noted = step, torch.zeros(len(self._names), dtype=torch.int64, device="cpu")
         compared = (measured, self._names, noted[1])
-        self._pending.append(_VerifiedStep(step, law, *compared, group, self._lent))
-        self._untold = True
+        self._pending.append(_VerifiedStep(step, bound, *compared, group, self._lane_group))
+        self._peers_pending = True
 
     # ---- what the hook calls
 
@@ -185,48 +185,51 @@ class Verification:
         """Looks at what has come since; waits for it where the user or the memory wants that.
 
         Raises:
-            VerificationError: a step broke its law, and ``action`` is "raise".
+            VerificationError: a step broke its bound, and ``action`` is "raise".
             CollectiveError: the verification failed, since a peer did.
         """
         raises = self.action == "raise"
-        if self._pending or self._unraised or self._untold:
-            untold, self._untold = self._untold, False
+        if self._pending or self._unraised_findings or self._peers_pending:
+            peers_pending, self._peers_pending = self._peers_pending, False
             self._collect(wait=raises or step % self.every == 0)
-            wrong, self._unraised = self._unraised, []
+            wrong, self._unraised_findings = self._unraised_findings, []
             if raises:
                 # All ranks beside this one come here in the same step, and raise as well.
-                _raise_findings(wrong, self._beside if untold else ())
+                _raise_findings(wrong, self._verdict_groups if peers_pending else ())
 
     def close(self) -> None:
         """Warns of what was found, and gives back the process group.
 
         What has not come in some seconds is dropped, also where a peer has failed.
         """
-        self._disarm()
+        self._cancel_finalizer()
         end = time.monotonic() + _AT_CLOSE
         while self._pending and not self._pending[0].ready() and time.monotonic() < end:
             time.sleep(1e-3)
         with contextlib.suppress(CollectiveError):
             self._collect(wait=False)
         if self._group is not None:
-            _warn_of(self._unraised, self._group.rank(), "warn", self._warned)
-        if self._lent is not None:
+            _warn_findings(self._unraised_findings, self._group.rank(), "warn", self._warned)
+        if self._lane_group is not None:
             works = [work for pending in self._pending for work in pending.works]
-            self._lent.give_up(works) if works else self._lent.release_group()  # waits for no peer
+            if works:
+                self._lane_group.give_up(works)  # waits for no peer
+            else:
+                self._lane_group.release_group()
         self._pending.clear()
-        self._group = self._lent = None
+        self._group = self._lane_group = None
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Leaves the ranks without waiting for them, which may be gone; ``open`` takes others.
 
         The result of a step that is under way is dropped.
         """
         works = [work for pending in self._pending for work in pending.works]
         self._pending.clear()
-        if self._lent is not None:
-            self._lent.give_up(works)
-        self._disarm()
-        self._group = self._lent = None
+        if self._lane_group is not None:
+            self._lane_group.give_up(works)
+        self._cancel_finalizer()
+        self._group = self._lane_group = None
 
     # ---- results
 
@@ -240,10 +243,10 @@ class Verification:
         with needs("hook.verification.report()", "pandas"):
             import pandas as pd
         self._collect(wait=True)
-        frame: pd.DataFrame = pd.DataFrame(list(self._rows), columns=list(Verified._fields))
+        frame: pd.DataFrame = pd.DataFrame(list(self._rows), columns=list(VerifiedRow._fields))
         return frame
 
-    def latest(self, *, wait: bool = False) -> list[Verified]:
+    def latest(self, *, wait: bool = False) -> list[VerifiedRow]:
         """Returns the report's rows of the last verified step.
 
         Args:
@@ -256,13 +259,13 @@ class Verification:
     def metrics(self) -> dict[str, float]:
         """Returns numbers of the last verified step, see :meth:`HookState.metrics`."""
         self._collect(wait=False)
-        return _numbers_of(self._latest, len(self._findings))
+        return _metrics(self._latest, len(self._findings))
 
     def __str__(self) -> str:
         self._collect(wait=False)
         if not self.steps:
             return "no step was verified yet"
-        return _in_words(self._last, self.steps, self._latest, self.findings)
+        return _describe(self._last, self.steps, self._latest, self.findings)
 
     # ---- inside
 
@@ -276,10 +279,12 @@ class Verification:
                 self._findings += findings
                 self._rows += rows
                 self._latest = rows
-                self.steps, self._last = self.steps + 1, pending.law.name
-                self._unraised += [finding for finding in findings if finding.kind != "not finite"]
+                self.steps, self._last = self.steps + 1, pending.bound.name
+                self._unraised_findings += [
+                    finding for finding in findings if finding.kind != "not finite"
+                ]
                 assert self._group is not None
-                _warn_of(findings, self._group.rank(), self.action, self._warned)
+                _warn_findings(findings, self._group.rank(), self.action, self._warned)
 
 
 def verification_of(verify: object, history: int) -> Verification | None:
@@ -321,12 +326,12 @@ class _VerifiedStep:
 
     Args:
         step: its number.
-        law: of the scheme that ran.
+        bound: of the scheme that ran.
         measured: its buckets, at least one.
         names: of the parameters that ranks have in common.
         hashes: of their values before the step.
         group: the ranks; issues the collectives.
-        lent: what counts the collectives of a group that was borrowed for them.
+        lane_group: what counts the collectives of a group that was borrowed for them.
 
     Attributes:
         works: of the collectives.
@@ -335,22 +340,22 @@ class _VerifiedStep:
     def __init__(
         self,
         step: int,
-        law: Law,
+        bound: ErrorBound,
         measured: list[Measurement],
         names: Sequence[str],
         hashes: Tensor,
         group: dist.ProcessGroup,
-        lent: LaneGroup | None,
+        lane_group: LaneGroup | None,
     ) -> None:
-        self.step, self.law, self.measured, self._lent = step, law, measured, lent
+        self.step, self.bound, self.measured, self._lane_group = step, bound, measured, lane_group
         self._names, self._hashes = names, hashes
         # Rows of all ranks: only this rank's are filled in before the sum.
         self._table, self._sketches = _table(measured, hashes, group), _joined(measured)
         requests = [AllReduce(self._table, "sum")]
-        if law.averages and self._sketches.numel():
+        if bound.averages and self._sketches.numel():
             requests.append(AllReduce(self._sketches))
-        if lent is not None:
-            lent.issued += len(
+        if lane_group is not None:
+            lane_group.issued += len(
                 requests
             )  # before: what fails to be issued leaves the group unusable
         self.works: list[Any] = [request.issue(group) for request in requests]
@@ -366,19 +371,19 @@ class _VerifiedStep:
             CollectiveError: one failed, since a peer did.
         """
         for number, work in enumerate(self.works):
-            _finish(work, self._lent, self.step, number)
+            _finish(work, self._lane_group, self.step, number)
 
-    def judge(self) -> tuple[list[Finding], list[Verified]]:
+    def judge(self) -> tuple[list[Finding], list[VerifiedRow]]:
         """Returns findings and rows of the step; the same on every rank."""
         ranks = self._table.cpu().view(torch.float64)
         counts = [bucket.sketches.numel() for bucket in self.measured]
         begin = 0
         findings: list[Finding] = []
-        rows: list[Verified] = []
+        rows: list[VerifiedRow] = []
         for bucket, flat in zip(self.measured, self._sketches.cpu().split(counts), strict=True):
             end = begin + bucket.rows.numel()
             of_all = ranks[:, begin:end].reshape(len(ranks), *bucket.rows.shape)
-            sketches, step = flat.view(bucket.sketches.shape), (self.law, self.step)
+            sketches, step = flat.view(bucket.sketches.shape), (self.bound, self.step)
             if isinstance(bucket, ShardMeasurement):
                 bucket_rows, bucket_findings = judge_shards(*step, bucket, of_all, sketches)
             else:
@@ -406,12 +411,12 @@ def _joined(measured: Sequence[Measurement]) -> Tensor:
     return torch.cat([bucket.sketches.to(device).reshape(-1) for bucket in measured])
 
 
-def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
+def _finish(work: Any, lane_group: LaneGroup | None, step: int, number: int) -> None:
     try:
         work.wait()
     except Exception as error:
-        if lent is not None:
-            lent.unusable = True
+        if lane_group is not None:
+            lane_group.unusable = True
         raise CollectiveError(
             f"the verification of step {step} failed: {error}. A peer died, a link broke, or "
             f"the ranks do not run the same code",
@@ -419,14 +424,14 @@ def _finish(work: Any, lent: LaneGroup | None, step: int, number: int) -> None:
             bucket=number,
             round=0,
         ) from error
-    if lent is not None:
-        lent.answered += 1
+    if lane_group is not None:
+        lane_group.answered += 1
 
 
 # ---- words and numbers
 
 
-def _worst_of(rows: list[Verified]) -> str:
+def _worst_of(rows: list[VerifiedRow]) -> str:
     """Returns a sentence on the parameter with the largest error of a step."""
     known = [row for row in rows if row.error == row.error]
     if not known:
@@ -439,7 +444,7 @@ def _worst_of(rows: list[Verified]) -> str:
     )
 
 
-def _median_of(rows: list[Verified]) -> float | None:
+def _median_of(rows: list[VerifiedRow]) -> float | None:
     """Returns the error of the parameter in the middle; None: every dense mean is zero.
 
     A parameter whose dense mean is zero has no relative error, and one that is lost has none.
@@ -448,7 +453,7 @@ def _median_of(rows: list[Verified]) -> float | None:
     return statistics.median(errors) if errors else None
 
 
-def _in_words(name: str, steps: int, rows: list[Verified], findings: list[Finding]) -> str:
+def _describe(name: str, steps: int, rows: list[VerifiedRow], findings: list[Finding]) -> str:
     """Returns what is known of the verified steps of a scheme, and the last findings."""
     last = [f"\n  {finding}" for finding in findings[-10:]]
     return (
@@ -457,7 +462,7 @@ def _in_words(name: str, steps: int, rows: list[Verified], findings: list[Findin
     )
 
 
-def _numbers_of(rows: list[Verified], findings: int) -> dict[str, float]:
+def _metrics(rows: list[VerifiedRow], findings: int) -> dict[str, float]:
     metrics = {"verify/findings": float(findings)}
     if errors := [row.error for row in rows if row.error == row.error]:
         metrics["verify/error"] = max(errors)
@@ -468,7 +473,9 @@ def _numbers_of(rows: list[Verified], findings: int) -> dict[str, float]:
     return metrics
 
 
-def _warn_of(findings: list[Finding], rank: int, action: Action, warned: set[_Warned]) -> None:
+def _warn_findings(
+    findings: list[Finding], rank: int, action: Action, warned: set[_Warned]
+) -> None:
     """Warns of the first finding of each kind, once for a parameter and its ranks."""
     for kind in dict.fromkeys(finding.kind for finding in findings):
         same = [finding for finding in findings if finding.kind == kind]
@@ -488,14 +495,14 @@ def _count_of(number: int, what: str) -> str:
     return f"{number} {what}{'s' * (number != 1)}"
 
 
-def _raise_findings(wrong: Sequence[Finding], beside: Sequence[dist.ProcessGroup]) -> None:
+def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.ProcessGroup]) -> None:
     """Raises VerificationError if something was found here, or by ranks beside this one.
 
     Args:
-        beside: groups of ranks that call this function at the same time.
+        verdict_groups: groups of ranks that call this function at the same time.
     """
     messages = [(finding.step, str(finding)) for finding in wrong[:20]]
-    for group in beside:
+    for group in verdict_groups:
         everyone: list[list[tuple[int, str]]] = [[] for _ in range(group.size())]
         dist.all_gather_object(everyone, messages, group=group)
         messages = sorted({message for theirs in everyone for message in theirs})

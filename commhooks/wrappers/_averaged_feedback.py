@@ -88,7 +88,7 @@ class AveragedFeedback(Feedback):
         inside = bucket.replace(
             raw=bucket.gradient, residual=residual, unsent=torch.empty_like(residual)
         )
-        result = inside.completed((yield from self.scheme.exchange(inside)))
+        result = inside.with_unsent((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
         # What a wrapper around this one gets is the error with respect to g, not to g + e.
         unsent = None if bucket.unsent is None else result.unsent - residual

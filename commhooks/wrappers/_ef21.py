@@ -15,7 +15,7 @@ from commhooks.wrappers._feedback import Feedback
 __all__ = ["EF21"]
 
 # G_i of the paper, different on each rank.
-_OWN = Slot("ef21.own", resize="mean", mean="ef21.total")
+_OWN = Slot("ef21.own", resize="mean", mean_key="ef21.total")
 _TOTAL = Slot("ef21.total")  # the mean of G_i over ranks, the same on all
 _VELOCITY = Slot("ef21.velocity", resize="mean")
 
@@ -76,7 +76,7 @@ class EF21(Feedback):
             unsent=torch.empty_like(difference),
             output=torch.empty_like(difference),
         )
-        result = inside.completed((yield from self.scheme.exchange(inside)))
+        result = inside.with_unsent((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
         sent = difference - result.unsent if result.sent is None else result.sent
         # The decoded difference: the mean of G_i over ranks is what ``total`` sums up.

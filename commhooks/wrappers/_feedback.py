@@ -149,7 +149,7 @@ def _with_residual(bucket: Bucket) -> Bucket:
 
 def _kept(inside: Bucket, result: Result) -> Result:
     """Keeps what a step did not send as the next residual, and returns the completed result."""
-    result = inside.completed(result)
+    result = inside.with_unsent(result)
     assert result.unsent is not None
     inside.write(RESIDUAL_SLOT, result.unsent)
     return result
@@ -183,7 +183,7 @@ class Scaled(Wrapper):
             return result._replace(mean=result.mean.mul_(factor))
         # The gradient is read after the exchange, so the mean may not overwrite it.
         inside = bucket.replace(output=torch.empty_like(bucket.output))
-        result = inside.completed((yield from self.scheme.exchange(inside)))
+        result = inside.with_unsent((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
         # c - factor sent(c) = factor (c - sent(c)) + (1 - factor) c
         unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)

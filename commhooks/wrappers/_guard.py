@@ -168,7 +168,7 @@ def _less_own(sample: Tensor, begin: int, mean: Tensor, bucket: Bucket) -> Tenso
         sample: of this rank's gradient, from ``begin`` on.
         mean: of this rank's shard.
     """
-    first, last = bucket.own.start, bucket.own.stop
+    first, last = bucket.own_slice.start, bucket.own_slice.stop
     low, high = max(first, begin), min(last, begin + len(sample))
     less = sample.clone()
     if low < high:

@@ -55,12 +55,12 @@ class Part:
     def put_back(self, bucket: Bucket) -> None:
         """Copies the mean and what was not sent to the parameters' spans of the bucket."""
         if bucket.unsent is not None:
-            self.result = self.bucket.completed(self.result)
+            self.result = self.bucket.with_unsent(self.result)
             assert self.result.unsent is not None
             everything = (0, bucket.raw.numel())
             self._put(self.result.unsent, everything, bucket.unsent, everything)
-        here = self.bucket.own.indices(self.bucket.raw.numel())[:2]
-        own = bucket.own.indices(bucket.raw.numel())[:2]
+        here = self.bucket.own_slice.indices(self.bucket.raw.numel())[:2]
+        own = bucket.own_slice.indices(bucket.raw.numel())[:2]
         self._put(self.result.mean.view(-1), here, bucket.output, own)
 
     def _put(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:

@@ -25,19 +25,19 @@ class ZeroHook(HookState):
 
     takes_gradients = True  # ``ddp_core`` leaves ``.grad`` as it is
     _shards: Sequence[BucketShard] = ()
-    _served: weakref.ref[Any] | None = None
+    _optimizer_ref: weakref.ref[Any] | None = None
 
-    def serve(self, owner: Any, shards: Sequence[BucketShard]) -> None:
+    def attach_shards(self, owner: Any, shards: Sequence[BucketShard]) -> None:
         """Reduces to these shards from now on, and tells their owner, :class:`Shards`."""
         self._shards, self._means = shards, dict[int, Tensor]()
         self.engine.counts = False  # the owner's ranks agree on the means in any case
         self.shards_for = "ZeroOptimizer"
-        self.stays = (
+        self.fixed_group_reason = (
             "a ZeroOptimizer keeps its shards on these ranks: save state_dict(gather=True), and "
             "make another one, which loads it, on a model over the other ranks"
         )
         # Weak: the model holds its hook, and no cycle should keep a model alive.
-        self._served = weakref.ref(owner)
+        self._optimizer_ref = weakref.ref(owner)
 
     @property
     def bucket_cap_mb(self) -> float | None:
@@ -46,7 +46,7 @@ class ZeroHook(HookState):
 
     @property
     def _owner(self) -> Any:
-        owner = None if self._served is None else self._served()
+        owner = None if self._optimizer_ref is None else self._optimizer_ref()
         if owner is None:
             raise RegistrationError(
                 "ZeroOptimizer: it was deleted, and the model still averages for it; keep it, or "
@@ -75,16 +75,16 @@ class ZeroHook(HookState):
                 "step() and zero_grad() after each synchronised backward pass, and accumulate "
                 "within no_sync()"
             )
-        then = partial(owner.go_on, shard) if owner.in_backward else None
+        then = partial(owner.step_and_gather, shard) if owner.in_backward else None
         mean = self._means[number] = torch.empty_like(shard.exact)
         whole = bucket.buffer()
         return super().start(HookBucket(number, whole, shard.layout, shard.spans, mean, then))
 
-    def gradients_written(self, left_alone: Iterable[Tensor] = ()) -> None:
-        alone: Any = set(left_alone)
+    def gradients_written(self, unused: Iterable[Tensor] = ()) -> None:
+        alone: Any = set(unused)
         super().gradients_written(alone)
         means, self._means = self._means, {}
-        finite = self._owner.landed(means, alone)
+        finite = self._owner.receive_means(means, alone)
         if not self.engine.keeps_memory:
             self.engine.skipped += not finite
 

@@ -13,7 +13,7 @@ from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hook._attachment import AttachmentGuard
 from commhooks.hook._engine import replicated_parameters
-from commhooks.hook._handshake import MEETING
+from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._hook_function import comm_hook
 from commhooks.hook._parameters import Parameters, find_ddp
 from commhooks.hook._sharded import check_returns_shards
@@ -292,7 +292,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_returns_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
         check_equal_values(sends.codec, self.hook.parameters)
         self._model = ddp
-        names = self.hook.binding.names
+        names = self.hook.target.names
         facts: dict[str, Any] = {
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
             "gather": repr(sends.codec),
@@ -301,8 +301,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         }
         if in_backward:
             check_known_use(ddp)
-            self.hook._further_rounds = 1  # the gather
-        self.hook.agree("commhooks.ZeroOptimizer", facts, MEETING)
+            self.hook._extra_rounds = 1  # the gather
+        self.hook.agree("commhooks.ZeroOptimizer", facts, HANDSHAKE_LIMIT)
         ddp.register_comm_hook(self.hook, comm_hook)
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))
         ddp._parts.uneven.needs_all = True  # a rank without inputs would not step
@@ -310,7 +310,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.skipped_steps = 0
         self._shards = Shards(self.hook, ddp, sends, in_backward)
         groups = [{**group, "params": self._shards.values(p)} for group, p in self._groups]
-        groups[0]["params"] += [self._shards.told]
+        groups[0]["params"] += [self._shards.overflow_probe]
         self._inner = self._shards.optimizer = optimizer(groups, **settings)
         super().__init__(self._inner.param_groups, self._inner.defaults)
         # The same objects: schedulers and scalers write here, and the optimizer inside reads.
@@ -394,7 +394,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             )
         if pieces is None:
             return {}
-        groups = saving.groups(self.param_groups, self._groups, self.hook.binding.names)
+        groups = saving.groups(self.param_groups, self._groups, self.hook.target.names)
         state = {"hook": hook, "groups": groups, "pieces": pieces}
         return saving.sealed(state, self.hook.parameters.placement)
 
@@ -408,7 +408,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             CheckpointError: it is foreign, or of another model, other groups or other ranks.
         """
         known = self.hook.parameters
-        present = saving.groups(self.param_groups, self._groups, self.hook.binding.names)
+        present = saving.groups(self.param_groups, self._groups, self.hook.target.names)
         saving.check(state_dict, present, known)
         self.hook.load_state_dict(state_dict["hook"])
         self._model.reducer.rebuild()  # the saved run's buckets
@@ -419,11 +419,11 @@ class ZeroOptimizer(torch.optim.Optimizer):
         for group, (_, parameters), saved in rows:
             group.update({key: value for key, value in saved.items() if key != "names"})
             group["params"] = self._shards.values(parameters)
-        self.param_groups[0]["params"] += [self._shards.told]
+        self.param_groups[0]["params"] += [self._shards.overflow_probe]
         group_of = {value: group for group in self.param_groups for value in group["params"]}
         for piece in self._shards.pieces():
             settings = group_of.get(piece.value, {})
             state = saving.load_piece(piece, state_dict["pieces"], known, settings)
             if state:
                 self.state[piece.value] = state
-        self._shards.loaded()
+        self._shards.on_loaded()

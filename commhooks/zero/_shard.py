@@ -59,21 +59,21 @@ class ShardedGradPlaceholders:
     def __init__(self) -> None:
         self._away: set[nn.Parameter] = set()
 
-    def put(self, parameters: Iterable[nn.Parameter], left_alone: Collection[nn.Parameter]) -> None:
+    def install(self, parameters: Iterable[nn.Parameter], unused: Collection[nn.Parameter]) -> None:
         """Lets parameters whose mean has arrived have one."""
         for parameter in parameters:
-            if parameter not in left_alone:
+            if parameter not in unused:
                 parameter.grad = ShardedGrad(parameter)
                 self._away.discard(parameter)
 
-    def make_room(self, parameters: Iterable[nn.Parameter]) -> None:
+    def remove(self, parameters: Iterable[nn.Parameter]) -> None:
         """Empties ``.grad`` for another backward pass, without dropping the means."""
         for parameter in parameters:
             if type(parameter.grad) is ShardedGrad:
                 parameter.grad = None
                 self._away.add(parameter)
 
-    def stand(self, parameter: nn.Parameter) -> bool:
+    def is_present(self, parameter: nn.Parameter) -> bool:
         """Whether nobody has dropped the stand-in of a parameter."""
         return type(parameter.grad) is ShardedGrad or parameter in self._away
 
@@ -153,11 +153,11 @@ class BucketShard:
                 self.pieces.append(Piece(name, parameter, entries, value))
         self._before: tuple[Tensor, list[dict[str, Any]]] | None = None
         self._versions: list[int] = []
-        self.exact.copy_(self.held())
+        self.exact.copy_(self.shared_values())
         self._left = self.exact  # what all ranks had after the latest step
 
     @torch.no_grad()
-    def held(self) -> Tensor:
+    def shared_values(self) -> Tensor:
         """Returns the values that all ranks have of this shard's entries; a copy."""
         values = torch.empty_like(self.exact)
         for piece, part in self.parts(values):
@@ -165,12 +165,12 @@ class BucketShard:
         return values
 
     @torch.no_grad()
-    def take_over(self) -> None:
+    def adopt_written(self) -> None:
         """Takes entries of parameters that somebody else has written since the latest step.
 
         Loaded, reset or clipped entries would go back to the owner's values otherwise.
         """
-        held = self.held()
+        held = self.shared_values()
         # Entry by entry, as the others are to keep what is not sent yet, and without a look at the
         # versions of parameters, which a write to ``.data`` does not change.
         self.exact.copy_(torch.where(held == self._left, self.exact, held))
@@ -182,22 +182,22 @@ class BucketShard:
             rounded: ranks have other values than the exact ones.
         """
         self._before, self.gathered, self.dropped = None, None, ()
-        self._left = self.held() if rounded else self.exact
+        self._left = self.shared_values() if rounded else self.exact
 
     def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
         """Returns each piece with its part of a flat tensor of this shard."""
         sizes = [piece.value.numel() for piece in self.pieces]
         return list(zip(self.pieces, flat.split(sizes), strict=True))
 
-    def land(self, mean: Tensor, left_alone: Collection[nn.Parameter]) -> None:
+    def add_mean(self, mean: Tensor, unused: Collection[nn.Parameter]) -> None:
         """Adds the mean of this shard's gradients to the pieces'.
 
         Args:
             mean: flat, one entry for each of the shard.
-            left_alone: parameters that no rank has used.
+            unused: parameters that no rank has used.
         """
         for piece, part in self.parts(mean):
-            if piece.parameter in left_alone:
+            if piece.parameter in unused:
                 continue
             if piece.value.grad is None:
                 piece.value.grad = part

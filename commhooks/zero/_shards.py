@@ -62,7 +62,7 @@ class Gather:
         scheme: Scheme = Dense()
         message = shard.exact.to(shard.dtype)
         if self.codec is not None and self.packs(shard):
-            scheme, message = self.codec, shard.exact - shard.held()
+            scheme, message = self.codec, shard.exact - shard.shared_values()
         whole = message.new_empty(shard.layout.numel)
         bucket = engine.bucket(message, shard.layout, output=whole)
         return (yield from scheme.all_gather(bucket, shard.spans)).mean
@@ -129,8 +129,8 @@ class Shards:
     Attributes:
         optimizer: steps the pieces.
         finite: whether all gradients since ``zero_grad`` were finite, on all ranks.
-        told: one entry that is never stepped, by whose gradient a gradient scaler sees the verdict
-            on a rank whose shards have none.
+        overflow_probe: a one-element parameter that is never stepped; its gradient is NaN after an
+            overflow, so that a GradScaler sees that on ranks without a shard, too.
     """
 
     optimizer: torch.optim.Optimizer
@@ -138,8 +138,8 @@ class Shards:
     def __init__(self, hook: ZeroHook, model: CoreDDP, gather: Gather, in_backward: bool) -> None:
         self._hook, self._model, self._gather = hook, model, gather
         self.in_backward, self.finite = in_backward, True
-        self._stand_ins = ShardedGradPlaceholders()
-        self.told = nn.Parameter(torch.zeros(1, device=model.reducer.device))
+        self._placeholders = ShardedGradPlaceholders()
+        self.overflow_probe = nn.Parameter(torch.zeros(1, device=model.reducer.device))
         self.cut()
 
     def cut(self) -> None:
@@ -162,7 +162,7 @@ class Shards:
             )
             for bucket in self._model.reducer.buckets
         ]
-        hook.serve(self, self._all)
+        hook.attach_shards(self, self._all)
 
     def pieces(self) -> list[Piece]:
         """Returns this rank's parts of parameters."""
@@ -173,7 +173,7 @@ class Shards:
         members = set(parameters)
         return [piece.value for piece in self.pieces() if piece.parameter in members]
 
-    def loaded(self) -> None:
+    def on_loaded(self) -> None:
         """Takes note that exact values and states were loaded, and the parameters before them."""
         for shard in self._all:
             shard.settle(rounded=True)
@@ -192,11 +192,11 @@ class Shards:
 
     def forward_begins(self) -> None:
         """Makes room for the gradients of another backward pass."""
-        self.drop_with_stand_ins()
+        self.drop_with_placeholders()
         for shard in self._all:
-            self._stand_ins.make_room(shard.parameters)
+            self._placeholders.remove(shard.parameters)
 
-    def landed(self, means: Mapping[int, Tensor], left_alone: Collection[nn.Parameter]) -> bool:
+    def receive_means(self, means: Mapping[int, Tensor], unused: Collection[nn.Parameter]) -> bool:
         """Takes the means of a backward pass, by bucket; whether they are finite on all ranks."""
         finite = _on_all_ranks(means, self._model.process_group)
         self.finite &= finite
@@ -204,27 +204,30 @@ class Shards:
             shard = self._all[number]
             # Gradient scalers look at gradients rank by rank: all of them see the same verdict.
             if not self.in_backward:
-                shard.land(mean if finite else mean.fill_(torch.nan), left_alone)
+                shard.add_mean(mean if finite else mean.fill_(torch.nan), unused)
             shard.arrived = True
-            self._stand_ins.put(shard.parameters, left_alone)
+            self._placeholders.install(shard.parameters, unused)
         if means and not self.in_backward:
-            self.told.grad = torch.full_like(self.told, 0.0 if finite else torch.nan)
+            self.overflow_probe.grad = torch.full_like(
+                self.overflow_probe, 0.0 if finite else torch.nan
+            )
         return finite
 
-    def drop_with_stand_ins(self) -> None:
+    def drop_with_placeholders(self) -> None:
         """Drops the means of parameters whose stand-in was dropped, as ``model.zero_grad()`` does.
 
         The same on all ranks, as each has all parameters.
         """
-        arrived, stand = [shard for shard in self._all if shard.arrived], self._stand_ins.stand
+        arrived = [shard for shard in self._all if shard.arrived]
+        is_present = self._placeholders.is_present
         if arrived and not any(
-            stand(parameter) for shard in arrived for parameter in shard.parameters
+            is_present(parameter) for shard in arrived for parameter in shard.parameters
         ):
             self.zero_grad()
             return
         for shard in arrived:
             shard.drop(
-                {parameter for parameter in shard.parameters if not stand(parameter)},
+                {parameter for parameter in shard.parameters if not is_present(parameter)},
                 self.optimizer.state,
             )
 
@@ -237,8 +240,8 @@ class Shards:
             shard.roll_back(self.optimizer.state)
             for piece in shard.pieces:
                 piece.value.grad = None
-        self._stand_ins.forget()
-        self.finite, self.told.grad = True, None
+        self._placeholders.forget()
+        self.finite, self.overflow_probe.grad = True, None
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scales gradients down to a norm over those of all ranks, and returns the norm before."""
@@ -247,7 +250,7 @@ class Shards:
                 "ZeroOptimizer.clip_grad_norm_: with in_backward=True buckets are stepped before "
                 "the norm over all of them is known; make it with in_backward=False"
             )
-        self.drop_with_stand_ins()
+        self.drop_with_placeholders()
         values, largest = [piece.value for piece in self.pieces()], norm_type == math.inf
         grads = [value.grad for value in values if value.grad is not None]
         norm = nn.utils.get_total_norm(grads, norm_type).to(self._all[0].exact.device)
@@ -262,7 +265,7 @@ class Shards:
 
     def step(self) -> None:
         """Steps all buckets with gradients, and makes parameters final."""
-        self.drop_with_stand_ins()
+        self.drop_with_placeholders()
         arrived = [shard for shard in self._all if shard.arrived]
         if not self.finite:
             for shard in arrived:
@@ -277,7 +280,7 @@ class Shards:
             shard.check_unwritten()
         if arrived and not self.in_backward:
             self._model._parts.before_collectives()
-        shown = [self.told, *(piece.value for piece in self.pieces())]
+        shown = [self.overflow_probe, *(piece.value for piece in self.pieces())]
         gradients = {value: value.grad for value in shown}
         _show(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
@@ -294,7 +297,7 @@ class Shards:
 
     def _step(self, shard: BucketShard, gradients: dict[nn.Parameter, Tensor | None]) -> None:
         """Steps the pieces of one shard; no other piece has a gradient meanwhile."""
-        shard.take_over()
+        shard.adopt_written()
         if self.in_backward:
             shard.back_up(self.optimizer.state)
         _show(gradients)
@@ -319,7 +322,7 @@ class Shards:
         )
         return hook.drivers.run(task, shard.exact.device, self._model.process_group)
 
-    def go_on(self, shard: BucketShard, mean: Tensor) -> Exchange:
+    def step_and_gather(self, shard: BucketShard, mean: Tensor) -> Exchange:
         """Steps a bucket whose mean has arrived, and gathers it: the end of its exchange."""
         with torch.no_grad():
             shard.roll_back(self.optimizer.state)  # that of a step that was abandoned

@@ -109,7 +109,7 @@ def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     if rank == 1:
         hook.engine.begin_bucket(0)  # as in the middle of a step
     found.append(outcome(hook.state_dict, gather=True))
-    hook.engine.abandon()
+    hook.engine.abort()
     found.append(outcome(hook.state_dict, gather=True))
     return found
 

@@ -145,7 +145,7 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
         two = group_of(1, 3)
         change = hook.change_group(two)
         assert change[:4] == (3, 4, 2, 0), change
-        assert (change.joined, change.behind, change.lost) == ((), (), 2)
+        assert (change.joined, change.stale_ranks, change.lost) == ((), (), 2)
         assert bool(change.dropped) == (name == "sdp4bit")
         hook.load_state_dict(state)
         assert (hook.rank, hook.world_size, hook.step) == (rank // 2, 2, 3)
@@ -227,7 +227,7 @@ def _dies(
     begin = time.monotonic()
     change = hook.change_group(survivors)
     assert change[:4] == (3, 4, 3, 0), change
-    assert (change.joined, change.behind, change.lost) == ((), (), 1)
+    assert (change.joined, change.stale_ranks, change.lost) == ((), (), 1)
     assert "lost, with what they kept: 1" in str(change)
     assert time.monotonic() - begin < 3
     # The residuals of those that are left weigh what they did: 1 / 4 each.

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.checkpoint._form import checksum
-from commhooks.checkpoint._placement import piece_here
+from commhooks.checkpoint._placement import shard_description
 from commhooks.core._names import is_padding, parameter_name
 from commhooks.errors import CheckpointError, MismatchError
 from commhooks.hook._engine import replicated_parameters
@@ -152,12 +152,12 @@ def _torch(rank: int, world_size: int) -> None:
     placement = [[piece.format(rank), *names] for piece, *names in PIECES]
     state = hook.state_dict()
     assert state[f"rank{rank}"]["placement"] == placement
-    hook.attendance.excused = True
+    hook.call_monitor.suppressed = True
 
     uncut = commhooks.register(TorchDDP(model_of((33, 64, 7))), "topk", ratio=0.1)
     with pytest.raises(CheckpointError, match=r"it has piece .* this rank trains all of it"):
         uncut.load_state_dict(state)
-    uncut.attendance.excused = True
+    uncut.call_monitor.suppressed = True
 
 
 def test_the_shards_that_torch_has_made_are_known_too() -> None:
@@ -174,9 +174,9 @@ def _pickled(rank: int, world_size: int) -> None:
     asked = pickle.loads(every[rank ^ 1])
     asked.state_dict()  # looks up which rank this is
     asked = pickle.dumps(asked)
-    assert pickle.loads(asked).binding.pickled_on == pickle.loads(again).binding.pickled_on
+    assert pickle.loads(asked).target.pickled_on == pickle.loads(again).target.pickled_on
     old = pickle.loads(every[rank ^ 1])
-    old.binding.pickled_on = old.binding.pickled_on._replace(placement=None)
+    old.target.pickled_on = old.target.pickled_on._replace(placement=None)
     older = pickle.loads(pickle.dumps(old))
     theirs = (every[rank ^ 1], again, asked)
     for state, refused in (*((one, True) for one in theirs), (every[rank], False)):
@@ -204,7 +204,7 @@ def _piece(*cuts: tuple[Any, int, int]) -> str:
     """A piece by the placement, the number of ranks and the rank of each dimension of a mesh."""
     placements, sizes, ranks = zip(*cuts, strict=True)
     mesh = SimpleNamespace(shape=sizes, get_coordinate=lambda: ranks)
-    return piece_here(SimpleNamespace(placements=placements, mesh=mesh))
+    return shard_description(SimpleNamespace(placements=placements, mesh=mesh))
 
 
 def test_pieces_are_told_alike_on_turned_meshes() -> None:
@@ -384,7 +384,7 @@ def _optimizers(rank: int, world_size: int) -> None:
 
     def diloco() -> Any:
         local = model()
-        commhooks.register(local, "noop").attendance.excused = True
+        commhooks.register(local, "noop").call_monitor.suppressed = True
         return commhooks.DiLoCo(local, every=1, process_group=mesh["dp"].get_group())
 
     for build in (zero, diloco):

@@ -146,7 +146,7 @@ def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
     sent = []
     for grad, bucket, result in zip(grads, buckets, results, strict=True):
         assert torch.equal(bucket.raw, grad), "unsent is asked for: the gradient stays as it was"
-        unsent = bucket.completed(result).unsent
+        unsent = bucket.with_unsent(result).unsent
         assert unsent is not None
         sent.append(grad - unsent)
     expected = results[0].mean.double()
@@ -383,7 +383,7 @@ def test_what_no_rank_uses_at_first_begins_as_if_new(case: Case) -> None:
     pairs = zip(ranks.engines, grads, strict=True)
     simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
     for engine, other in zip(ranks.engines, new.engines, strict=True):
-        engine.end(left_alone=LAYOUT.names)
+        engine.end(unused=LAYOUT.names)
         other.step = engine.step
     for step in range(1, STEPS):
         pairs = zip(ranks.step(gradients(2, step)), new.step(gradients(2, step)), strict=True)

@@ -153,7 +153,7 @@ def fsdp2_offloads(device: str, group: Any = None) -> None:
     mesh = mesh_of(device, group)
     plain, ours = (sharded(device, mesh, offload_policy=policy) for _ in range(2))
     hook = commhooks.register(ours, "int4", block=64)
-    assert hook.binding.devices() == {"cpu", device}
+    assert hook.target.devices() == {"cpu", device}
     for step in range(STEPS):
         for model in (plain, ours):
             pass_backward(model, step, rank)

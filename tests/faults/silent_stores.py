@@ -29,7 +29,15 @@ from tests.tools.harness import _context, _start_server, _start_store
 FAULTS = ("process", "rank 0", "cable")
 CLASSES = ("torch", "core")
 SCHEMES = ("none", "int8", "powersgd", "topk", "sdp4bit", "onebit")
-MOMENTS = ("register", "step", "switch", "state_dict", "change_group", "roll_call", "close")
+MOMENTS = (
+    "register",
+    "step",
+    "switch",
+    "state_dict",
+    "change_group",
+    "wait_for_all_ranks",
+    "close",
+)
 TIMEOUT = 6.0
 MORE = 3.0  # seconds beyond it that a wait may take
 _PATIENCE = 60.0  # seconds, after which a rank counts as hanging
@@ -75,7 +83,7 @@ def _rank(
 
     import commhooks
     import ddp_core
-    from commhooks.hook._handshake import roll_call
+    from commhooks.hook._handshake import wait_for_all_ranks
 
     # Where these ranks end, and some of them abort, nobody looks.
     null = os.open(os.devnull, os.O_WRONLY)
@@ -123,8 +131,8 @@ def _rank(
             hook.state_dict(gather=True)
         elif case.moment == "change_group":
             hook.change_group(other)
-        elif case.moment == "roll_call":
-            roll_call("a call", dist.group.WORLD)  # type: ignore[arg-type]
+        elif case.moment == "wait_for_all_ranks":
+            wait_for_all_ranks("a call", dist.group.WORLD)  # type: ignore[arg-type]
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
     if hook is not None:

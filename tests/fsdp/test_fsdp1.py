@@ -208,9 +208,9 @@ def test_a_state_loads_on_fewer_ranks() -> None:
 def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(RegistrationError, match="averages whole buckets"):
         commhooks.register(_unit("FULL_SHARD"), "powersgd")
-    commhooks.register(_unit("NO_SHARD"), "powersgd").attendance.excused = True
+    commhooks.register(_unit("NO_SHARD"), "powersgd").call_monitor.suppressed = True
     model = _unit("FULL_SHARD")
-    commhooks.register(model, "int8").attendance.excused = True
+    commhooks.register(model, "int8").call_monitor.suppressed = True
     with pytest.raises(RegistrationError, match="already has a hook"):
         commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="auto"):

@@ -472,7 +472,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
     commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="already has the hook"):
         commhooks.register(model, "int8")
-    commhooks.register(sharded(model_of()), "int8").attendance.excused = True
+    commhooks.register(sharded(model_of()), "int8").call_monitor.suppressed = True
     for module in model.modules():
         if hasattr(module, "set_custom_reduce_scatter"):
             from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
@@ -627,7 +627,7 @@ def _own_group(rank: int, world_size: int) -> None:
     model.set_separate_reduce_scatter_group(True)
     hook = commhooks.register(model, "int8")
     gathered = gather_parameters(model)
-    groups = [one.binding.group() for one in (hook, gathered)]
+    groups = [one.target.group() for one in (hook, gathered)]
     mesh = fsdp2_groups(model[0])[0].mesh_info
     assert groups == [mesh.reduce_scatter_process_group, mesh.shard_process_group]
     assert groups[0] is not groups[1]
@@ -658,8 +658,8 @@ def _auto(rank: int, world_size: int, between: bool) -> list[str]:
     assert "none: " in plans
     assert "int8: " in plans
     assert len(seen) == 3
-    assert {one.candidate for one in hook.tried} == {"none", "bf16", "int8"}
-    assert all(one.steps for one in hook.tried)
+    assert {one.candidate for one in hook.candidates} == {"none", "bf16", "int8"}
+    assert all(one.steps for one in hook.candidates)
     state = hook.state_dict(gather=True)
     again: Any = commhooks.register(
         sharded(model_of(), mesh["shard"] if between else None),

@@ -19,7 +19,7 @@ from commhooks.core._dense import Dense
 from commhooks.core._memory import Memory
 from commhooks.core._scheme import Bucket
 from commhooks.fsdp import _fsdp1 as fsdp1
-from commhooks.fsdp._fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.fsdp._fsdp2 import ReplicaAllReduce, SchemeReduceScatter
 from commhooks.hook import _state as _state
 from commhooks.hook._engine import Engine
 from commhooks.hosts._process_group import SchemeGroup
@@ -225,8 +225,8 @@ def _shard_of_another_rank(rank: int) -> Patch:
 
 @_bug
 def _what_comes_from_other_nodes_is_lost(rank: int) -> Patch:
-    call = BetweenNodes.__call__
-    return BetweenNodes, "__call__", lambda self, reduced: call(self, reduced.clone())
+    call = ReplicaAllReduce.__call__
+    return ReplicaAllReduce, "__call__", lambda self, reduced: call(self, reduced.clone())
 
 
 @_bug

@@ -266,7 +266,7 @@ class _Player:
         if self.case.host in ("torch", "replicate"):  # the same class inside
             # A state of the first steps cannot know the buckets to come, see docs/design/steps.md.
             again.is_exact = run.steps >= (3 if "static_graph" in self.case.ddp else 2)
-            if run.hook.runner.regrouping.wanted:  # it was loaded itself, a step ago
+            if run.hook.runner.regrouping.target_layout:  # it was loaded itself, a step ago
                 again.is_exact = False
         if not run.counts:  # the first one averages its next pass in place of the one that raised
             again.is_exact = False

@@ -82,7 +82,7 @@ def _differ_in(field, odd, monkeypatch):
         _agree(lambda state: setattr(state.engine, "step", 3 if odd else 0))
     elif field == "order of the saved buckets":
         saved = [["0.weight", "0.bias"]] if odd else [["0.bias", "0.weight"]]
-        _agree(lambda state: state._take_up(SavedBuckets(saved)))
+        _agree(lambda state: state._apply_buckets(SavedBuckets(saved)))
     elif field == "buffers to synchronise":
         module = mlp()
         module.register_buffer("here" if odd else "there", torch.ones(3))
@@ -167,7 +167,7 @@ def test_every_field_that_differs_is_named():
 
 
 def _limit(seconds):
-    _register.MEETING = _state.MEETING = timedelta(seconds=seconds)
+    _register.HANDSHAKE_LIMIT = _state.HANDSHAKE_LIMIT = timedelta(seconds=seconds)
 
 
 def _do_not_come(rank, world_size):

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.collectives import _functions as functions
-from commhooks.collectives._calls import Call
+from commhooks.collectives._calls import CollectiveCall
 from commhooks.core import Bucket, SchemeExchange
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers import ErrorFeedback
@@ -662,7 +662,7 @@ def _kept(rank: int, world_size: int) -> list[Any]:
     dist.destroy_process_group(group)
     commhooks.all_reduce(torch.ones(600), "int8")
     counts.append((threads(), sum(map(len, functions._made.values()))))
-    call = Call("all_reduce", torch.ones(600), torch.ones(600))
+    call = CollectiveCall("all_reduce", torch.ones(600), torch.ones(600))
     first = functions.collectives_of("int8", None, call)
     schemes = [
         functions.collectives_of("int8", None, call, block=block).scheme for block in (64, 128)

@@ -20,7 +20,7 @@ import ddp_core
 from commhooks import Scheme
 from commhooks.core._scheme import slots_of
 from commhooks.hosts.megatron import ReduceScatter
-from commhooks.verify._judge import law_of
+from commhooks.verify._judge import error_bound_of
 from tests.tools.harness import run_ranks
 from tests.tools.training import batch, mlp
 
@@ -246,7 +246,7 @@ def gradient(step: int, rank: int, shape: tuple[int, int] = SHAPE, bias: bool = 
 
 def check_law(scheme: Scheme, found: Tensor, exact: Tensor, size: float, host: str) -> None:
     """The error is within what the scheme declares, of the larger gradient of both ranks."""
-    law = law_of(scheme, 2)
+    law = error_bound_of(scheme, 2)
     assert law.rounding is not None
     assert (found - exact).norm() <= (law.rounding + law.variance**0.5) * size, host
 

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import CheckpointError, MissingPackageError, RegistrationError
 from commhooks.hosts import accelerate, fabric, ray
-from commhooks.hosts._hosted import Hosted
+from commhooks.hosts._hosted import FrameworkHook
 from commhooks.hosts.megatron import ReduceScatter
 from tests.tools.harness import run_ranks
 
@@ -54,7 +54,7 @@ def error_of(call: Any, kind: type[Exception] = RegistrationError) -> str:
 
 
 def _resumed(rank: int, world_size: int, folder: str) -> None:
-    model, host = wrapped(), Hosted("topk", ratio=0.1)
+    model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
     host.attach(model, world_size)
     train(model, range(4))
     weights = {name: one.clone() for name, one in model.state_dict().items()}
@@ -67,7 +67,7 @@ def _resumed(rank: int, world_size: int, folder: str) -> None:
     dist.barrier()
 
     for loads_first in (True, False):
-        model, host = wrapped(), Hosted("topk", ratio=0.1)
+        model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
         model.load_state_dict(weights)
         if loads_first:  # as Lightning: callbacks are restored before the model is wrapped
             host.load(folder)
@@ -101,7 +101,7 @@ def test_every_rank_has_the_state_where_each_node_saves_a_copy() -> None:
 
 
 def _refused(rank: int, world_size: int, folder: str) -> None:
-    host = Hosted("topk", ratio=0.1)
+    host = FrameworkHook("topk", ratio=0.1)
     assert "nothing is registered yet" in error_of(lambda: host.hook)
     assert "would never run: wrap the model" in error_of(lambda: host.attach(nn.Linear(2, 2), 2))
     assert "the state is empty" in error_of(lambda: host.load_state_dict({}), CheckpointError)
@@ -113,7 +113,7 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
     assert "has 2 ranks and gradients are averaged over 1 of them" in said
     assert not alone._comm_hooks
     # Registered for training by groups is what the option asks for, not the model.
-    own = Hosted("none", process_group=group)
+    own = FrameworkHook("none", process_group=group)
     assert "over 1 of them" in error_of(lambda: own.attach(wrapped(), world_size))
 
 
@@ -122,7 +122,7 @@ def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(tmp_path: Path) -
 
 
 def _again(rank: int, world_size: int) -> None:
-    host = Hosted("int8")
+    host = FrameworkHook("int8")
     host.attach(wrapped(), world_size)
     first = host.hook
     model = wrapped()

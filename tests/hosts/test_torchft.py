@@ -176,7 +176,7 @@ def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(
     monkeypatch.setitem(sys.modules, "torchft", SimpleNamespace(futures=published))
     monkeypatch.setitem(sys.modules, "torchft.futures", published)
     manager: Any = SimpleNamespace(_pg=SimpleNamespace(abort=print), _timeout=timedelta(seconds=7))
-    follower = host._Follower(manager, None)  # type: ignore[arg-type]
+    follower = host._QuorumHook(manager, None)  # type: ignore[arg-type]
     mean: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     mean.set_result(torch.ones(3))
     for device in ("cpu", "cuda"):

@@ -63,8 +63,8 @@ MUTANTS: list[Mutant] = [
         "Runner.settle",
         (
             "an inner backward pass ends the step",
-            "if step.paused and not step.told:",
-            "if step.paused:",
+            "if step.in_outer_pass and not step.core_notifies:",
+            "if step.in_outer_pass:",
             "tests/ddp/test_ddp_steps.py"
             "::test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank",
         ),
@@ -80,7 +80,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Binding.may_leave_alone",
+        "HookTarget.may_skip_unused",
         (
             "a host without gradients leaves all parameters alone",
             "return isinstance(bucket, dist.GradBucket)  #",
@@ -97,7 +97,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "SavedBucketLayout.take_up",
+        "SavedBucketLayout.apply",
         (
             "our class does not start from the saved buckets",
             "        core.restore_layout(members,",
@@ -424,7 +424,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "parameters that no rank uses lose their residual",
-            "        if left_alone:\n            absent = {",
+            "        if unused:\n            absent = {",
             "        if False:\n            absent = {",
             "tests/hook/test_steps.py"
             "::test_applied_and_residual_sum_to_the_gradients_of_the_steps_counted",
@@ -465,7 +465,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Call.exchange",
+        "CollectiveCall.exchange",
         (
             "a tensor of inference mode is reduced in its own memory",
             "raw.clone() if raw.is_inference() else raw",
@@ -489,7 +489,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls._start",
+        "CollectiveState._start",
         (
             "every call is the first one of its name",
             "self._steps[name] = at + 1",
@@ -504,7 +504,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls._engine_at",
+        "CollectiveState._engine_at",
         (
             "groups whose means are averaged again have the draws of the second average",
             "            if len(ranks) < dist.get_world_size():",
@@ -519,7 +519,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls.load_state_dict",
+        "CollectiveState.load_state_dict",
         (
             "a resumed run counts the steps of each tensor anew",
             "self._steps, self._first_step = steps, self.step if first is None else first",
@@ -606,7 +606,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "take_up",
+        "apply",
         (
             "a loaded hook draws by its own seed",
             'engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]',
@@ -645,7 +645,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_go_on",
+        "_resume",
         (
             "a rank goes on with its own seed",
             'engine.step, engine.seed = source.step, given["seed"]',
@@ -654,7 +654,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a rank that joins has buckets of its own",
-            'bool(change.joined or change.behind or given["regroups"])',
+            'bool(change.joined or change.stale_ranks or given["regroups"])',
             'bool(given["regroups"])',
             f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
         ),
@@ -669,7 +669,7 @@ MUTANTS: list[Mutant] = [
         "_surviving_ranks",
         (
             "the largest step decides who goes on",
-            "            len(family(ranks[rank])),\n            ranks[rank].world_size,\n",
+            "            len(same_run(ranks[rank])),\n            ranks[rank].world_size,\n",
             "",
             f"{WORLD}::test_a_rank_with_a_larger_step_joins_all_the_same",
         ),
@@ -690,7 +690,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "verification stays with the ranks before",
-            "            hook.verification.abandon()",
+            "            hook.verification.abort()",
             "            pass",
             f"{WORLD}::test_ranks_go_on_without_one_that_died",
         ),
@@ -699,13 +699,13 @@ MUTANTS: list[Mutant] = [
         "_check_between_steps",
         (
             "ranks change in the middle of a step",
-            "    if step is not None and step.passes:",
+            "    if step is not None and step.backward_ids:",
             "    if False:",
             f"{WORLD}::test_what_cannot_change_says_why_and_stays_as_it_was",
         ),
     ),
     *planted(
-        "Binding.adopt",
+        "HookTarget.adopt",
         (
             "a group that was given is not compared with the model's",
             "self._follows_model = self._process_group is model.process_group",
@@ -714,7 +714,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_Follower.start",
+        "_QuorumHook.start",
         (
             "a replica that recovers counts",
             "self._hook.world_size / manager.num_participants()",

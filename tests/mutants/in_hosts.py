@@ -17,7 +17,7 @@ QUORUM = f"{TORCHFT}::test_a_hook_follows_the_quorum[int8]"
 
 MUTANTS: list[Mutant] = [
     *planted(
-        "_keeps_units",
+        "_needs_unscaled",
         (
             "memory is in units of what FSDP2 has divided",
             "    return hook.engine.keeps_memory\n",
@@ -26,7 +26,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BetweenNodes.__call__",
+        "ReplicaAllReduce.__call__",
         (
             "another layer gets the memory that is averaged between nodes",
             "        record_stream(reduced)\n",
@@ -35,7 +35,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls._counted",
+        "CollectiveState._counted",
         (
             "others get the memory that a call still reads",
             "                record_stream(tensor)",
@@ -50,7 +50,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Hosted.state_dict",
+        "FrameworkHook.state_dict",
         (
             "rank 0 saves its own state only",
             "return self._hook.state_dict(gather=True, dst=self._to)",
@@ -59,10 +59,10 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Hosted.attach",
+        "FrameworkHook.attach",
         (
             "a state that came before the hook is dropped",
-            "            self._hook.load_state_dict(self._held)\n",
+            "            self._hook.load_state_dict(self._pending_state)\n",
             "",
             f"{HOSTED}::test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it",
         ),
@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
         "_inside_of",
         (
             "a function over a group that compresses is rounded twice",
-            'getattr(group, "inside", group)',
+            'getattr(group, "wrapped", group)',
             "group",
             f"{GROUP}::test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group",
         ),
@@ -158,8 +158,8 @@ MUTANTS: list[Mutant] = [
         "SchemeGroup.__init__",
         (
             "a group draws by a seed of its own",
-            "self.hook = _UnnamedCalls(scheme, inside, seed=seed)",
-            "self.hook = _UnnamedCalls(scheme, inside)",
+            "self.hook = _UnnamedCollectives(scheme, wrapped, seed=seed)",
+            "self.hook = _UnnamedCollectives(scheme, wrapped)",
             f"{GROUP}::test_two_ranks_without_a_hook_get_what_a_hook_gives",
         ),
     ),
@@ -167,7 +167,7 @@ MUTANTS: list[Mutant] = [
         "SchemeGroup._warn",
         (
             "what a group does not compress is not told of",
-            "        self._told.add(call)\n",
+            "        self._warned_calls.add(call)\n",
             "        return\n",
             f"{GROUP}::test_a_reduce_scatter_that_is_not_compressed_is_told_once",
         ),
@@ -323,16 +323,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Call.is_plain",
+        "CollectiveCall.is_plain",
         (
             "whole numbers are rounded by a scheme",
-            "return not travels_coded(self.given) or type(scheme) is Dense",
+            "return not travels_coded(self.input) or type(scheme) is Dense",
             "return type(scheme) is Dense",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
         ),
     ),
     *planted(
-        "Call.exchange",
+        "CollectiveCall.exchange",
         (
             "a reduce-scatter overwrites its input",
             "raw = raw if exact else raw.clone()",
@@ -350,7 +350,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls.run",
+        "CollectiveState.run",
         (
             "the compiler looks into calls",
             "    @not_traced\n    def run(",
@@ -359,7 +359,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls.ranks_changed",
+        "CollectiveState.on_group_changed",
         (
             "calls of other ranks that failed are raised where the ranks have changed",
             "self._pending.clear()",
@@ -369,7 +369,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls._start",
+        "CollectiveState._start",
         (
             "a call does not wait for the one before of its name",
             "            self._wait_for(name)\n            self.drivers.join()\n",
@@ -378,7 +378,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls._counted",
+        "CollectiveState._counted",
         (
             "calls that were not finite are not counted",
             "self.engine.skipped += engine.skipped",
@@ -387,7 +387,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Calls.switch",
+        "CollectiveState.switch",
         (
             "a switch waits for no call",
             "        self.wait()\n        super().switch(scheme, **options)",
@@ -396,7 +396,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_Follower.start",
+        "_QuorumHook.start",
         (
             "a replica that recovers sends its gradients",
             "                    buffer.zero_()\n",
@@ -405,7 +405,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_Follower._follow",
+        "_QuorumHook._sync_group",
         (
             "a hook follows the first quorum only",
             "if group is not self._group:",
@@ -414,7 +414,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_Follower._outcome",
+        "_QuorumHook._outcome",
         (
             "the manager does not hear of a collective that failed",
             "            self._manager.report_error(error)\n            return buffer",
@@ -453,8 +453,8 @@ MUTANTS: list[Mutant] = [
         "HookState.residual",
         (
             "a residual that was asked for changes with later steps",
-            "self.parameters.in_order(name, value).clone()",
-            "self.parameters.in_order(name, value)",
+            "self.parameters.in_parameter_order(name, value).clone()",
+            "self.parameters.in_parameter_order(name, value)",
             "tests/unit/test_attachment.py::test_a_residual_that_was_asked_for_stays_what_it_is",
         ),
     ),

@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Trials.tried",
+        "Trials.candidates",
         (
             "a second race is taken for the first",
             "self._race.entries if self._before is None else self._before",

@@ -56,7 +56,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "frozen parameters are expected in the bucket",
-            "for parameter in self.group.fsdp_params\n            if parameter.sharded_param.requires_grad\n        ]",
+            "for parameter in self.group.fsdp_params\n"
+            "            if parameter.sharded_param.requires_grad\n        ]",
             "for parameter in self.group.fsdp_params]",
             f"{FSDP2}::test_frozen_parameters_are_left_out_of_buckets_and_states",
         ),
@@ -146,7 +147,8 @@ MUTANTS: list[Mutant] = [
         "_averages_itself",
         (
             "replicas that FSDP2 averages over are averaged over again",
-            "return any(isinstance(module.group.mesh_info, DDPMeshInfo) for module in fsdp2_model.modules)",
+            "return any(isinstance(module.group.mesh_info, DDPMeshInfo)"
+            " for module in fsdp2_model.modules)",
             "return not fsdp2_model.modules",
             REFUSED,
         ),
@@ -237,7 +239,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_agreed",
+        "_agree_on_finite",
         (
             "a rank commits by the verdict on its own shard",
             "step.finite, step.sharded = [worst[0] == 0], False",
@@ -311,13 +313,13 @@ MUTANTS: list[Mutant] = [
         "register_on_fsdp1",
         (
             "all units have one number",
-            "(hook, number, layout, parameters, beside)",
-            "(hook, 0, layout, parameters, beside)",
+            "(hook, number, layout, parameters, monitor)",
+            "(hook, 0, layout, parameters, monitor)",
             f"{FSDP1}::test_the_mean_arrives[True-FULL_SHARD]",
         ),
         (
             "a loss beside a unit that is whole stays local, silently",
-            "_Beside(unit, parameters) if _is_whole(unit) else None",
+            "_WholeUnitMonitor(unit, parameters) if _is_whole(unit) else None",
             "None",
             BESIDE,
         ),
@@ -332,7 +334,7 @@ MUTANTS: list[Mutant] = [
         "reduce_unit",
         (
             "a penalty on the parameters of a whole unit is refused",
-            "        beside.hook_ran_in = backward_number()\n",
+            "        monitor.hook_ran_in = backward_number()\n",
             "        pass\n",
             BESIDE,
         ),
@@ -374,7 +376,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "HookBucket.continued",
+        "HookBucket.with_epilogue",
         (
             "FSDP2's output is not written where a scheme has memory of its own",
             "            mean = into.copy_(mean)\n",
@@ -435,7 +437,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BetweenNodes.__call__",
+        "ReplicaAllReduce.__call__",
         (
             "the divide factor does not count replicas",
             "            units *= self.hook.world_size\n",
@@ -546,8 +548,8 @@ MUTANTS: list[Mutant] = [
         "replicated_parameters",
         (
             "one dimension of tensor parallelism that cuts is enough",
-            "ShardSpec()).between != every",
-            "ShardSpec()).between == frozenset()",
+            "ShardSpec()).shard_groups != every",
+            "ShardSpec()).shard_groups == frozenset()",
             "tests/unit/test_exactly.py"
             "::test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it",
         ),
@@ -598,11 +600,11 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "needs_joining",
+        "needs_reshard",
         (
             "pieces from between nodes are those of a hook within them",
-            "if hook.binding.shards is None:",
-            "if hook.binding.group() is None:",
+            "if hook.target.shards is None:",
+            "if hook.target.group() is None:",
             f"{TOGETHER}[fsdp2-2]",
         ),
     ),
@@ -610,7 +612,8 @@ MUTANTS: list[Mutant] = [
         "cuts_in",
         (
             "FSDP1 does not say which pieces it has",
-            'shard_spec_of(spec)\n        for parameter_name, spec in named_specs\n        if hasattr(spec, "placements")\n    }',
+            "shard_spec_of(spec)\n        for parameter_name, spec in named_specs\n"
+            '        if hasattr(spec, "placements")\n    }',
             "shard_spec_of(spec) for parameter_name, spec in named_specs if False}",
             f"{COLUMNS}[fsdp1]",
         ),

@@ -60,7 +60,7 @@ MUTANTS: list[Mutant] = [
         "judge",
         (
             "residuals are no part of what ranks contribute",
-            "sizes = torch.sqrt((gradients.square() + kept.square()).sum(1))",
+            "sizes = torch.sqrt((gradients.square() + residuals.square()).sum(1))",
             "sizes = torch.sqrt(gradients.square().sum(1))",
             f"{VERIFY}::test_residuals_larger_than_gradients_break_no_law",
         ),
@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_broken_law",
+        "_exceeded_bound",
         (
             "the law allows any error",
             "if total <= allowed:",
@@ -147,8 +147,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the error is sketched before the average is subtracted",
-            "        self._difference.sub_(flat)\n        away",
-            "        self._difference = self._difference - 0.5 * flat\n        away",
+            "        self._difference.sub_(flat)\n        difference",
+            "        self._difference = self._difference - 0.5 * flat\n        difference",
             NEAR,
         ),
     ),
@@ -243,8 +243,8 @@ MUTANTS: list[Mutant] = [
         "ShardMeasurement.compared",
         (
             "the error counts twice in a shard's cosine",
-            "dots_of(average, away, sizes)",
-            "dots_of(dense, away, sizes)",
+            "dots_of(average, difference, sizes)",
+            "dots_of(dense, difference, sizes)",
             WHOLE,
         ),
         (
@@ -285,8 +285,8 @@ MUTANTS: list[Mutant] = [
         "Verification.open",
         (
             "a hook that is dropped tells of no finding",
-            "self._disarm = weakref.finalize(owner, self.close).detach",
-            "self._disarm = _nothing",
+            "self._cancel_finalizer = weakref.finalize(owner, self.close).detach",
+            "self._cancel_finalizer = _nothing",
             f"{VERIFY}::test_a_finding_in_the_last_step_is_told_however_a_hook_ends",
         ),
     ),
@@ -294,14 +294,14 @@ MUTANTS: list[Mutant] = [
         "Verification.close",
         (
             "a finding that was looked at is not told when a hook closes",
-            'warn_of(self._unraised, self._group.rank(), "warn", self._warned)',
+            '_warn_findings(self._unraised_findings, self._group.rank(), "warn", self._warned)',
             "pass",
             f"{VERIFY}::test_a_finding_in_the_last_step_is_told_however_a_hook_ends",
         ),
         (
             "closing waits for a late peer",
-            "self._lent.give_up(works) if works else self._lent.release_group()",
-            "self._lent.release_group()",
+            "self._lane_group.give_up(works)  # waits",
+            "self._lane_group.release_group()  # waits",
             f"{VERIFY}::test_a_hook_closes_without_a_peer_that_is_late",
         ),
         (

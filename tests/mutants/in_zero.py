@@ -30,7 +30,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BucketShard.land",
+        "BucketShard.add_mean",
         (
             "a second gradient replaces the first",
             "piece.value.grad += part",
@@ -39,7 +39,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BucketShard.take_over",
+        "BucketShard.adopt_written",
         (
             "loaded parameters go back to the owner's values",
             "torch.where(held == self._left, self.exact, held)",
@@ -66,8 +66,11 @@ MUTANTS: list[Mutant] = [
         "Gather.exchange",
         (
             "differences are given back before a GPU has packed them",
-            "        bucket = engine.bucket(message, shard.layout, output=whole)\n        return (yield from scheme.all_gather(bucket, shard.spans)).mean",
-            "        bucket = engine.bucket(message, shard.layout, output=whole)\n        mean = lambda value: (yield from scheme.all_gather(value, shard.spans)).mean\n        return mean(bucket)",
+            "        bucket = engine.bucket(message, shard.layout, output=whole)\n"
+            "        return (yield from scheme.all_gather(bucket, shard.spans)).mean",
+            "        bucket = engine.bucket(message, shard.layout, output=whole)\n"
+            "        mean = lambda value: (yield from scheme.all_gather(value, shard.spans)).mean\n"
+            "        return mean(bucket)",
             "tests/unit/test_lazy_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
         ),
     ),
@@ -163,8 +166,8 @@ MUTANTS: list[Mutant] = [
         "Shards.zero_grad",
         (
             "a step keeps the gradients that no_sync has accumulated",
-            "                piece.value.grad = None\n        self._stand_ins.forget()",
-            "                pass\n        self._stand_ins.forget()",
+            "                piece.value.grad = None\n        self._placeholders.forget()",
+            "                pass\n        self._placeholders.forget()",
             BITS,
         ),
     ),
@@ -248,7 +251,7 @@ MUTANTS: list[Mutant] = [
         "Gather.exchange",
         (
             "differences do not have what was not sent before",
-            "shard.exact - shard.held()",
+            "shard.exact - shard.shared_values()",
             "shard.exact - shard.exact",
             LOST,
         ),
@@ -272,7 +275,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Shards.drop_with_stand_ins",
+        "Shards.drop_with_placeholders",
         (
             "means stay where the model has dropped its gradients",
             "            self.zero_grad()\n            return\n",
@@ -308,7 +311,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ShardedGradPlaceholders.put",
+        "ShardedGradPlaceholders.install",
         (
             "a rank's own gradients stay where the mean is expected",
             "parameter.grad = ShardedGrad(parameter)",
@@ -317,7 +320,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "ShardedGradPlaceholders.make_room",
+        "ShardedGradPlaceholders.remove",
         (
             "another backward pass drops the mean of the one before",
             "self._away.add(parameter)",

@@ -18,7 +18,7 @@ from commhooks.core._packed import PackedCodec, Piece, Randomness
 from commhooks.errors import SchemeError
 from commhooks.hook._engine import Engine, ExactParameters
 from commhooks.schemes import Blockwise, Dense, TopK, TwoPhaseCast
-from commhooks.verify._judge import law_of
+from commhooks.verify._judge import error_bound_of
 from commhooks.wrappers import EF21, Cast, Guard, PerParameter, Rule, TwoPhase
 from commhooks.wrappers._feedback import FlushResidual
 from ddp_core import simulate
@@ -238,7 +238,7 @@ def test_on_many_ranks_each_shard_is_as_near_the_mean_as_its_scheme_declares(nam
     scheme = WITHOUT_MEMORY[name]
     ranks = Ranks(scheme, count, pieces)
     grads = ranks.gradients(0)
-    rounding = law_of(scheme, count).rounding
+    rounding = error_bound_of(scheme, count).rounding
     assert rounding is not None
     for (begin, end), found in zip(ranks.shards, ranks.reduce_scatter(grads), strict=True):
         parts = [grad[begin:end] for grad in grads]

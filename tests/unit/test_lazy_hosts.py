@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import commhooks
 from commhooks.core._layout import Layout
-from commhooks.fsdp._fsdp2 import BetweenNodes, SchemeReduceScatter
+from commhooks.fsdp._fsdp2 import ReplicaAllReduce, SchemeReduceScatter
 from commhooks.hook._engine import Engine
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._parameters import Parameters
@@ -139,7 +139,7 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
         for step in range(3):
             for shard in shards._all:
                 shard.arrived = True
-            shards._stand_ins._away.update(
+            shards._placeholders._away.update(
                 module
             )  # their gradients have come, and were made room for
             for number, piece in enumerate(shards.pieces()):
@@ -169,7 +169,7 @@ class Module:
     def layout(self, known: ShardedParameters, numel: int, pieces: int) -> Layout:
         return known.layout_of([f"p{self.number}"])
 
-    def reduced_units(self, reduced: Tensor) -> float:
+    def gradient_scale(self, reduced: Tensor) -> float:
         return 0.5  # as if it had been divided
 
 
@@ -188,12 +188,12 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
     model = nn.ParameterList([torch.zeros(SIZE) for _ in range(3)])
     hook = commhooks.HookState(name, process_group=dist.group.WORLD, error_feedback=True)
     here = torch.device("meta")
-    hook.binding.adopt_sharded(model, known, dist.group.WORLD, here)  # type: ignore[arg-type]
-    hook.binding.notifying_core = lambda hook: hook  # type: ignore[assignment]
+    hook.target.adopt_sharded(model, known, dist.group.WORLD, here)  # type: ignore[arg-type]
+    hook.target.notifying_core = lambda hook: hook  # type: ignore[assignment]
     main, scatter, reduce = machine.current, machine.Stream(), machine.Stream()
     modules: list[Any] = [Module(number) for number in range(3)]
     inside = [SchemeReduceScatter(hook, one, known) for one in modules]
-    hooks = [BetweenNodes(hook, one, known) for one in modules]
+    hooks = [ReplicaAllReduce(hook, one, known) for one in modules]
     totals = [torch.zeros(SIZE, dtype=torch.float64, device="meta") for _ in modules]
     found = []
     for step in range(3):

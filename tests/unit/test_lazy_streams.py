@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from commhooks.hook._coalesce import Group, _Held
+from commhooks.hook._coalesce import Group, _HeldBucket
 from commhooks.hook._state import HookState
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers._ef21 import EF21
@@ -90,7 +90,7 @@ def train(
         if cut:
             hook.engine.traits = hook.engine.traits._replace(max_bucket_numel=200)
         if told:
-            hook.binding.notifying_core = lambda hook: hook
+            hook.target.notifying_core = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
             groups = [list(model.parameters())] if rebuilt and not step else several
@@ -219,7 +219,7 @@ def test_a_gate_that_completes_with_nothing_is_seen(monkeypatch: pytest.MonkeyPa
                 held.gate.set_result(None)
 
     monkeypatch.setattr(Group, "release", release)
-    monkeypatch.setattr(_Held, "outcome", lambda held, _: held.buffer)
+    monkeypatch.setattr(_HeldBucket, "outcome", lambda held, _: held.buffer)
     assert differs("powersgd", {"rank": 2, "coalesce": True}, "late")
 
 

@@ -142,7 +142,7 @@ def test_removing_forgets_only_after_a_good_step() -> None:
 def test_a_flush_leaves_what_is_kept_of_a_parameter_that_was_left_alone() -> None:
     memory = memory_with(AB)
     memory.write("r", AB, None)
-    memory.commit(GOOD, left_alone=["b"])
+    memory.commit(GOOD, unused=["b"])
     a, b = AB.views(memory.read("r", AB, device=CPU))
     assert not a.any()
     assert torch.equal(b, AB.views(filled(AB))[1])
@@ -151,7 +151,7 @@ def test_a_flush_leaves_what_is_kept_of_a_parameter_that_was_left_alone() -> Non
 def test_a_parameter_left_alone_at_first_begins_with_its_initial_value() -> None:
     memory = Memory()
     memory.write("q", AB, filled(AB))
-    memory.commit(GOOD, left_alone=["a"])
+    memory.commit(GOOD, unused=["a"])
     assert memory.get("q", "a") is None
     assert [name for _, name, _ in memory.items()] == ["b"]
     read = memory.read("q", AB, device=CPU, initial=lambda name, shape: torch.full(shape, 7.0))

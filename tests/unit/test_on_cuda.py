@@ -12,10 +12,10 @@ import commhooks
 from commhooks.core import Layout, Memory
 from commhooks.errors import RegistrationError
 from commhooks.hook import _running as meeting
-from commhooks.hook._binding import Binding
 from commhooks.hook._capture import refuse_cuda_graph
 from commhooks.hook._engine import _verdicts
 from commhooks.hook._ledger import Ledger
+from commhooks.hook._target import HookTarget
 from ddp_core import AllReduce, GradBucket, Streams, Task
 from ddp_core.exchange import _clocks as clocks
 from ddp_core.reducer import _unused as unused
@@ -43,7 +43,7 @@ def test_ranks_meet_on_the_device_of_the_parameters(monkeypatch):
     model = nn.ParameterList([nn.Parameter(on_gpu(3))])
     hook = commhooks.HookState("fp16", model)
     monkeypatch.setattr(
-        Binding, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     )
     monkeypatch.setattr(
         meeting, "handshake", lambda *args, **_: met.append(device.devices[-1]) or ["run"]
@@ -115,7 +115,7 @@ def test_only_what_is_the_same_in_every_step_is_captured(name, monkeypatch):
 def test_a_call_is_not_captured_either(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(
-        Binding, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     )
     with pytest.raises(RegistrationError, match="replays would repeat what int8"):
         commhooks.Collectives("int8").all_reduce(on_gpu(2048))
@@ -126,7 +126,7 @@ def test_calls_meet_on_the_device_of_their_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     run = commhooks.Collectives("fp16")
     monkeypatch.setattr(
-        Binding, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
     )
 
     def meet(*args, **_):

@@ -24,7 +24,7 @@ from commhooks.hook._ledger import Ledger
 from commhooks.report import Page
 from commhooks.report._style import spread
 from commhooks.report._timeline import chrome_trace, draw, spans
-from commhooks.verify import Finding, Verification, Verified
+from commhooks.verify import Finding, Verification, VerifiedRow
 from ddp_core import RoundRecord
 
 
@@ -103,7 +103,7 @@ def test_a_page_tells_what_was_measured_of_candidates(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("group")
 def test_a_run_without_auto_has_tried_nothing(tmp_path: Path) -> None:
     hook = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "int8")
-    assert not hook.tried
+    assert not hook.candidates
     hook.page(tmp_path / "run.html")
     assert "Candidates" not in (tmp_path / "run.html").read_text()
 
@@ -245,7 +245,7 @@ def test_the_metrics_are_the_documented_ones() -> None:
         assert f"``{name}``" in documented
 
 
-def _verified(found: list[Finding], rows: list[Verified]) -> commhooks.HookState:
+def _verified(found: list[Finding], rows: list[VerifiedRow]) -> commhooks.HookState:
     """A hook of which one step was verified, with these results."""
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     hook = commhooks.register(ddp, "int8", verify=Verification(1, "raise"))
@@ -259,8 +259,8 @@ def _verified(found: list[Finding], rows: list[Verified]) -> commhooks.HookState
 
 @pytest.mark.usefixtures("group")
 def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) -> None:
-    rows = [Verified(0, 0, f"layer{k}.$w_{k}", k / 100, 0.5, 1.0) for k in range(1, 31)]
-    rows += [Verified(0, 1, "<zero>", math.inf, math.nan, 0.0)]
+    rows = [VerifiedRow(0, 0, f"layer{k}.$w_{k}", k / 100, 0.5, 1.0) for k in range(1, 31)]
+    rows += [VerifiedRow(0, 1, "<zero>", math.inf, math.nan, 0.0)]
     found = [Finding(0, 0, "layer3.w", "ranks differ", (1,), "it <differs>")]
     hook = _verified(found, rows)
     hook.page(tmp_path / "run.html")

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from commhooks.errors import MissingRankError
 from commhooks.hook import _handshake as _roll_call
-from commhooks.hook._handshake import forget, roll_call
+from commhooks.hook._handshake import clear_keys, wait_for_all_ranks
 from ddp_core import SharedStore
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
@@ -43,7 +43,7 @@ def _call(groups, ranks, *, limit=LONG, call="register", before=lambda rank: Non
     def run(rank):
         before(rank)
         try:
-            roll_call(call, groups[rank], limit)
+            wait_for_all_ranks(call, groups[rank], limit)
             found[rank] = None
         except MissingRankError as error:
             found[rank] = str(error)
@@ -60,7 +60,7 @@ def test_all_come_again_and_again(groups):
     for _ in range(3):
         assert _call(groups, [0, 1, 2]) == [None] * 3
         for group in groups:
-            forget(group)
+            clear_keys(group)
 
 
 def test_a_slow_rank_is_waited_for(groups):
@@ -84,12 +84,12 @@ def test_ranks_that_give_up_one_after_the_other_meet_again(groups, monkeypatch):
         """Rank 1 gives up when rank 0 has given up and called again."""
         monkeypatch.setattr(SharedStore, "wait_for", wait)
         with pytest.raises(MissingRankError):
-            roll_call("switch", groups[0], SHORT)
+            wait_for_all_ranks("switch", groups[0], SHORT)
         points.append(_roll_call._next_point(groups[0], store, SOON).key)
 
     monkeypatch.setattr(SharedStore, "wait_for", give_up_late)
     with pytest.raises(MissingRankError):
-        roll_call("switch", groups[1], SHORT)
+        wait_for_all_ranks("switch", groups[1], SHORT)
     store = _roll_call.shared_store(None)
     later = [_roll_call._next_point(groups[rank], store, SOON).key for rank in (1, 2)]
     assert later == points * 2
@@ -107,4 +107,4 @@ def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
 
 def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
     monkeypatch.setattr(_roll_call, "shared_store", lambda group: None)
-    roll_call("register", _Group(0, 3), SHORT)
+    wait_for_all_ranks("register", _Group(0, 3), SHORT)

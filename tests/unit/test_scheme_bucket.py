@@ -113,12 +113,12 @@ def test_a_completed_result_says_what_was_not_sent(result, unsent):
     one = bucket(**kept())
     expected = (one.raw + 0.5) * unsent
     assert one.gradient is not None
-    assert torch.equal(one.completed(result(one)).unsent, expected)
+    assert torch.equal(one.with_unsent(result(one)).unsent, expected)
 
 
 def test_a_mean_that_lies_in_the_residuals_place_is_moved():
     one = bucket(**kept())
-    result = one.completed(Result(one.gradient.mul_(2.0)))
+    result = one.with_unsent(Result(one.gradient.mul_(2.0)))
     assert torch.equal(result.mean, 2 * (one.raw + 0.5))
     assert not result.unsent.any()
 
@@ -184,7 +184,7 @@ class Draws(Wrapper):
     scheme: Scheme
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        return (yield from self.scheme.exchange(bucket.with_draws("mine")))
+        return (yield from self.scheme.exchange(bucket.fork_random("mine")))
 
 
 @pytest.mark.parametrize("inside", [TwoPhase(Peeks()), Draws(Peeks()), Draws(Dense())])

@@ -132,7 +132,7 @@ def test_a_call_that_a_silent_store_ended_is_told_to_the_others(
 
     monkeypatch.setattr(SharedStore, "wait_for", stop)
     with pytest.raises(SilentStoreError, match=r"^register: the process that holds the store"):
-        _roll_call.roll_call("register", groups[1], limit)  # type: ignore[arg-type]
+        _roll_call.wait_for_all_ranks("register", groups[1], limit)  # type: ignore[arg-type]
     store.goes_on.set()
     monkeypatch.undo()
     outcome = SharedStore(store.store).wait_for(begun[0], 10.0)
@@ -142,7 +142,7 @@ def test_a_call_that_a_silent_store_ended_is_told_to_the_others(
     monkeypatch.setattr(_roll_call, "shared_store", lambda group: shared[group.rank()])
     long = timedelta(seconds=20)
     threads = [
-        threading.Thread(target=_roll_call.roll_call, args=("switch", group, long))
+        threading.Thread(target=_roll_call.wait_for_all_ranks, args=("switch", group, long))
         for group in groups
     ]
     for thread in threads:

@@ -34,7 +34,7 @@ from commhooks.research.baselines import TernGrad
 from commhooks.verify import Verification
 from commhooks.verify import _verification as _verify
 from commhooks.verify._equal import _CHUNK, hashes
-from commhooks.verify._judge import law_of
+from commhooks.verify._judge import error_bound_of
 from commhooks.verify._measure import Measurement, norms_of
 from commhooks.wrappers import DelayedStart, PeriodicDense, Schedule
 from commhooks.wrappers._base import Wrapper
@@ -494,11 +494,11 @@ def _closes_after_a_failure(rank: int, world_size: int) -> list[Any]:
         ddp(torch.randn(4, 16)).square().mean().backward()
         verification = hook.verification
         assert verification is not None
-        lent = verification._lent
-        assert lent is not None
+        lane_group = verification._lane_group
+        assert lane_group is not None
         verification._pending[0].works.append(_Failed())
         commhooks.unregister(ddp) if removes else hook.close()
-        found += [lent.unusable, verification._lent is None, len(verification._pending)]
+        found += [lane_group.unusable, verification._lane_group is None, len(verification._pending)]
     return found
 
 
@@ -776,7 +776,7 @@ def test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses(
             grad[::256] = 1.0
             grad *= factor
         mean = ranks.step([grad.clone() for grad in grads])[0]
-        law = law_of(scheme, world_size)
+        law = error_bound_of(scheme, world_size)
         error = float((mean - torch.stack(grads).mean(0)).norm())
         largest = max(float(grad.norm()) for grad in grads)
         assert law.rounding is None or error <= law.variance**0.5 * largest

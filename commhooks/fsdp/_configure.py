@@ -13,10 +13,10 @@ from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._state import HookState
 from commhooks.verify import Verification
 
-__all__ = ["fit_to_host"]
+__all__ = ["configure_sharded_hook"]
 
 
-def fit_to_host(
+def configure_sharded_hook(
     hook: HookState,
     model: nn.Module,
     known: Parameters,
@@ -43,10 +43,12 @@ def fit_to_host(
     Raises:
         RegistrationError: the scheme cannot return a shard.
     """
-    hook.attendance.dismiss()  # the host's guard says where it would not run
+    hook.call_monitor.disable()  # the host's guard says where it would not run
     if shards_for:
         check_returns_shards(hook.scheme, shards_for)
         hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
-    hook.binding.adopt_sharded(model, known, group, device, values)
+    hook.target.adopt_sharded(model, known, group, device, values)
     hook._verify_with(verification)
-    hook.stays = "its host decides over which ranks it shards; register a hook on a model of others"
+    hook.fixed_group_reason = (
+        "its host decides over which ranks it shards; register a hook on a model of others"
+    )

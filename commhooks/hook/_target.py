@@ -1,4 +1,4 @@
-"""Defines ``Binding``: the model that a hook serves and the ranks that it averages over."""
+"""Defines ``HookTarget``: the model that a hook serves and the ranks that it averages over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from commhooks.hook._parameters import Parameters, find_owner, values_of
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import on_device, on_device_of
 
-__all__ = ["Binding", "Origin", "check_process_group"]
+__all__ = ["HookTarget", "Origin", "check_process_group"]
 
 
 class Origin(NamedTuple):
@@ -48,7 +48,7 @@ def check_process_group(group: object) -> None:
     )
 
 
-class Binding:
+class HookTarget:
     """Holds the model, the parameters and the process group of one hook.
 
     Args:
@@ -58,8 +58,8 @@ class Binding:
         parameters: the model's parameters, by name.
         static_graph: whether the model was made with ``static_graph=True``.
         exchange_device: the device of what is exchanged, where that is not the parameters'.
-        beside: groups of ranks that have other parts of the same gradients (HSDP): with the hook's
-            group they agree on whether a step was finite.
+        verdict_groups: process groups of the other shards (HSDP); whether a step was finite is
+            agreed on over them, too.
         shards: the ranks that keep the other shards of what this rank keeps; None: it keeps whole
             parameters.
         pickled_on: where an unpickled state was pickled; None for others.
@@ -69,7 +69,7 @@ class Binding:
         self.parameters = Parameters()
         self.static_graph = False
         self.exchange_device: torch.device | None = None
-        self.beside: list[dist.ProcessGroup] = []
+        self.verdict_groups: list[dist.ProcessGroup] = []
         self.shards: dist.ProcessGroup | None = None
         self.pickled_on: Origin | None = None
         self._process_group = process_group
@@ -203,7 +203,7 @@ class Binding:
             return on_device(self.exchange_device)
         return on_device_of(model.parameters() if model else ())
 
-    def may_leave_alone(self, bucket: Any) -> bool:
+    def may_skip_unused(self, bucket: Any) -> bool:
         """Whether the reducer may leave ``.grad`` of an unused parameter unwritten."""
         model = self.model
         if isinstance(model, DistributedDataParallel):
@@ -220,5 +220,5 @@ class Binding:
 
 def _inside_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group inside of one that runs a scheme, which would run in the hook's sums."""
-    inside: dist.ProcessGroup = getattr(group, "inside", group)
+    inside: dist.ProcessGroup = getattr(group, "wrapped", group)
     return inside
