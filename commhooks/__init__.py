@@ -1,4 +1,4 @@
-"""Gradient communication hooks with compression for PyTorch data-parallel training.
+"""Offers gradient communication hooks with compression for PyTorch data-parallel training.
 
 The names of daily use are here. Schemes are in :mod:`commhooks.schemes`, wrappers in
 :mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, what authors of schemes

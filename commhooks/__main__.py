@@ -1,4 +1,4 @@
-"""``commhooks`` and ``python -m commhooks``: the command line, if its packages are there."""
+"""Runs the command line for ``commhooks`` and ``python -m commhooks``."""
 
 from __future__ import annotations
 

@@ -156,12 +156,12 @@ def wrapped_parameters(ddp: Any) -> list[nn.Parameter]:
 
 
 def knows_comm_hooks(ddp: DistributedDataParallel) -> bool:
-    """Whether the constructor came as far as the list of hooks."""
+    """Whether the constructor has made the list of hooks."""
     return hasattr(ddp, "_comm_hooks")
 
 
 def logging_data(ddp: DistributedDataParallel) -> dict[str, Any]:
-    """Returns what torch logs of settings and buckets."""
+    """Returns the settings and bucket sizes that torch logs."""
     data: dict[str, Any] = ddp._get_ddp_logging_data()
     return data
 
@@ -254,12 +254,12 @@ def flat_names(flat: Any) -> Sequence[str]:
 
 
 def flat_shapes(flat: Any) -> list[tuple[torch.Size, tuple[int, ...]]]:
-    """Returns their shapes and strides."""
+    """Returns shapes and strides of the parameters in a flat parameter."""
     return list(zip(flat._shapes, flat._strides, strict=True))
 
 
 def flat_masks(flat: Any) -> list[tuple[int, bool]]:
-    """Returns the sizes of what lies in a flat parameter, and whether each is padding."""
+    """Returns the sizes of the spans of a flat parameter, and whether each is padding."""
     return list(zip(flat._numels_with_padding, flat._is_padding_mask, strict=True))
 
 
@@ -269,7 +269,7 @@ def flat_originals(flat: Any) -> Sequence[Any]:
 
 
 def dtensor_specs_in(flat: Any) -> Sequence[Any]:
-    """Returns what FSDP1 keeps of the DTensor that each parameter was; None: it was none."""
+    """Returns FSDP1's records of the DTensors that parameters were; None for a plain tensor."""
     specs: Sequence[Any] = flat._param_extensions
     return specs
 
@@ -281,7 +281,7 @@ REDUCE_SCATTER, ALL_REDUCE = "_reduce_scatter_comm", "_all_reduce_hook"
 
 
 def fsdp2_state(module: Any) -> Any:
-    """Returns what FSDP2 knows of a module."""
+    """Returns FSDP2's state of a module."""
     return module._get_fsdp_state()
 
 
@@ -308,7 +308,7 @@ def fsdp2_ranks(group: Any) -> dist.ProcessGroup:
 
 
 def fsdp2_gather(group: Any) -> Any:
-    """Returns what gathers a group of parameters."""
+    """Returns the all-gather of a group of parameters."""
     return group._all_gather_comm
 
 

@@ -1,3 +1,3 @@
-"""The release."""
+"""States the release."""
 
 __version__ = "0.1.0"

@@ -4,8 +4,8 @@
 #
 # _form                the form of a saved state, and its checks
 # _plain_scheme        a scheme as plain values
-# _memory              whether tensors fit a scheme and a model
-# _ranks               which rank takes what of another number of ranks
+# _memory              checks that tensors fit a scheme and a model
+# _ranks               states on another number of ranks
 # _pieces, _placement  pieces of parameters that are cut
 # _flat                tensors and strings alone, for safetensors
 

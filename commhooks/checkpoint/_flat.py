@@ -1,4 +1,4 @@
-"""Converts a state to flat tensors and strings, which is what safetensors stores, and back."""
+"""Converts a state to flat tensors and strings, as safetensors stores them, and back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def flatten_state(state: StateDict) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def unflatten_state(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Returns the state dict that ``flatten_state`` converted.
+    """Inverts ``flatten_state``: returns the state dict.
 
     Raises:
         CheckpointError: the metadata is missing or damaged.

@@ -124,7 +124,7 @@ _DTYPES = FLOATS | _INTEGERS | {torch.bool}  # complex parameters are pairs of r
 
 
 class Part(NamedTuple):
-    """Holds what one rank saved.
+    """Holds the part of a state that one rank saved.
 
     Attributes:
         rank: the rank within the hook's process group.
@@ -132,8 +132,8 @@ class Part(NamedTuple):
         leader: the smallest global rank of the group, which identifies the group.
         arrival: names of all parameters, in the order in which gradients came in the last step;
             empty if that is not known, None if the model was not ``ddp_core``'s.
-        placement: by parameter, the piece that the rank trains, of those that are cut; None if the
-            state does not tell.
+        placement: shard that the rank trains of each parameter that tensor parallelism cuts, by
+            name; None if the state does not say.
     """
 
     rank: int
@@ -146,7 +146,7 @@ class Part(NamedTuple):
 
 
 class SavedBuckets(NamedTuple):
-    """Holds what a resumed run needs to have the same buckets.
+    """Holds the buckets of a run, for a resumed run.
 
     Attributes:
         layout: names of the parameters of each bucket.

@@ -1,7 +1,7 @@
-"""Makes whole parameters of the pieces that ranks keep where a host shards parameters.
+"""Joins the shards that ranks save on a host that shards parameters to whole parameters.
 
 Between nodes (HSDP) the ranks of one group have the same shard of every parameter, and each shard
-has a group of its own. Pieces of all of them are put together before a state is distributed over
+has a group of its own. Shards of all groups are joined before a state is distributed over
 other ranks, so that another mesh, or another host, finds whole parameters.
 """
 
@@ -23,13 +23,13 @@ __all__ = ["of_one_group", "whole_values"]
 def whole_values(
     values: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
-    """Returns values by parameter, given values by piece of a parameter.
+    """Joins values by shard of a parameter to values by parameter.
 
-    What fills up the last pieces has a name of its own, see :func:`padding_name`.
+    Padding behind the last shard has a name of its own, see :func:`padding_name`.
 
     Args:
         values: tensors by name; those that are not of pieces stay as they are.
-        shapes: of whole parameters, by name.
+        shapes: shapes of whole parameters, by name.
 
     Raises:
         CheckpointError: pieces are missing, or do not fit the parameter.
@@ -78,13 +78,13 @@ def _cut_dimension(shape: torch.Size, parts: Mapping[int, Tensor]) -> int | None
 
 
 def of_one_group(saved: Saved, shapes: Mapping[str, torch.Size], keys: Collection[str]) -> Saved:
-    """Returns a state of several groups of ranks, one for each shard, as that of one group.
+    """Converts a state of several groups of ranks, one for each shard, to that of one group.
 
     Args:
         saved: the parts of all groups; those of one rank within its group belong together.
-        shapes: of whole parameters, by name.
-        keys: of memory whose values have the shapes of pieces of parameters. Other values keep
-            the names of pieces.
+        shapes: shapes of whole parameters, by name.
+        keys: keys of memory whose values have the shapes of shards. Other values keep the names of
+            shards.
 
     Raises:
         CheckpointError: pieces are missing, or two groups have the same.

@@ -1,7 +1,7 @@
-"""Tells which piece of each parameter a rank trains, where parameters are DTensors.
+"""Describes the shard of each parameter that a rank trains, if parameters are DTensors.
 
-Ranks of tensor parallelism have memory of the same names and shapes, so nothing else tells whose a
-state is.
+Tensor-parallel ranks have memory of the same names and shapes, so only this description says to
+which rank a state belongs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _ALONG = re.compile(r" along dimension (\d{1,9})")
 
 
 class ShardSpec(NamedTuple):
-    """Says which piece of a parameter a rank trains, and who has the others.
+    """Describes the shard of a parameter that a rank trains, and the ranks of the other shards.
 
     Attributes:
-        piece: in words; "" for all of it.
+        piece: the shard in words; "" for the whole parameter.
         shard_groups: groups of ranks between which the parameter is cut. Ranks of other groups have
             the same piece, and have to keep it equal.
     """
@@ -40,7 +40,7 @@ class ShardSpec(NamedTuple):
 
 
 def shard_spec_of(spec: Any) -> ShardSpec:
-    """Returns how a parameter is cut.
+    """Returns the shard spec of a parameter.
 
     Args:
         spec: see :func:`shard_description`.
@@ -56,7 +56,7 @@ def shard_spec_of(spec: Any) -> ShardSpec:
 
 
 def shard_description(spec: Any) -> str:
-    """Returns which piece of a parameter a DTensor's spec gives to this rank; "" for all of it.
+    """Describes this rank's shard of a DTensor; "" for the whole parameter.
 
     Args:
         spec: placements and mesh of the DTensor, without the ranks that average; None if the
@@ -75,7 +75,7 @@ def shard_description(spec: Any) -> str:
 
 
 def _cut(placement: Any) -> str:
-    """Returns how a placement cuts a parameter."""
+    """Describes the cut of a placement in words."""
     if not hasattr(placement, "dim"):
         return f"by {placement}"
     # Above 1 where a later dimension of the mesh cuts first (torch's ``_StridedShard``): the
@@ -98,7 +98,7 @@ def _in_order(pieces: Iterable[str]) -> str:
 
 
 def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
-    """Returns pieces by parameter as lists of a piece and the names of its parameters."""
+    """Converts shards by parameter to lists of a shard and the names of its parameters."""
     names: dict[str, list[str]] = {}
     for name, piece in pieces.items():
         names.setdefault(piece, [piece]).append(name)
@@ -106,7 +106,7 @@ def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
 
 
 def read_placement(stored: object, what: str) -> dict[str, str]:
-    """Returns pieces by parameter, given what :func:`stored_placement` returned.
+    """Inverts :func:`stored_placement`: returns shards by parameter.
 
     Args:
         what: begins the message of an error.
@@ -131,7 +131,7 @@ def check_placement(
 
     Args:
         call: the name of the public call.
-        stored: what :func:`stored_placement` returned; None: the state does not tell.
+        stored: result of :func:`stored_placement`; None: the state does not say.
         here: this rank's pieces by parameter, of those that are cut.
         find: tells the name here of a parameter in the state.
     """

@@ -43,7 +43,7 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, *, inside: int = 0) -> Any:
-    """Returns what ``to_plain`` converted, with tuples for lists.
+    """Inverts ``to_plain``, with tuples for lists.
 
     Args:
         inside: number of schemes and lists around it.
@@ -93,7 +93,7 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
 
 
 def _drop_what_is_fixed(settings: dict[str, Any]) -> None:
-    """Removes the settings of a saved Guard that it has no more, where they are what it does."""
+    """Removes former settings of a saved Guard; raises unless they have their fixed values."""
     for name, fixed in _OF_GUARDS.items():
         if settings.pop(name, fixed) != fixed:
             raise CheckpointError(
@@ -107,7 +107,7 @@ def _is_text(value: object) -> bool:
 
 
 def _may_be_named(kind: type) -> bool:
-    """Whether a file may choose a class: it only computes, or the program has allowed it."""
+    """Whether a file may name a class, which only computes, or which the program has allowed."""
     touches_files = issubclass(kind, Scheme) and kind.touches_files
     if kind.__module__.partition(".")[0] == "commhooks" and not touches_files:
         return True

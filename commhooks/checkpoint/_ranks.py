@@ -72,7 +72,7 @@ def memory_for_rank(
         state: one state, a list of states, or states that were read.
         rank: the rank within the hook's group.
         world_size: the group's number of ranks.
-        per_rank: by key, what becomes of values that differ between ranks; see :func:`resizes_of`.
+        per_rank: treatment of values that differ between ranks, by key; see :func:`resizes_of`.
         leader: the smallest global rank of the hook's group, for a state of several groups.
         alone: counts missing parts as empty; False: a missing part is an error.
         check: called with each old rank's memory before it is used.
@@ -149,17 +149,17 @@ def with_own_pieces(
     find: Callable[[str], str],
     kept: Mapping[int, Collection[str]] | None = None,
 ) -> Saved:
-    """Returns a state with the parts of those ranks that had the pieces that this rank has.
+    """Returns a state with the parts of ranks that had the same tensor-parallel shards.
 
-    Parameters of which a part keeps nothing are not compared, nor parts that do not tell.
+    Parameters without memory in a part are not compared, nor parts without a placement.
 
     Args:
-        here: this rank's pieces by parameter, of those that are cut; see :class:`Part`.
-        find: tells the name here of a parameter in the state.
+        here: this rank's shards of cut parameters, by name; see :class:`Part`.
+        find: returns this model's name of a parameter in the state.
         kept: names of values by global rank; None: those in the parts.
 
     Raises:
-        CheckpointError: there are none.
+        CheckpointError: there are no such parts.
     """
     others, fitting = [], []
     for part in saved.parts:
@@ -179,7 +179,7 @@ def with_own_pieces(
             f"{piece}, and this rank trains {here.get(name) or 'all of it'}. Give each rank "
             f"what ranks with its pieces saved: state_dict(gather=True) of their group, the list "
             f"of the states of all ranks, or from torch.distributed.checkpoint use "
-            f"commhooks.load_dcp. What a scheme keeps is not cut anew for another number of ranks "
+            f"commhooks.load_dcp. A scheme's memory is not cut again for another number of ranks "
             f"of tensor parallelism"
         )
     return Saved(saved.common, fitting)
@@ -192,13 +192,13 @@ def merged(
     world_size: int,
     per_rank: Mapping[str, str],
 ) -> MemoryDict:
-    """Returns a new rank's memory from the parts of ranks of another number.
+    """Computes a rank's memory from the parts of another number of ranks.
 
     Args:
         used: parts; those whose rank is ``rank`` modulo ``world_size`` are added up here.
-        rank, world_size: of the new rank.
-        saved_size: number of old ranks, over which what was summed was to be averaged.
-        per_rank: by key, what becomes of values that differ between ranks.
+        rank, world_size: the new rank, and the new number of ranks.
+        saved_size: number of old ranks.
+        per_rank: treatment of values that differ between ranks, by key.
     """
     everyone = [part.memory for part in used]
     memories = [part.memory for part in used if part.rank % world_size == rank]
@@ -234,7 +234,7 @@ def _added(key: str, memories: Sequence[MemoryDict], factor: float) -> dict[str,
 
 
 def resizes_of(scheme: Scheme) -> dict[str, str]:
-    """Returns what becomes of memory that differs between ranks, by key: "sum", "mean", "drop"."""
+    """Returns the treatment of memory that differs between ranks, by key: "sum", "mean", "drop"."""
     resizes = {RESIDUAL: "sum"}  # for any scheme: a residual may be flushed
     resizes |= {slot.key: slot.resize for slot in slots_of(scheme) if slot.resize != "same"}
     return resizes

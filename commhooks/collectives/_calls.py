@@ -50,7 +50,7 @@ __all__ = [
 
 
 class NamedTensors(Parameters):
-    """Holds names, shapes and dtypes of tensors, which are declared as they come."""
+    """Holds names, shapes and dtypes of tensors, which the first call of each name declares."""
 
     def __iter__(self) -> Iterator[Parameter]:
         return iter(self._by_name.values())
@@ -59,7 +59,7 @@ class NamedTensors(Parameters):
         return len(self._by_name)
 
     def declare(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Adds a tensor, or checks that it is the one that was declared before.
+        """Adds a tensor, or checks shape and dtype of one that was declared before.
 
         Raises:
             ValueError: a tensor of this name has another shape or dtype.
@@ -81,19 +81,19 @@ class NamedTensors(Parameters):
         return True
 
     def and_also(self, other: NamedTensors) -> NamedTensors:
-        """Returns the tensors of both; those of ``other`` where names are equal."""
+        """Returns the tensors of both; where names are equal, those of ``other``."""
         both = NamedTensors()
         both._by_name = {**self._by_name, **other._by_name}
         return both
 
     def having(self, names: Iterable[str]) -> NamedTensors:
-        """Returns the tensors of some names, which there need not be."""
+        """Returns the declared ones of the tensors with these names."""
         some = NamedTensors()
         some._by_name = {name: self._by_name[name] for name in names if name in self._by_name}
         return some
 
     def described(self, name: str) -> tuple[list[int], str] | None:
-        """Returns shape and dtype of a tensor in a form for JSON; None if it is not declared."""
+        """Returns shape and dtype of a tensor as JSON values; None if it is not declared."""
         known = self._by_name.get(name)
         return None if known is None else (list(known.shape), str(known.dtype).split(".")[1])
 
@@ -111,8 +111,8 @@ class Handle(dist.Work):
     """Waits for one call that was made with ``async_op=True``, as torch's handles do.
 
     Args:
-        future: of the result.
-        device: of the result.
+        future: future of the result.
+        device: device of the result.
     """
 
     # A ``dist.Work``, since FSDP2 waits for nothing else.
@@ -131,15 +131,15 @@ class Handle(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Does what :meth:`wait` does."""
+        """Waits, see :meth:`wait`."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Does what :meth:`wait` does."""
+        """Waits, see :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether the call is over, on the device, too."""
+        """Whether the call has ended, also on the device."""
         if self._device.type == "cpu" or not self._future.done():
             return self._future.done()
         if self._happened is None:  # the future is done when all is enqueued
@@ -157,9 +157,9 @@ class CollectiveCall:
 
     Attributes:
         kind: the collective.
-        input: what this rank puts in, any shape and strides.
-        output: what takes the result; ``input`` itself for an all-reduce.
-        is_sum: the sum over ranks is asked for, and not the mean.
+        input: tensor of this rank, any shape and strides.
+        output: tensor for the result; ``input`` itself in an all-reduce.
+        is_sum: whether the result is the sum over ranks, not the mean.
     """
 
     kind: Kind
@@ -195,14 +195,14 @@ class CollectiveCall:
             raise ValueError(f"{call}(op=AVG): a mean of {given.dtype} is not whole; use SUM")
 
     def is_plain(self, scheme: Scheme) -> bool:
-        """Whether the tensor travels as it is: integers, complex numbers, and all with "none".
+        """Whether the tensor is sent without compression: integers, complex numbers, scheme "none".
 
-        So do floating numbers of 8 bits, such as weights that were quantised before.
+        So are floating numbers of 8 bits, such as quantised weights.
         """
         return not travels_coded(self.input) or type(scheme) is Dense
 
     def check_scheme(self, scheme: Scheme) -> None:
-        """Raises RegistrationError unless a scheme can do what the call asks for."""
+        """Raises RegistrationError unless a scheme supports the collective."""
         if self.is_plain(scheme):
             return
         if self.kind == "all_gather" and not scheme.gathers:
@@ -223,7 +223,7 @@ class CollectiveCall:
             )
 
     def exchange(self, engine: Engine, layout: Layout, number: int, *, agree: bool) -> Exchange:
-        """Runs the call as an exchange of ``engine``, and returns ``into``."""
+        """Runs the call as an exchange of ``engine``, and returns ``output``."""
         exact, ranks, into = self.is_plain(engine.scheme), engine.world_size, _real(self.output)
         run: Run = engine.scheme.exchange
         # A view of one dimension may have gaps, which neither kernels nor Gloo know of.
@@ -253,14 +253,14 @@ class CollectiveCall:
 
 
 def write_into(into: Tensor, values: Tensor) -> None:
-    """Writes values to a tensor, which may be one of inference mode."""
+    """Writes values to a tensor, which may be an inference tensor."""
     # Threads of drivers are not in the mode of the caller.
     with torch.inference_mode(into.is_inference()):
         into.copy_(values)
 
 
 def sums(kind: Kind, op: Any) -> bool:
-    """Whether an operation is SUM; raises ValueError unless it is SUM or AVG."""
+    """Whether ``op`` is SUM; raises ValueError unless it is SUM or AVG."""
     if op == dist.ReduceOp.SUM:
         return True
     if op == dist.ReduceOp.AVG:
@@ -272,20 +272,20 @@ def sums(kind: Kind, op: Any) -> bool:
 
 
 def travels_coded(tensor: Tensor) -> bool:
-    """Whether a scheme codes a tensor: floating numbers of more than 8 bits."""
+    """Whether schemes compress a tensor: floating numbers of more than 8 bits."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """Returns a tensor without its history, complex numbers as pairs."""
+    """Returns a detached tensor, complex numbers as pairs of reals."""
     plain = tensor.detach()
     return torch.view_as_real(plain) if plain.is_complex() else plain
 
 
 def _unrounded(kind: Kind, total: bool) -> Run:
-    """Returns an exchange without a scheme, of the same bits as torch's own collective.
+    """Returns an uncompressed exchange, bit-equal to torch's own collective.
 
-    The mean of an all-reduce has those of DistributedDataParallel, which divides before the sum.
+    The mean of an all-reduce is that of DistributedDataParallel, which divides before the sum.
     """
 
     def run(bucket: Bucket) -> SchemeExchange:
@@ -306,7 +306,7 @@ def _gathering(scheme: Scheme, parts: Any) -> Run:
 
 
 def _times(run: Run, ranks: int) -> Run:
-    """Makes a sum of a mean."""
+    """Returns an exchange whose result is the sum, ``ranks`` times the mean."""
 
     def total(bucket: Bucket) -> SchemeExchange:
         result = yield from run(bucket)
@@ -328,9 +328,9 @@ _DENSE_SENDS = {"all_reduce": 2.0, "reduce_scatter": 1.0}  # see ``Task``
 class CollectiveState(HookState):
     """Exchanges named tensors, one at each call, without a model and without a backward pass.
 
-    Each call is one step of the tensor of that name, and is over with its exchange. So calls of
-    different names overlap; a call waits for the one before of the same name if the scheme keeps
-    memory, which both of them read and write.
+    Each call is one step of the tensor of that name, and ends with its exchange. Calls of different
+    names overlap; a call waits for the previous call of the same name if the scheme keeps memory,
+    which both calls read and write.
     """
 
     _called = "Collectives"  # what the program calls, for messages
@@ -357,11 +357,11 @@ class CollectiveState(HookState):
         self.engine.rank, self.engine.world_size = group.rank(), group.size()
 
     def _engine_at(self, step: int) -> Engine:
-        """Returns the engine of a call, whose draws are those of groups with ranks so far apart.
+        """Returns the engine of a call, whose random bits depend on the distances of the ranks.
 
-        What ranks in a row have averaged, those in a column may average as well. A dither has to be
-        independent of its input, in which the draws of the first average are. All rows draw alike,
-        as ranks of tensor parallelism do: what is equal on several of them stays so.
+        Ranks in a column of a mesh may average what ranks in a row have averaged. A dither has to
+        be independent of its input, which contains the draws of the first average. All rows draw
+        the same bits: values that are equal on several tensor-parallel ranks stay equal.
         """
         engine = self.engine.at(step)
         with suppress(KeyError, ValueError, RuntimeError):  # a group that torch has not made
@@ -379,7 +379,7 @@ class CollectiveState(HookState):
         self.bind()
         call.check(self.engine.world_size)
         call.check_scheme(self.scheme)
-        # Tensors of inference mode could not be written by the threads that go on with the call.
+        # Tensors of inference mode could not be written by the threads that complete the call.
         with torch.inference_mode(False), torch.no_grad():
             future = self._start(call, self._named(call, name), async_op)
         if async_op:
@@ -408,7 +408,7 @@ class CollectiveState(HookState):
 
     def _start(self, call: CollectiveCall, name: str, async_op: bool) -> Future[Tensor]:
         device, keeps = call.input.device, self.engine.keeps_memory
-        if not call.input.numel():  # on every rank, so that nobody waits for it
+        if not call.input.numel():  # empty on every rank, so that no rank waits
             return completed(call.output)
         if not call.is_plain(self.scheme):
             refuse_cuda_graph(device, self.scheme, agreed=self.agreed)
@@ -464,7 +464,7 @@ class CollectiveState(HookState):
         self._wait_for(None)
 
     def _wait_for(self, name: str | None) -> None:
-        """Waits for the calls of a name, or for all, and forgets them; raises if one has failed."""
+        """Waits for the calls of a name, or for all calls; raises if one has failed."""
         errors = []
         for pending in [pending for pending in self._pending if name in (None, pending[0])]:
             self._pending.remove(pending)
@@ -487,7 +487,7 @@ class CollectiveState(HookState):
         self.drivers.ensure(_rounds(built))
 
     def declare(self, name: str, like: Tensor) -> None:
-        """Tells name, shape and dtype of a tensor before its first call.
+        """Declares name, shape and dtype of a tensor before its first call.
 
         Needed only to load a state that a hook on a model has saved. Whole and complex numbers
         travel exactly, so that nothing is kept for them.
@@ -521,7 +521,7 @@ class CollectiveState(HookState):
         except BaseException:
             self._tensors = self.target.parameters = before
             raise
-        # Of a hook on a model: all tensors go on from its step.
+        # Of a hook on a model: all tensors continue from its step.
         self._steps, self._first_step = steps, self.step if first is None else first
 
     def plan_state(self) -> str:
@@ -530,22 +530,22 @@ class CollectiveState(HookState):
         return json.dumps({"tensors": known, "first": self._first_step})
 
     def apply_plan(self, plan: str, scheme: str) -> None:
-        """Counts calls as the ranks that this one joins; random draws and schedules go by them."""
+        """Takes the call numbers of the ranks that this rank joins: random bits depend on them."""
         self._steps, tensors, first = _tensors_of(plan)
         self._tensors = self.target.parameters = self._tensors.and_also(tensors)
         self._first_step = first or 0
 
     def on_group_changed(self) -> None:
-        """Forgets calls of the former ranks; handles of those that had not ended raise."""
+        """Drops calls of the former ranks; handles of calls that had not ended raise."""
         self._pending.clear()
 
     def _apply_buckets(self, buckets: SavedBuckets) -> None:
         """Ignores the buckets of a state, since every call is an exchange of its own."""
 
     def close(self) -> None:
-        """Ends all calls, stops the driver thread and gives back groups. Safe to call twice."""
+        """Waits for all calls, stops the driver thread, releases groups. Safe to call twice."""
         for _, future in self._pending:
-            with suppress(Exception):  # whoever has the handle hears of it
+            with suppress(Exception):  # the handle raises as well
                 future.wait()
         self._pending = []
         super().close()
@@ -555,7 +555,7 @@ class CollectiveState(HookState):
 
 
 def _failed(future: Future[Tensor]) -> bool:
-    """Whether a call that is over has failed."""
+    """Whether a call that has ended failed."""
     try:
         future.value()
     except Exception:
@@ -564,15 +564,15 @@ def _failed(future: Future[Tensor]) -> bool:
 
 
 def _rounds(scheme: Scheme) -> int:
-    """Returns the number of lanes: one more where ranks agree on what their shards were like."""
+    """Returns the number of lanes: one more where ranks agree on whether shards were finite."""
     keeps = bool(slots_of(scheme))
     return scheme.traits.rounds + (keeps and scheme.traits.shards)
 
 
 def _tensors_of(plan: str) -> tuple[dict[str, int], NamedTensors, int | None]:
-    """Returns the steps of the tensors that a plan names, those whose shapes it has, and the first.
+    """Reads a plan: the step of each tensor, the declared tensors, and the step of new tensors.
 
-    The first step is that of a tensor which is new. None: the plan is of a hook on a model.
+    The step of new tensors is None if the plan is that of a hook on a model.
 
     Raises:
         CheckpointError: the plan does not describe tensors.

@@ -1,4 +1,4 @@
-"""Defines ``Collectives``: torch's collectives by a scheme, on tensors with names."""
+"""Defines ``Collectives``, torch's collectives with compression, and functions of them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Collectives(CollectiveState):
         **options: Any,
     ) -> None:
         super().__init__(scheme, process_group=group, seed=seed, history=history, **options)
-        self.call_monitor.disable()  # no backward pass calls it, of which a hook would warn
+        self.call_monitor.disable()  # no backward pass calls this hook, which would warn
 
     def all_reduce(
         self, tensor: Tensor, name: str | None = None, *, op: Any = SUM, async_op: bool = False
@@ -65,7 +65,7 @@ class Collectives(CollectiveState):
         Args:
             tensor: dense, of any dtype, shape and strides. Integers and complex numbers travel
                 exactly.
-            name: of the tensor, the same on every rank; needed if the scheme keeps memory.
+            name: name of the tensor, the same on every rank; needed if the scheme keeps memory.
             op: ``ReduceOp.SUM``, or ``ReduceOp.AVG`` for the mean.
             async_op: returns a handle at once; the tensor has the result after ``handle.wait()``.
 
@@ -211,7 +211,7 @@ def all_gather(
 def collectives_of(
     scheme: str | Scheme, group: dist.ProcessGroup | None, call: CollectiveCall, **options: Any
 ) -> Collectives:
-    """Returns the object that makes a call, which is made itself at the first one.
+    """Returns the ``Collectives`` of a function call, which the first such call makes.
 
     Raises:
         RegistrationError: there is no process group, or the scheme keeps memory between calls.
@@ -243,7 +243,7 @@ def collectives_of(
 
 
 def close_idle() -> None:
-    """Closes what was made for groups that torch.distributed has destroyed since."""
+    """Closes the ``Collectives`` of process groups that were destroyed since."""
     for group in [known for known in _registered if not _is_known(known)]:
         _registered.remove(group)
         for collectives in _made.pop(group).values():

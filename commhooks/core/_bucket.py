@@ -1,4 +1,4 @@
-"""Defines ``Bucket`` and ``Result``: what a scheme's exchange is given, and what it returns."""
+"""Defines ``Bucket`` and ``Result``, argument and result of a scheme's ``exchange``."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ class Bucket(StepInfo):
         """Returns random bits for kernels, keyed by bucket, step, ``purpose`` and rank.
 
         Args:
-            purpose: tells apart the streams of one bucket in one step.
+            purpose: name of the stream; two streams of one bucket in one step have two names.
             shared: leaves out the rank: the same bits on every rank.
         """
         # The first parameter names the bucket: bucket numbers change when DDP rebuilds buckets.
@@ -300,7 +300,7 @@ def _all_gather(bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
 def _completed(bucket: Bucket, result: Result) -> Result:
     """Returns a result with what was not sent."""
     mean, sent, unsent, finite = result
-    assert bucket.unsent is not None, "nobody asks for what is not sent"
+    assert bucket.unsent is not None, "unsent is not asked for"
     if mean.data_ptr() == bucket.unsent.data_ptr():
         mean = mean.clone()  # averaged in place of the gradient, in ``unsent``, written below
     if unsent is None:

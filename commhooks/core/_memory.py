@@ -229,7 +229,7 @@ class Memory:
     def for_step(self) -> Memory:
         """Returns a memory with the same values and a separate staging area.
 
-        An exchange of an abandoned step that is still running cannot write into the next step.
+        An exchange of an aborted step that is still running cannot write into the next step.
         """
         step = object.__new__(type(self))
         step.__dict__.update(self.__dict__, _staged={}, _notes={})  # committed values are shared
@@ -336,7 +336,7 @@ class Memory:
     ) -> Tensor | None:
         """Returns staged values in which the parameters in ``unused`` have their old values.
 
-        Zeros stand for missing old values, which ``commit`` removes.
+        A missing old value is zero here; ``commit`` removes it.
         """
         if not any(name in unused for name in layout.names):
             return flat
@@ -370,7 +370,7 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
 
 
 def _spare(kept: FlatValues, staged: Mapping[Place, Tensor | None]) -> None:
-    """Lets the next step fill the tensors of a bad one, unless a scheme wrote what it had read."""
+    """Returns the tensors of a dropped step to the next one, unless a scheme wrote what it read."""
     for place, flat in staged.items():
         if flat is None or place[0] not in kept.reused:
             continue

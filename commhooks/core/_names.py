@@ -48,12 +48,12 @@ def plain_names(names: Iterable[str]) -> dict[str, str]:
 
 
 def piece_name(name: str, rank: int) -> str:
-    """Returns the name of the piece of a parameter that a host such as FSDP2 gives to a rank."""
+    """Returns the name of a rank's shard of a parameter, on hosts such as FSDP2."""
     return f"{name}#{rank}"
 
 
 def split_shard_name(name: str) -> tuple[str, int | None]:
-    """Returns parameter and rank of the name of a piece; the name itself and None of others.
+    """Splits the name of a shard into parameter and rank; any other name has the rank None.
 
     Example:
         >>> split_shard_name("layer.weight#3")
@@ -64,17 +64,17 @@ def split_shard_name(name: str) -> tuple[str, int | None]:
 
 
 def padding_name(name: str) -> str:
-    """Returns the name of what fills up the pieces of a parameter, which no parameter has."""
+    """Returns the name of the padding behind the last shard of a parameter."""
     return f"{name}#padding"
 
 
 def is_padding(name: str) -> bool:
-    """Whether a name is of what fills up pieces of a parameter."""
+    """Whether a name is that of padding, see :func:`padding_name`."""
     return name.endswith("#padding")
 
 
 def parameter_name(name: str) -> str:
-    """Returns the name of the parameter that a name, or that of a piece, is of."""
+    """Returns the parameter's name, given that name or the name of a shard of the parameter."""
     return name.partition("#")[0]
 
 

@@ -121,7 +121,7 @@ class Piece(NamedTuple):
         x: flat, float32, float16 or bfloat16.
         residual: float32, as many entries as ``x``; to be added to ``x``. None: nothing.
         unsent: float32, as many entries as ``x``; takes ``x + residual`` minus the decoded payload.
-            None: nobody keeps it.
+            None: no error feedback keeps it.
     """
 
     x: Tensor
@@ -212,7 +212,7 @@ class Payloads(Scheme):
         """Writes the sum of the decoded rows of ``payloads``, times ``factor``, to ``out``.
 
         Returns:
-            Whether all of ``out`` is finite, one bool; None where nobody has looked.
+            Whether all of ``out`` is finite, one bool; None if that was not checked.
         """
         raise NotImplementedError
 

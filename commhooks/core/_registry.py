@@ -116,7 +116,7 @@ def scheme_names() -> list[str]:
 
 
 def factory_of(name: str) -> Factory:
-    """Returns the class or the function that makes the scheme of that name.
+    """Returns the class or function registered under a name.
 
     Raises:
         UnknownSchemeError: no scheme has that name; the message suggests the nearest.
@@ -175,7 +175,7 @@ def options_of(factory: Factory) -> dict[str, Any] | None:
 
 
 def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[str] = ()) -> Scheme:
-    """Builds the scheme of that name with ``options``.
+    """Builds the scheme registered under a name with ``options``.
 
     Args:
         name: a registered name.
@@ -220,7 +220,7 @@ def check_known(what: str, options: Iterable[str], every: Sequence[str]) -> None
 
 
 def _hint(option: str, every: Sequence[str]) -> str:
-    """Returns what to give instead of an unknown option, as the end of a sentence."""
+    """Returns a suggestion in place of an unknown option, as the end of a sentence."""
     if option in _ELSEWHERE:
         return f"; {_ELSEWHERE[option]}."
     if option == "stochastic" and "rounding" in every:

@@ -109,13 +109,13 @@ class Scheme:
         check_settings(self)
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        """Yields collectives, is sent their results, and returns a ``Result``."""
+        """Averages a bucket: yields collectives, receives their results, returns a ``Result``."""
         raise NotImplementedError
         yield  # makes this a generator function, as every exchange is
 
     @property
     def gathers(self) -> bool:
-        """Whether :meth:`all_gather` is there."""
+        """Whether the scheme implements :meth:`all_gather`."""
         return False
 
     def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
@@ -142,7 +142,7 @@ class Scheme:
         return None
 
     def error_growth(self, world_size: int) -> float:
-        """Returns how often the squared error on ``world_size`` ranks has the declared variance.
+        """Returns the squared error on ``world_size`` ranks over the declared variance.
 
         More than once where ranks share a scale; infinite where no bound holds in every step.
         """

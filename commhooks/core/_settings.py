@@ -166,7 +166,7 @@ def shown(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Returns a text of a file or a name with escapes for what no terminal should act on.
+    """Escapes characters of a text that a terminal would act on.
 
     Line ends stay; control characters, marks of direction and halves of characters do not.
     """
@@ -179,7 +179,7 @@ def printable(text: str) -> str:
 
 
 def from_json(text: str) -> Any:
-    """Returns the value of a JSON text from a file, which anybody may have written.
+    """Parses JSON from an untrusted file.
 
     Raises:
         ValueError: the text is no JSON, is nested deeply, or has a text that is none.
@@ -206,7 +206,7 @@ def from_json(text: str) -> Any:
 
 
 def is_shape(sizes: object) -> bool:
-    """Whether a value from a file is the shape of a tensor that there may be."""
+    """Whether a value from an untrusted file is a possible shape of a tensor."""
     return (
         isinstance(sizes, list | tuple)
         and len(sizes) <= _MOST_DIMENSIONS

@@ -75,7 +75,7 @@ class StepInfo:
         Keyed draws need no state in a checkpoint, and do not depend on the bucket layout.
 
         Args:
-            name: of the parameter, or anything else that tells draws apart.
+            name: name of the parameter, or any other key of the draw.
             shared: the same bits on every rank; False: keyed by the rank, too.
             step: this step by default.
         """
@@ -108,7 +108,7 @@ class Slot:
             the same bits on all ranks. "sum": the value of each old rank is added to that of one
             new rank, scaled so that the mean over ranks is preserved. "mean": every rank gets the
             mean over the old ranks. "drop": the value is forgotten.
-        dtype: of the tensor. None: float32, or float64 if the gradient is.
+        dtype: dtype of the tensor. None: float32, or float64 if the gradient is.
         mean_key: key of a slot that holds the mean of this slot over ranks, the same on all ranks;
             this slot takes that mean where a rank is lost with its value. None: no such slot.
 

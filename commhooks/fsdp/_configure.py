@@ -1,4 +1,4 @@
-"""Fits a new hook to a host that reduces gradients itself and shards parameters, such as FSDP."""
+"""Configures a new hook for a host that reduces gradients and shards parameters itself (FSDP)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def configure_sharded_hook(
     verification: Verification | None,
     values: Callable[[], Mapping[str, Tensor]] = dict,
 ) -> None:
-    """Fits a new hook to its host, before the hook meets the other ranks (``HookState.agree``).
+    """Configures a new hook for its host, before the handshake of the ranks (``HookState.agree``).
 
     Args:
         hook: the hook, made without a model.
@@ -37,18 +37,18 @@ def configure_sharded_hook(
         device: the device of the gradients.
         shards_for: name of the host if each rank needs only its shard of the mean; "" if each rank
             needs the whole mean.
-        verification: how steps are verified; None: not at all.
+        verification: compares steps with the dense mean; None: no step.
         values: returns the parameters, or shards of them, that ranks have in common, by name.
 
     Raises:
         RegistrationError: the scheme cannot return a shard.
     """
-    hook.call_monitor.disable()  # the host's guard says where it would not run
+    hook.call_monitor.disable()  # the host's guard raises if the hook would not run
     if shards_for:
         check_returns_shards(hook.scheme, shards_for)
         hook.shards_for, hook.compared_with = shards_for, "reduce-scatter"
     hook.target.adopt_sharded(model, known, group, device, values)
     hook._verify_with(verification)
     hook.fixed_group_reason = (
-        "its host decides over which ranks it shards; register a hook on a model of others"
+        "its host decides over which ranks it shards; register a hook on a model over other ranks"
     )

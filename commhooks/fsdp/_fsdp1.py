@@ -52,7 +52,7 @@ __all__ = ["cuts_in", "originals", "pieces", "register_on_fsdp1"]
 
 
 def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
-    """Returns what is in a unit's flat gradient, with padding, and whether each is trained."""
+    """Returns the parameters and padding of a unit's flat gradient, and whether each is trained."""
     flat, prefix = flat_parameter(unit), _prefix(name)
     names = _names(name, flat)
     values = flat_originals(flat) or [flat] * len(names)
@@ -78,7 +78,7 @@ def pieces(name: str, unit: Any, ranks: int) -> list[tuple[Parameter, bool]]:
 
 
 def cuts_in(name: str, unit: Any) -> dict[str, ShardSpec]:
-    """Returns how tensor parallelism cuts the parameters in a unit's flat gradient."""
+    """Returns the tensor-parallel shard specs of the parameters in a unit's flat gradient."""
     flat = flat_parameter(unit)
     # FSDP1 keeps what a DTensor was; another extension than torch's own may keep anything.
     named_specs = zip(_names(name, flat), dtensor_specs_in(flat), strict=True)
@@ -149,11 +149,12 @@ def register_on_fsdp1(
 
 
 class _WholeUnitMonitor:
-    """Raises for a loss that was not computed through a unit whose parameters are whole.
+    """Raises if a loss was computed without the forward pass of a unit with whole parameters.
 
-    Sharded ones are no matrices outside of it. In a forward pass of the unit autograd sees views of
-    its flat parameter instead, so its parameters get gradients of their own beside it only: of a
-    penalty on weights, in a pass that the hook runs in as well, or of a loss, in one without.
+    In a forward pass of the unit autograd sees views of its flat parameter. Its parameters get
+    gradients of their own only outside of that pass: of a penalty on weights, in a backward pass in
+    which the hook runs as well, or of a loss, in a pass without the hook. (Sharded parameters are
+    no matrices outside of their unit, so no loss can use them.)
     """
 
     def __init__(self, unit: Any, parameters: Mapping[str, Tensor]) -> None:
@@ -175,15 +176,15 @@ class _WholeUnitMonitor:
 
 
 def _held(model: nn.Module) -> list[Tensor]:
-    """Returns the parameters that a model has between steps, also those that are out of it now."""
+    """Returns the parameters that a model has between steps, also if FSDP1 has taken them out."""
     flat = [flat_parameter(unit) for unit in _units(model).values()]
     return [*flat, *(original for each in flat for original in flat_originals(each))]
 
 
 def _check_ready(units: list[Any]) -> None:
-    """Raises if the last backward pass has raised, and FSDP1 takes the next one for a part of it.
+    """Raises if the last backward pass raised, so that FSDP1 takes the next pass for a part of it.
 
-    The gradients of that pass would be wrong, and FSDP1 has no method that forgets the other one.
+    The gradients of the next pass would be wrong, and FSDP1 has no method that resets its state.
     """
     if any(is_in_fsdp1_backward(unit) for unit in units):
         raise HookNotAttachedError(
@@ -201,7 +202,7 @@ def reduce_unit(
     """Averages the gradient of one unit: FSDP1's hook in both of its signatures.
 
     Args:
-        state: the hook, the unit's number, its layout, its parameters, and what is told of passes.
+        state: the hook, the unit's number, layout and parameters, and the unit's monitor.
         gradient: the whole flat gradient, padded where it is sharded; takes the mean if it is not.
         shard: takes the mean of this rank's shard; missing where nothing is sharded.
     """
@@ -212,7 +213,7 @@ def reduce_unit(
     if shard:
         parts = equal_shards(gradient.numel(), gradient.numel() // shard[0].numel())
         bucket.shards, bucket.output, bucket.dense_sends = parts, shard[0], 1.0
-    # Frozen ones beside trained ones (use_orig_params): their entries are zeros, and go nowhere.
+    # Frozen parameters in a trained unit (use_orig_params): their entries are zeros, and unused.
     bucket.frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     hook.start(bucket).wait()
 

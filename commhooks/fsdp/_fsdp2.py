@@ -105,7 +105,7 @@ class FSDP2Module:
         """Returns the layout of a bucket of ``numel`` entries.
 
         Args:
-            known: all parameters.
+            known: parameters of all modules.
             numel: number of entries, by which missing gradients are noticed.
             pieces: number of pieces of each parameter in the bucket.
         """
@@ -120,7 +120,7 @@ class FSDP2Module:
                 f"commhooks: FSDP2 reduces {numel} entries of module "
                 f"{fsdp2_module_name(self.group) or 'root'}, whose trained parameters have "
                 f"{total}: some got no gradient in this step. Call "
-                f"model.set_reduce_scatter_unused_params(True), so that zeros stand for them; "
+                f"model.set_reduce_scatter_unused_params(True), so that zeros take their place; "
                 f"where this torch has no such method, add 0 * parameter.sum() to the loss"
             )
         return known.layout_of([self._names[id(parameter)] for parameter in trained])
@@ -133,15 +133,15 @@ class FSDP2Module:
         }
 
     def predivide_factor(self, gradient: Tensor) -> float:
-        """Returns by what FSDP2 has divided a gradient before its reduce-scatter.
+        """Returns the factor by which FSDP2 has divided a gradient before its reduce-scatter.
 
-        It does so in dtypes of another range than float32 (float16), and else by 1.
+        1 in dtypes with the range of float32; float16 is divided before the sum.
         """
         before, *_ = self._dividers(gradient)
         return float(before or 1)
 
     def gradient_scale(self, reduced: Tensor) -> float:
-        """Returns what FSDP2 hands to its all-reduce hook, over the mean of this node's ranks."""
+        """Returns the scale of the gradient that FSDP2 reduces further, relative to the node's mean."""
         ranks = fsdp2_ranks(self.group).size()
         given = self.group.gradient_divide_factor
         before, _, op, _ = self._dividers(reduced)
@@ -167,8 +167,8 @@ class FSDP2Model(NamedTuple):
     """Describes a model that was sharded by FSDP2.
 
     Attributes:
-        modules: those that reduce gradients, in the order of ``named_modules``.
-        parameters: of all these modules.
+        modules: modules that reduce gradients, in the order of ``named_modules``.
+        parameters: parameters of all these modules.
         ranks: the ranks that FSDP2 shards and reduces over.
     """
 
@@ -178,7 +178,7 @@ class FSDP2Model(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, call: str = "register") -> FSDP2Model:
-        """Reads them from a model; raises RegistrationError unless all have the same ranks.
+        """Describes a model; raises RegistrationError unless all modules have the same ranks.
 
         Args:
             call: the public call, for the messages.
@@ -230,9 +230,10 @@ def groups_of(model: nn.Module, call: str = "register") -> dict[str, Any]:
 
 
 def parameter_of(sharded: Any) -> nn.Parameter:
-    """Returns the parameter that the module has now.
+    """Returns the parameter that a module has now, given FSDP2's object for it.
 
-    It may have been replaced since ``fully_shard``; FSDP2 looks again in the first forward pass.
+    The parameter may have been replaced since ``fully_shard``; FSDP2 looks it up again in the first
+    forward pass.
     """
     owner = owner_of(sharded)
     parameter: nn.Parameter = getattr(owner.module, owner.param_name)
@@ -253,7 +254,7 @@ def _sharded(parameter: Any, name: str, group: Any) -> ShardedParameter:
 
 
 class FSDPCommHook:
-    """Runs a hook in place of one communication of an FSDP2 module.
+    """Runs a hook in place of the reduce-scatter or all-reduce of an FSDP2 module.
 
     Args:
         hook: the hook that runs.
@@ -261,7 +262,7 @@ class FSDPCommHook:
         known: the parameters of all modules.
 
     Attributes:
-        attribute: the attribute of FSDP2's groups of parameters that holds the communication.
+        attribute: name of the attribute of FSDP2's parameter groups that holds the collective.
     """
 
     attribute: ClassVar[str]
@@ -271,7 +272,7 @@ class FSDPCommHook:
 
     @classmethod
     def hook_of(cls, group: Any) -> HookState | None:
-        """Returns the hook that a group of parameters has in this place."""
+        """Returns the hook that a parameter group has in ``attribute``; None if it has no hook."""
         present = getattr(group, cls.attribute)
         return present.hook if isinstance(present, cls) else None
 
@@ -328,14 +329,14 @@ class ReplicaAllReduce(FSDPCommHook):
             reduced.div_(units)
         self.hook.start(HookBucket(self._module.number, reduced, layout, is_blocking=True)).wait()
         if self._module.group.gradient_divide_factor is not None:
-            # By which FSDP2 has divided: it stands for the number of all ranks, of replicas too.
+            # FSDP2 has divided by this factor, which includes the number of replicas.
             units *= self.hook.world_size
         if units != 1:
             reduced.mul_(units)
 
 
 def _needs_unscaled(hook: HookState) -> bool:
-    """Whether the scheme keeps memory, which is in units of the gradient on every host."""
+    """Whether the scheme needs unscaled gradients, since it keeps memory in their units."""
     return hook.engine.keeps_memory
 
 
@@ -371,7 +372,7 @@ def warn_of_others(model: nn.Module, fsdp2_model: FSDP2Model) -> None:
 
 
 def check_free(fsdp2_model: FSDP2Model, kind: type[FSDPCommHook]) -> None:
-    """Raises unless all modules communicate as FSDP2 does by itself, where a hook is to be."""
+    """Raises if a module has a hook or another reduction in the place of the new hook."""
     for module in fsdp2_model.modules:
         present, hook = getattr(module.group, kind.attribute), kind.hook_of(module.group)
         if hook is not None:
@@ -388,7 +389,7 @@ def check_free(fsdp2_model: FSDP2Model, kind: type[FSDPCommHook]) -> None:
 
 
 def check_replicate_group(replicate_group: object) -> None:
-    """Raises unless there are replicas to average over, or none were given."""
+    """Raises unless ``replicate_group`` is a process group, a mesh or None."""
     if replicate_group is not None and not isinstance(
         replicate_group, DeviceMesh | dist.ProcessGroup
     ):
@@ -399,7 +400,7 @@ def check_replicate_group(replicate_group: object) -> None:
 
 
 def shard_ranks(fsdp2_model: FSDP2Model) -> dist.ProcessGroup:
-    """Returns the ranks over which FSDP2 reduces; raises if there is one only."""
+    """Returns the ranks over which FSDP2 reduces; raises if there is only one."""
     if fsdp2_model.ranks.size() > 1:
         return fsdp2_model.ranks
     if _averages_itself(fsdp2_model):
@@ -413,7 +414,7 @@ def shard_ranks(fsdp2_model: FSDP2Model) -> dist.ProcessGroup:
 def replica_ranks(
     fsdp2_model: FSDP2Model, replicate_group: DeviceMesh | dist.ProcessGroup
 ) -> dist.ProcessGroup:
-    """Returns the ranks to average over; raises unless they are replicas that nobody averages."""
+    """Returns the replicas to average over; raises if FSDP2 averages over replicas itself."""
     group = (
         replicate_group.get_group() if isinstance(replicate_group, DeviceMesh) else replicate_group
     )
@@ -453,10 +454,10 @@ def register_on_fsdp2(
     Args:
         replicate_group: replicas to average over after FSDP2 has reduced over its own ranks;
             None: the scheme replaces FSDP2's reduce-scatter.
-        verification: how steps are verified; None: not at all.
+        verification: compares steps with the dense mean; None: no step.
 
     Raises:
-        RegistrationError: the model or the scheme cannot run so; see ``fsdp2_checks``.
+        RegistrationError: the model or the scheme is not supported.
         MismatchError: the ranks differ.
     """
     check_replicate_group(replicate_group)
@@ -523,7 +524,7 @@ def _own_shards(modules: list[weakref.ref[FSDP2Module]], rank: int | None) -> di
     """Returns this rank's shards of all parameters, by name.
 
     Args:
-        rank: among those that have the other shards; None: there are no others.
+        rank: rank among the ranks of the shards; None: parameters are not sharded.
     """
     # Held weakly: the modules hold the hook.
     shards: dict[str, Tensor] = {}
@@ -538,7 +539,7 @@ def _own_shards(modules: list[weakref.ref[FSDP2Module]], rank: int | None) -> di
 
 
 def _guard(model: nn.Module, hook: HookState, kind: type[FSDPCommHook]) -> HostGuard:
-    """Returns what checks before each forward pass that all modules still have the hook."""
+    """Returns a guard that checks before each forward pass that all modules have the hook."""
 
     def has_hook(group: Any) -> bool:
         return kind.hook_of(group) is hook
@@ -550,15 +551,15 @@ def _guard(model: nn.Module, hook: HookState, kind: type[FSDPCommHook]) -> HostG
 
 
 def _held(model: nn.Module) -> list[Tensor]:
-    """Returns the shards of a model, also where whole parameters are in their places."""
+    """Returns the shards of a model, also while whole parameters take their place."""
     groups = groups_of(model).values()
     return [parameter.sharded_param for group in groups for parameter in group.fsdp_params]
 
 
 def _check_ready(states: list[Any]) -> None:
-    """Raises if the last backward pass has raised, and FSDP2 takes the next one for a part of it.
+    """Raises if the last backward pass raised, so that FSDP2 takes the next pass for a part of it.
 
-    It would compute with parameters that it gathered before, and leave gradients unreduced.
+    FSDP2 would compute with parameters gathered before, and leave gradients unreduced.
     """
     if any(fsdp2_is_in_backward(state) for state in states):
         raise HookNotAttachedError(
@@ -570,10 +571,10 @@ def _check_ready(states: list[Any]) -> None:
 
 
 def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
-    """Returns what makes the hook.
+    """Returns the constructor of the hook.
 
     Args:
-        shards: it runs as FSDP2's reduce-scatter.
+        shards: whether the hook runs as FSDP2's reduce-scatter.
     """
     if scheme == "auto":
         # By its name: it is a hook, so that its module is above this one.
@@ -587,12 +588,12 @@ def _maker(scheme: str | Scheme, *, shards: bool) -> Callable[..., HookState]:
 
 
 def _other_shards(fsdp2_model: FSDP2Model) -> list[dist.ProcessGroup]:
-    """Returns the ranks that a hook between nodes agrees with besides its own."""
+    """Returns the verdict groups of a hook between nodes: the ranks of the other shards."""
     return _of_several(fsdp2_model.ranks)
 
 
 def _other_nodes(fsdp2_model: FSDP2Model, between: HookState | None) -> list[dist.ProcessGroup]:
-    """Returns the ranks that a hook within nodes agrees with besides its own.
+    """Returns the verdict groups of a hook within nodes: the ranks of the other nodes.
 
     Args:
         between: the hook between nodes; None: FSDP2 averages between them, if there are several.

@@ -1,12 +1,12 @@
-"""Sends the parameters that FSDP2 gathers before forward and backward by a scheme.
+"""Compresses the all-gather of FSDP2's parameters before forward and backward.
 
 The owner of a shard keeps and updates it in full precision; what all ranks compute with is rounded,
 the same on every rank (Wang et al., ZeRO++, 2023: quantised weights).
 
-Beside tensor parallelism a module may have pieces of cut parameters and parameters that are not cut
-(norms, biases of row-wise layers). The latter are equal on the ranks of tensor parallelism, and
-have to stay so: in a block with a piece they would be rounded differently on each. They travel as
-they are.
+With tensor parallelism a module may have shards of cut parameters, and parameters that are not cut
+(norms, biases of row-wise layers). The latter are equal on the tensor-parallel ranks, and have to
+stay equal: in one block with a shard they would be rounded differently on each rank. They are sent
+uncompressed.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class GatheredParameters(Collectives):
 
 
 def _same_each_time(scheme: str | Scheme) -> Scheme:
-    """Returns a scheme that rounds equal values equally, without feedback."""
+    """Makes a scheme; raises unless it rounds equal values equally, without feedback."""
     built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
     inside = list(walk(built))
     random = any(getattr(part, name, False) for part in inside for name in ("stochastic", "rotate"))
@@ -144,7 +144,7 @@ def _same_each_time(scheme: str | Scheme) -> Scheme:
 
 
 def _to_nearest(name: str) -> Scheme:
-    """Returns the scheme of a name, without feedback or random rounding."""
+    """Makes the scheme of a name without feedback and without random rounding."""
     built = make(name, error_feedback=False)
     return built.to_nearest() if isinstance(built, Blockwise) else built
 
@@ -153,7 +153,7 @@ class SchemeAllGather(DefaultAllocMixin, FSDP2AllGather):
     """Gathers the parameters of one FSDP2 module.
 
     Args:
-        collectives: run the gathers.
+        collectives: runs the gathers.
         group: FSDP2's group of the module's parameters.
     """
 
@@ -177,21 +177,21 @@ class SchemeAllGather(DefaultAllocMixin, FSDP2AllGather):
 
 @dataclass(frozen=True)
 class Packing:
-    """Tells which entries of a rank's shard a codec packs; the others travel exactly.
+    """Divides a rank's shard into entries that a codec packs and entries that are sent exactly.
 
     Attributes:
-        runs: of successive entries: how many they are, and whether they are packed.
+        runs: runs of successive entries: number of entries, and whether they are packed.
     """
 
     runs: tuple[tuple[int, bool], ...] = ()
 
     @classmethod
     def of(cls, group: Any) -> Packing:
-        """Returns the packing of FSDP2's group of parameters, a run for each.
+        """Returns the packing of an FSDP2 parameter group, a run for each parameter.
 
-        A parameter is packed if it is cut between all the ranks between which any of its group is.
-        So all is packed without tensor parallelism, and where it cuts all or none of a group: in
-        the latter case its ranks pack equal messages.
+        A parameter is packed if it is cut between all ranks between which any parameter of the
+        group is cut. So all are packed without tensor parallelism, and if it cuts all parameters of
+        the group or none: with none, tensor-parallel ranks pack equal messages.
         """
         cuts = [
             shard_spec_of(dtensor_spec_before(parameter)).shard_groups
@@ -207,12 +207,12 @@ class Packing:
         return not all(packed for _, packed in self.runs)
 
     def fit(self, numel: int) -> bool:
-        """Whether these are runs of so many entries, of which some are packed."""
+        """Whether the runs have ``numel`` entries in total, and some are packed."""
         packed = sum(n for n, packed in self.runs if packed)
         return packed > 0 and sum(n for n, _ in self.runs) == numel
 
     def select(self, shard: Tensor, *, packed: bool) -> Tensor:
-        """Returns the entries that are packed, or the others."""
+        """Returns the entries that are packed, or those that are not."""
         pieces = shard.split([n for n, _ in self.runs])
         return torch.cat(
             [
@@ -223,7 +223,7 @@ class Packing:
         )
 
     def merge(self, packed: Tensor, exact: Tensor) -> Tensor:
-        """Undoes :meth:`take` on the shards of all ranks, a row for each."""
+        """Inverts :meth:`select` on the shards of all ranks, a row for each."""
         pieces = {
             this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=1))
             for this, rows in ((True, packed), (False, exact))
@@ -233,10 +233,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class GatherPacked(CollectiveCall):
-    """Describes an all-gather of which some entries travel as they are, in the same message.
+    """Describes an all-gather in which some entries are sent uncompressed, in the same message.
 
     Attributes:
-        packing: of ``input``.
+        packing: packing of ``input``.
     """
 
     packing: Packing = Packing()
@@ -265,24 +265,24 @@ class GatherPacked(CollectiveCall):
 
 @lru_cache(maxsize=4096)  # one for each module
 def _layout(packing: Packing, name: str, ranks: int) -> Layout:
-    """Returns where the packed entries of all ranks are, so that blocks begin at parameters."""
+    """Returns the layout of all ranks' packed entries, so that blocks begin at parameters."""
     shapes = [(n,) for n, packed in packing.runs if packed] * ranks
     return Layout([f"{name}/{index}" for index in range(len(shapes))], shapes)
 
 
 def _append_exact(exchange: Exchange, exact: Tensor) -> Generator[Collective, Tensor, Tensor]:
-    """Runs an exchange of one all-gather, and sends ``exact`` at the end of its message.
+    """Runs an exchange of one all-gather, and appends ``exact`` to its message.
 
-    Returns what all ranks have sent as ``exact``, a row for each.
+    Returns ``exact`` of all ranks, a row for each.
     """
     with closing(exchange):  # also where the collective fails
         message = next(exchange).tensor
         arrived: Tensor = yield AllGather(torch.cat([as_bytes(message), as_bytes(exact)]))
         rows, others = arrived.split([message.nbytes, exact.nbytes], dim=1)
         # Copies: a row may begin at an address that no wider dtype can be viewed at.
-        beside: Tensor = others.contiguous().view(exact.dtype)
+        exact_rows: Tensor = others.contiguous().view(exact.dtype)
         try:
             exchange.send(rows.contiguous().view(message.dtype).view(-1, *message.shape))
         except StopIteration:
-            return beside
+            return exact_rows
         raise AssertionError("schemes gather by one collective")

@@ -1,4 +1,4 @@
-"""Defines ``replicate``: data parallelism of FSDP2 whose only exchange is a scheme's.
+"""Defines ``replicate``, data parallelism by FSDP2 with a compressed all-reduce.
 
 torch's own ``replicate()`` of FSDP2 averages by an all-reduce that nothing replaces. The same
 machinery, sharded over one rank, reduces nothing; its hook between replicas does.
@@ -74,7 +74,7 @@ def replicate(
 
 
 def _device_of(model: nn.Module) -> str:
-    """Returns the type of device that a model is trained on."""
+    """Returns the type of the device that a model is trained on."""
     lies_on: str = next((value.device.type for value in model.parameters()), "cpu")
     world: Any = dist.group.WORLD
     if lies_on in {device.type for device in device_types(world)}:

@@ -1,4 +1,4 @@
-"""What has to hold while a model trains: its hook runs, on the gradients that it was made for."""
+"""Raises or warns while a model trains if its hook would not run, or would miss gradients."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ _WATCHED = 16
 
 
 class CallMonitor:
-    """Counts the calls of a hook; notices gradients that come without one.
+    """Counts the calls of a hook, and detects gradients that never reached the hook.
 
-    Torch's class does not tell what its reducer does with a gradient, so some are watched: after
-    them a bucket has to come in the same pass. ``ddp_core`` looks itself. A state that was never
-    called warns when it is gone.
+    Torch's class does not say what its reducer does with a gradient, so some gradients are
+    observed: a bucket has to follow them in the same backward pass. ``ddp_core`` checks that
+    itself. A state that was never called warns when it is deleted.
 
     Attributes:
         calls: number of buckets that came to the hook.
-        suppressed: whether the state was used for something else than to run (saved, say).
-        is_guarded: whether it hears of forward passes.
-        knows_model: whether it watches gradients of a model.
+        suppressed: whether the warning is off, since the state had another use (it was saved, say).
+        is_guarded: whether a forward pre-hook reports forward passes.
+        knows_model: whether gradients of a model are observed.
     """
 
     def __init__(self) -> None:
@@ -88,12 +88,12 @@ class CallMonitor:
         self._called_at_forward, self._was_silent = 0, False
 
     def warn_at_exit(self, state: object, what: str, advice: str = _ADVICE) -> None:
-        """Warns when ``state`` is dropped, or the interpreter ends, if it was never called.
+        """Warns when ``state`` is deleted, or at exit, if it was never called.
 
         Args:
-            state: what should be called.
-            what: its name in the warning.
-            advice: what may be the matter.
+            state: the state of the hook.
+            what: name of the state in the warning.
+            advice: possible causes, for the warning.
         """
         # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
         weakref.finalize(state, self._end, what, advice)
@@ -104,10 +104,10 @@ class CallMonitor:
         model: DistributedDataParallel,
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Watches gradients of ``model``: all the time on torch's class, else until a call.
+        """Observes gradients of ``model``: always on torch's class, otherwise until the first call.
 
         Args:
-            parameters: those in its buckets, by name; None: under their names there.
+            parameters: the parameters in the model's buckets, by name; None: by the model's names.
         """
         self.knows_model, self._model = True, weakref.ref(model)
         watchable = list((reduced(model) if parameters is None else parameters).items())
@@ -122,7 +122,7 @@ class CallMonitor:
             self._handles.append(when_accumulated(parameter, hook))
 
     def disable(self) -> None:
-        """Turns the warning off: the state need not run in a backward pass."""
+        """Turns the warning off, for a state that need not run in a backward pass."""
         self.knows_model, self.suppressed = False, True
         self._stop()
 
@@ -131,21 +131,21 @@ class CallMonitor:
             handle.remove()
         self._handles = []
 
-    # ---- what tells it
+    # ---- events
 
     def record_call(self, *, is_last: bool) -> None:
-        """Takes note of a call, with a bucket that is the last of its step, or not."""
+        """Records a call of the hook; ``is_last``: with the last bucket of a step."""
         self.calls += 1
         self._doubtful = None
         if is_last:
             self._expects = False
 
     def forward_begins(self, *, synchronises: bool) -> None:
-        """Takes note of a forward pass of the wrapper that records a graph.
+        """Records a forward pass of the wrapper that builds an autograd graph.
 
         Raises:
-            HookNotAttachedError: two passes have brought gradients, and no call; or one has brought
-                a gradient twice.
+            HookNotAttachedError: two passes produced gradients and no call of the hook, or one pass
+                produced a gradient twice.
         """
         if self._doubtful is not None:
             text, self._doubtful = self._doubtful, None
@@ -165,7 +165,7 @@ class CallMonitor:
         self._expects, self._called_before = True, -1
 
     def _gradient_came(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
-        """Takes note of a gradient of a watched parameter."""
+        """Records a gradient of an observed parameter."""
         number = backward_number()
         if self._watched_in != number:
             self._pass_begins(state(), model())
@@ -179,11 +179,11 @@ class CallMonitor:
             self._latest, self._called_before = (place, parameter), self.calls
 
     def _pass_begins(self, state: object, ddp: Any) -> None:
-        """Asks what does not change within a backward pass, with its first watched gradient."""
+        """Looks up what is constant in a backward pass, at its first observed gradient."""
         self._counts = self._attends = False
         if ddp is None or not ddp.require_backward_grad_sync:
             return
-        # What is registered may stand for the state, and call it (torchft).
+        # Another object may be registered that calls the state (torchft).
         named = [hook[1] for hook in comm_hooks(ddp)]
         self._counts = all(getattr(holder, "hook_state", holder) is state for holder in named)
         if isinstance(ddp, CoreDDP):
@@ -194,7 +194,7 @@ class CallMonitor:
             call_after_backward(self._pass_ended)
 
     def _pass_ended(self) -> None:
-        """Raises if no bucket came after the latest watched gradient of a backward pass."""
+        """Raises if no bucket followed the latest observed gradient of a backward pass."""
         (place, parameter), self._latest = self._latest, (0, None)
         self._watched_in = NO_BACKWARD
         if parameter is None:  # a reentrant pass has looked
@@ -233,17 +233,17 @@ def _is_one_of_several() -> bool:
 
 
 class Unfrozen:
-    """Warns of parameters that were frozen when DistributedDataParallel was made, and are no more.
+    """Warns of parameters that were unfrozen after DistributedDataParallel was made.
 
     Args:
-        not_reduced: those that are in no bucket, by name.
+        not_reduced: parameters that are in no bucket, by name.
     """
 
     def __init__(self, not_reduced: dict[str, nn.Parameter]) -> None:
         self._not_reduced = not_reduced
 
     def warn(self) -> None:
-        """Warns once if one of them is trained."""
+        """Warns once if a parameter that is in no bucket is trained."""
         # In every forward pass, so without a loop in Python.
         if not any(map(_IS_TRAINED, self._not_reduced.values())):
             return
@@ -251,8 +251,8 @@ class Unfrozen:
         self._not_reduced = {}
         warnings.warn(
             f"{listed(names)} did not require a gradient when DistributedDataParallel was made, "
-            f"and now does: it is in no bucket, so it is averaged by nobody and drifts apart "
-            f"between ranks. Wrap the module again after unfreezing, or freeze after wrapping "
+            f"and now does: it is in no bucket, so its gradient is not averaged, and it drifts "
+            f"apart. Wrap the module again after unfreezing, or freeze after wrapping "
             f"(with find_unused_parameters=True)",
             RuntimeWarning,
             stacklevel=4,
@@ -260,16 +260,16 @@ class Unfrozen:
 
 
 def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> KnownParameters:
-    """Returns what notices that a model of torch's class trains other parameters.
+    """Returns the check that a model of torch's class still trains the same parameters.
 
     Args:
         owner: the module that is called.
-        ddp: its DistributedDataParallel.
-        prefix: of names in the owner.
+        ddp: the DistributedDataParallel that reduces its gradients.
+        prefix: prefix of parameter names in the owner.
     """
     within = set(map(id, reduced(ddp).values()))
     named = {name.removeprefix(prefix): parameter for name, parameter in owner.named_parameters()}
-    # It counts parameters that require no gradient among its own, and ignored ones not.
+    # Torch's class counts frozen parameters among its own, but not ignored ones.
     ignored = [parameter for name, parameter in named.items() if name in ddp.parameters_to_ignore]
     return KnownParameters(
         owner,
@@ -287,7 +287,7 @@ def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> Kno
 
 
 class ForwardGuard:
-    """Looks, as a forward pre-hook of a model, whether its hook runs; a copy looks at nothing.
+    """Checks before each forward pass that the hook will run; a copied guard does nothing.
 
     A model that is copied or pickled takes its pre-hooks along.
     """
@@ -301,7 +301,7 @@ class ForwardGuard:
             self.pass_begins(module)
 
     def pass_begins(self, module: Any) -> None:
-        """Looks before a forward pass that records a graph."""
+        """Checks before a forward pass that builds an autograd graph."""
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_is_copy": True}
@@ -315,7 +315,7 @@ class AttachmentGuard(ForwardGuard):
         # Weak: the module holds its pre-hooks, and no cycle should keep a model alive.
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
         self._unfrozen = Unfrozen(not_reduced(ddp))
-        # ``ddp_core`` looks itself.
+        # ``ddp_core`` checks this itself.
         is_core = isinstance(ddp, CoreDDP)
         self._known: KnownParameters | None = None if is_core else known_parameters(ddp, ddp)
         state.call_monitor.is_guarded = True
@@ -393,7 +393,7 @@ class ShardedParameters:
         self._structure.remember(model)
 
     def check(self) -> None:
-        """Raises, before a forward pass, if parameters are of another dtype than before."""
+        """Raises before a forward pass if the dtype of parameters has changed."""
         dtypes = list(map(_DTYPE, self._had.values()))
         if dtypes == self._dtypes:
             return
@@ -407,7 +407,7 @@ class ShardedParameters:
         )
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises if an optimizer has a parameter that the model had once, and has no more."""
+        """Raises if an optimizer has a parameter that the model no longer has."""
         model = self._model()
         if model is None:
             return
@@ -437,15 +437,15 @@ class ShardedParameters:
 
 
 class HostGuard(ForwardGuard):
-    """Tells a hook that a forward pass begins; raises if the hook would not run.
+    """Reports forward passes to a hook; raises if the hook would not run.
 
     Args:
-        model: that the host shards.
-        hook: that the host runs.
-        units: the parts of the model that the host reduces one by one, by name; all have the hook.
-        present: returns those that a model has now.
-        has_hook: whether one of them has the hook still.
-        check_ready: raises if the host cannot begin a pass, since the one before has raised.
+        model: the model that the host shards.
+        hook: the hook that the host runs.
+        units: the modules that the host reduces one by one, by name; all have the hook.
+        present: returns the units of a model now.
+        has_hook: whether a unit still has the hook.
+        check_ready: raises if the last backward pass raised, and the host cannot begin another.
         held: returns parameters that the host has taken out of the model for a while.
     """
 

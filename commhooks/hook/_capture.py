@@ -1,4 +1,4 @@
-"""Refuses what compilers and captures make of a step, where it would not be what a step does."""
+"""Raises where torch.compile or a CUDA graph would replay a step that must run as Python."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["refuse_cuda_graph", "refuse_python_reducer"]
 
 
 def refuse_python_reducer(bucket: Any) -> None:
-    """Raises if torch.compile calls a hook with something that is no bucket."""
+    """Raises if torch.compile calls a hook with a tuple in place of a bucket."""
     if isinstance(bucket, tuple):
         raise HookNotAttachedError(
             "torch.compile runs with torch._dynamo.config.optimize_ddp = 'python_reducer', "
@@ -28,7 +28,7 @@ def refuse_python_reducer(bucket: Any) -> None:
 
 
 def refuse_cuda_graph(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
-    """Raises if a tensor on ``device`` comes while a CUDA graph is captured, unless that is right.
+    """Raises while a CUDA graph is captured on ``device``, unless replays repeat the step exactly.
 
     A replay runs the same kernels with the same arguments. The number of the step, from which
     random bits and schedules follow, and the choice of the tensors that a scheme keeps are the

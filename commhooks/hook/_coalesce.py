@@ -1,8 +1,7 @@
-"""Holds a step's buckets and exchanges their parameters in other groups.
+"""Holds a step's buckets, and exchanges their parameters in other groups.
 
-Used for schemes that coalesce, in the first steps of a resumed run on torch's class, whose buckets
-differ from the saved run's (``docs/design/steps.md``), and for buckets that a scheme does not take
-whole.
+Serves schemes that coalesce, buckets that are too large for a scheme, and the first steps of a
+resumed run on torch's class, whose buckets differ from the saved run's (``docs/design/steps.md``).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Group:
 
     @property
     def index(self) -> int:
-        """Returns the first bucket's index, which stands for the group in the ledger."""
+        """Returns the first bucket's index, by which the ledger names the group."""
         return self.held[0].index
 
     @property
@@ -86,7 +85,7 @@ class Group:
         return self.layouts[key]
 
     def cut(self, most: int) -> list[Group]:
-        """Returns groups of at most ``most`` entries, as one parameter has at least."""
+        """Cuts the group between parameters into groups of at most ``most`` entries."""
         whole = self.held[0].buffer
         # What is sparse or complex is exchanged uncompressed, whatever its size.
         if whole.is_sparse or not whole.is_floating_point():
@@ -150,7 +149,7 @@ class Group:
         return mean
 
     def release(self, future: torch.futures.Future[Tensor]) -> None:
-        """Completes the buckets for which this group is the last; called with its future."""
+        """Completes the buckets that wait for no other group; called with this group's future."""
         error: Exception | None = None
         try:
             future.value()

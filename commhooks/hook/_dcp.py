@@ -106,9 +106,9 @@ def load_dcp(
 
 
 def _own_group(hook: _Loads) -> dist.ProcessGroup | None:
-    """Returns the ranks that a hook averages over; None, the default group, if torch cannot ask.
+    """Returns the ranks that a hook averages over; None, the default group, for foreign groups.
 
-    Torch knows no groups of somebody else's making (torchft).
+    torch.distributed does not know the process groups of other libraries (torchft).
     """
     group = hook.process_group
     if (

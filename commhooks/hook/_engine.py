@@ -41,10 +41,10 @@ __all__ = ["Engine", "ExactParameters", "replicated_parameters"]
 
 
 def replicated_parameters(scheme: Scheme, parameters: Parameters) -> frozenset[str]:
-    """Returns the names of parameters that ranks share, and that a scheme would round differently.
+    """Returns the names of parameters that tensor-parallel ranks replicate and the scheme rounds.
 
-    A rank shares a parameter with those between which it is not cut, while some other parameter is:
-    so of two dimensions of tensor parallelism the parameters count that are cut along one of them.
+    A parameter is replicated if it is not cut between ranks between which another one is. With two
+    dimensions of tensor parallelism that includes parameters that are cut along one of them.
     """
     cuts = parameters.cuts
     every = frozenset().union(*(cut.shard_groups for cut in cuts.values()))
@@ -59,7 +59,7 @@ def replicated_parameters(scheme: Scheme, parameters: Parameters) -> frozenset[s
 
 
 def _rounds_alone(scheme: Scheme) -> bool:
-    """Whether a scheme rounds each entry by itself, and equal ones equally.
+    """Whether a scheme rounds every entry independently of the others, and equal entries equally.
 
     Asks all schemes inside: wrappers with feedback, and those around them, count as exact.
     """
@@ -77,13 +77,13 @@ def _rounds_alone(scheme: Scheme) -> bool:
 
 
 class ExactParameters:
-    """Averages some parameters of a bucket exactly, and the others by a scheme.
+    """Averages replicated parameters without compression, and the others by a scheme.
 
     The exact ones travel in a message of their own. In one with the others, whose sizes may differ
     between ranks of tensor parallelism, their sums could be in another order and have other bits.
 
     Args:
-        names: of these parameters, as in the layouts of buckets.
+        names: names of the replicated parameters, as in the layouts of buckets.
 
     Attributes:
         rounds: number of collectives per bucket besides those of the scheme.
@@ -95,7 +95,7 @@ class ExactParameters:
         self._positions: dict[Layout, tuple[list[int], list[int]]] = {}
 
     def exchange(self, scheme: Scheme, bucket: Bucket) -> SchemeExchange:
-        """Exchanges a bucket."""
+        """Exchanges a bucket in two parts: exact parameters, and the others by ``scheme``."""
         exact, others = self._split(bucket.layout)
         dense = flushing(Dense())  # sends what another scheme has kept of them
         if not exact or not others:
@@ -186,7 +186,7 @@ class Engine:
         """Counts a bucket, before its exchange starts.
 
         A bucket that was launched in this step already, or that comes after the last bucket,
-        belongs to the next step: the open step was abandoned.
+        belongs to the next step: the open step was aborted.
 
         Args:
             bucket: the bucket's number, or another key that is different for each bucket of a step.
@@ -195,7 +195,7 @@ class Engine:
         with self._lock:
             step = self._open
             if step is None or step.closed or bucket in step.launched:
-                # A staging area per step: exchanges of an abandoned step may still run and write.
+                # A staging area per step: exchanges of an aborted step may still run and write.
                 step = self._open = _Step(self.memory.for_step())
             step.launched.add(bucket)
             step.closed = is_last
@@ -217,7 +217,7 @@ class Engine:
             _report_step(self, step)
 
     def abort(self) -> None:
-        """Drops the open step, whose backward pass raised, and all its writes."""
+        """Drops the open step and all its writes, after its backward pass raised."""
         with self._lock:
             self._open = None
 
@@ -270,7 +270,7 @@ class Engine:
         """Exchanges one launched bucket and returns the tensor that replaces ``grad``.
 
         Args:
-            number: of the bucket, for reports.
+            number: number of the bucket, for reports.
             shards: begin and end of the entries whose mean each rank needs; None: all of them.
             output: may take the result; by default the gradient's own memory.
             run: exchanges the bucket; by default the scheme's ``exchange``.
@@ -319,7 +319,7 @@ class Engine:
             self._finish(step)
 
     def checks_finite(self, mean: Tensor) -> bool:
-        """Whether it matters that a mean is finite: for memory, or for the count of bad steps."""
+        """Whether a mean is checked for NaN and infinity: for memory, or for the skipped steps."""
         if self.keeps_memory or self.records_finite:
             return True
         is_wide = mean.is_floating_point() and mean.element_size() > 1
@@ -327,16 +327,16 @@ class Engine:
 
     @property
     def needs_agreement(self) -> bool:
-        """Whether the open step's verdict is not known without a message: ranks have shards."""
+        """Whether the ranks, which have shards, have to agree on whether the step was finite."""
         return self._open is not None and self._open.sharded
 
     @property
     def has_verdict(self) -> bool:
-        """Whether means of the open step were looked at, on every rank alike."""
+        """Whether means of the open step were checked, on every rank alike."""
         return self._open is not None and bool(self._open.finite)
 
     def agreement(self) -> Exchange:
-        """Agrees on whether all parts of the open step are finite, before ``end`` commits."""
+        """Agrees by one all-reduce on whether the open step was finite, before ``end`` commits."""
         step = self._open
         assert step is not None, "a step is open"
         return (yield from _agree_on_finite(step, self.outer))
@@ -345,7 +345,7 @@ class Engine:
         over = False
         with self._lock:
             step.finished += 1
-            if step is self._open:  # an abandoned step commits nothing
+            if step is self._open:  # an aborted step commits nothing
                 over = self._settle(step)
         if over:
             _report_step(self, step)

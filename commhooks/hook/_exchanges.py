@@ -1,4 +1,4 @@
-"""Describes buckets of all hosts alike, and hands their exchanges to the driver of their device."""
+"""Describes a bucket of any host, and starts its exchange on the driver of its device."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class HookBucket:
     """Describes a bucket of any host, as hooks exchange it.
 
     Attributes:
-        number: in the step, for reports; of a host without ``origin`` the same in every step.
+        number: index in the step, for reports; without ``origin`` the same in every step.
         gradient: flat, dense or sparse; may be overwritten.
         layout: names and shapes of the parameters, or pieces of them, in it; or a function for
             them, since many schemes never ask.
         shards: begin and end of the entries whose mean each rank needs; None: all of them.
         output: flat, takes the mean of what this rank needs; None: the gradient's own memory.
-        epilogue: goes on with the mean, by one collective at most, before the exchange is over.
+        epilogue: processes the mean, by one collective at most, before the exchange is over.
         is_blocking: whether the host waits for the mean before it does anything else.
         dense_sends: how often ``(n - 1) / n`` of the gradient would be sent without compression:
             twice in an all-reduce (also where its second half is what ``epilogue`` does), once in a
@@ -52,7 +52,7 @@ class HookBucket:
         is_last: whether the host knows that this is the last bucket of the step.
         note: gets the rows of the ledger, too.
         origin: the bucket of DistributedDataParallel, or of a host like it, which may lay out its
-            buckets anew; None: the host has the same buckets in every step, and waits for each.
+            buckets again; None: the host has the same buckets in every step, and waits for each.
     """
 
     number: int
@@ -93,11 +93,11 @@ class HookBucket:
         )
 
     def find_layout(self) -> Layout:
-        """Returns names and shapes of what the gradient has."""
+        """Returns names and shapes of the parameters in the gradient."""
         return self.layout if isinstance(self.layout, Layout) else self.layout()
 
     def with_epilogue(self, exchange: Exchange) -> Exchange:
-        """Returns an exchange that leaves the mean in its place, followed by ``epilogue``."""
+        """Runs an exchange, copies the mean to ``output`` and runs ``epilogue``."""
         mean = yield from exchange
         into = self.gradient if self.output is None else self.output
         # A scheme may return memory of its own, as ``Scaled`` does.
@@ -113,7 +113,7 @@ class Step:
     Attributes:
         holds_buckets: whether buckets wait for the last bucket.
         records_times: whether times are recorded on a GPU, too.
-        device, clock: of the first bucket.
+        device, clock: device and clock of the first bucket.
         finds_unused: whether gradients of parameters that no rank uses may stay unwritten.
         core_notifies: whether ``ddp_core`` reports the end, also without a backward pass (join).
         buckets: keys of the launched buckets; an equal key is of another step.
@@ -123,7 +123,7 @@ class Step:
         parameters: number of parameters in the buckets so far, if ``holds_buckets``.
         layouts: functions that return the layouts of the dense buckets of hosts with an ``origin``.
         regrouped: the saved buckets, if the parameters were exchanged in them.
-        unused: names of what does not get the average, as its host says.
+        unused: names of parameters that do not get the average, as the host says.
         gradients: parameters whose ``.grad`` may not be written, as they were at the launch.
     """
 
@@ -153,7 +153,7 @@ class Step:
 
 @dataclass(slots=True)
 class Gradient:
-    """Describes a parameter's ``.grad`` at the launch of its bucket."""
+    """Holds a parameter's ``.grad`` as it was at the launch of its bucket."""
 
     parameter: Tensor
     version: int | None  # of ``.grad``, which every write in place raises; None: no gradient
@@ -161,7 +161,7 @@ class Gradient:
 
     def was_skipped(self) -> bool:
         """Whether DistributedDataParallel left ``.grad`` as it was, since no rank used it."""
-        # torch's class does not tell, so its writes are looked for (docs/design/steps.md). All
+        # torch's class does not say, so its writes are detected (docs/design/steps.md). All
         # ranks decide the same, since torch agrees on what was used, so no message is needed.
         grad = self.parameter.grad
         if grad is None:
@@ -173,7 +173,7 @@ class Gradient:
 
 
 def gradients_of(parameters: Sequence[Tensor], buffer: Tensor) -> list[Gradient]:
-    """Describes the gradients of a bucket's parameters, to be compared when the step ends."""
+    """Records the gradients of a bucket's parameters, to be compared when the step ends."""
     bucket = buffer.untyped_storage().data_ptr()
     return [
         Gradient(parameter, None if parameter.grad is None else version_of(parameter.grad), bucket)
@@ -246,7 +246,7 @@ class ExchangeLauncher:
         return self._drivers.run(task, device, step.group, waits=is_blocking)
 
     def agree(self, step: Step, verdict_groups: Sequence[dist.ProcessGroup]) -> None:
-        """Agrees on the verdict of a step whose ranks have different parts of the means.
+        """Agrees on whether a step was finite where ranks have different parts of the means.
 
         Args:
             verdict_groups: groups of ranks that have other parts than those of the hook's group.
@@ -257,7 +257,7 @@ class ExchangeLauncher:
                 self._engine.world_size,
                 partial(self._drivers.run, group=step.group, waits=True),
             )
-        # Ranks beside count the same steps as bad, where means are looked at.
+        # Ranks with the other shards skip the same steps, where means are checked.
         for group in verdict_groups if self._engine.has_verdict else ():
             # Not by the drivers, whose lanes are of the hook's group; nothing else is under way.
             streams = self._verdict_streams.setdefault(group, Streams(group))

@@ -1,8 +1,8 @@
-"""Moves a living hook to other ranks: who goes on, whose values all take, what becomes of memory.
+"""Moves a running hook to another process group, with the memory of its scheme.
 
-What a scheme keeps is carried over by the rules of a checkpoint that is loaded on another number of
-ranks (:mod:`commhooks.checkpoint._ranks`), with one difference: nobody sends a residual, since the
-rank that holds it goes on with it. See ``docs/design/hosts.md``.
+Memory is carried over by the rules of a checkpoint that is loaded on another number of ranks
+(:mod:`commhooks.checkpoint._ranks`), with one difference: residuals are not sent, since each rank
+keeps its own. See ``docs/design/hosts.md``.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class GroupChange(NamedTuple):
     Attributes:
         step: number of the next step.
         before, world_size: number of ranks before and now.
-        source: the rank whose step, seed and shared values all have taken.
+        source: the rank whose step, seed and shared values all ranks have taken.
         joined: ranks that came without memory of this run.
-        stale_ranks: ranks that had not ended the last step, and go on from the source's.
-        lost: number of ranks that are gone, with what they kept.
-        dropped: keys of what this rank kept and cannot be carried over to other ranks.
+        stale_ranks: ranks that had not ended the last step; they continue from the source's step.
+        lost: number of ranks that are gone, with their memory.
+        dropped: keys of this rank's memory that cannot be carried over to other ranks.
     """
 
     step: int
@@ -64,7 +64,7 @@ class GroupChange(NamedTuple):
 
 
 class _RankReport(NamedTuple):
-    """Holds what a rank says of itself."""
+    """Holds the state of one rank before the change."""
 
     run: tuple[str, str]
     step: int
@@ -75,10 +75,10 @@ class _RankReport(NamedTuple):
 
 
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
-    """Does what ``HookState.change_group`` does, on a model that moves after the hook."""
+    """Implements ``HookState.change_group``; the model moves after the hook."""
     fault = _check_between_steps(hook)
     hook.bind()  # a hook that has never run may not know its model
-    # First of all: none of what follows needs the ranks before, which may be gone.
+    # First: nothing below needs the former ranks, which may be gone.
     if not fault:
         hook.runner.step_aborted()
         hook.drivers.abandon()
@@ -118,7 +118,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
 
 
 def _check_between_steps(hook: Running) -> str:
-    """Returns why a hook cannot change its ranks now; empty if it can."""
+    """Returns the reason why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return "the hook was closed; register another"
     if hook.fixed_group_reason:
@@ -136,7 +136,7 @@ def _check_between_steps(hook: Running) -> str:
 
 
 def _surviving_ranks(ranks: Sequence[_RankReport]) -> tuple[int, list[int]]:
-    """Returns the rank whose values all take, and the ranks that have memory of the same run."""
+    """Returns the source of shared values, and the ranks that have memory of the same run."""
 
     def same_run(of: _RankReport) -> list[int]:
         # The run before as well: a rank may have missed the end of a change that was broken off.
@@ -187,7 +187,7 @@ def _dropped(hook: Running) -> tuple[str, ...]:
 
 
 def _own_memory(hook: Running) -> MemoryDict:
-    """Returns what this rank keeps, by key and name: no copies, in the order of memory."""
+    """Returns this rank's memory by key and name, without copies."""
     values: MemoryDict = {}
     for key, name, value in hook.engine.memory.items():
         values.setdefault(key, {})[name] = value
@@ -202,7 +202,7 @@ def _exchange(
     *,
     carries_over: bool,
 ) -> list[dict[str, Any]]:
-    """Returns what each rank sends: values that are the same on all ranks, or whose mean counts."""
+    """Gathers the run's facts, and the memory that is shared or averaged, from all ranks."""
     rank, resizes = group.rank(), resizes_of(hook.scheme)
     memory_here = _own_memory(hook) if rank in stayed else {}
     sent = {key for key in memory_here if carries_over and resizes.get(key) == "mean"}
@@ -223,7 +223,7 @@ def _exchange(
         fact for inside in walk(hook.scheme) for fact in inside.environment(group.size())
     ]
     memory = {key: memory_here[key] for key in sorted(sent)}
-    # It compares the facts first: from here on all ranks change, or none does.
+    # Facts are compared first: from here on all ranks change, or none does.
     whole = gather_states(
         CALL, {**facts, f"rank{rank}": {**part, "memory": memory}}, None, group, None
     )
@@ -238,7 +238,7 @@ def _carry_over(
     stayed: Sequence[int],
     received: Sequence[dict[str, Any]],
 ) -> None:
-    """Replaces the memory by this rank's share of the memory of those that go on."""
+    """Replaces the memory by this rank's share of the memory of the surviving ranks."""
     resizes = resizes_of(hook.scheme)
     shared = set(received[change.source]["memory"]) - set(resizes)
     parts = []
@@ -264,15 +264,16 @@ def _resume(
     source: _RankReport,
     change: GroupChange,
 ) -> None:
-    """Takes what is the same on all ranks, and meets the others as at the first step."""
+    """Takes step, seed and layout of the source, and compares facts as in the first step."""
     engine, continuation = hook.engine, hook.continuation
     engine.rank, engine.world_size = group.rank(), group.size()
     engine.step, engine.seed = source.step, given["seed"]
     hook.ledger.rewind(engine.step)
     hook._run_ids = (given["run"], source.run[0])
     hook.target.pickled_on = None
-    # ``ddp_core`` lays its buckets out anew. Torch's class begins with those that it had, which a
-    # rank that joins has not: all exchange in those of the source until torch has rebuilt its own.
+    # ``ddp_core`` lays its buckets out again. Torch's class begins with its former buckets, which
+    # a rank that joins does not have: all ranks exchange in those of the source until torch has
+    # rebuilt its own.
     is_core = hook.target.notifying_core(hook) is not None
     regroups = not is_core and bool(change.joined or change.stale_ranks or given["regroups"])
     continuation.loaded = SavedBuckets(given["layout"] if regroups else ())

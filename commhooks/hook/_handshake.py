@@ -1,4 +1,4 @@
-"""Compares what ranks run before a collective call: a mismatch is an error, not a hang."""
+"""Compares the ranks' settings before a collective call: a mismatch is an error, not a hang."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[int, int]] = weakref.
 
 
 def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | None = None) -> None:
-    """Returns on every rank of ``group`` once all have come, or raises on all that came.
+    """Blocks until every rank of ``group`` has called; raises on all callers after the limit.
 
     Does nothing on a group without a store, where a missing rank is a collective's timeout.
 
@@ -82,7 +82,7 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
                 text = f"not every rank came: {missing} did not within {seconds:g} s, {came} did"
                 outcome = store.ask(_give_up_on(group, point, text), 0.0)
         except SilentStoreError:
-            # Read by the others once the store answers again; nobody waits for that.
+            # The others read this once the store answers again; this rank does not wait.
             text = f"rank {point.rank} gave up: its store was silent"
             store.tell(_give_up_on(group, point, text))
             raise
@@ -96,13 +96,13 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
 
 
 def clear_keys(group: dist.ProcessGroup) -> None:
-    """Removes the last call's keys from the store, after all ranks have passed."""
+    """Removes the last call's keys from the store, after all ranks have read them."""
     if group in _calls and (store := shared_store(group)) is not None:
         _point(group, store).forget()
 
 
 def _point(group: dist.ProcessGroup, store: SharedStore) -> MeetingPoint:
-    """Returns where ranks meet in the last call."""
+    """Returns the meeting point of the last call in the store."""
     generation, number = _calls[group]
     return MeetingPoint(store, f"commhooks/{generation}/{number}", group.rank(), group.size())
 
@@ -118,7 +118,7 @@ def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> Mee
 
 
 def _give_up_on(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Callable[[Any], str]:
-    """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
+    """Returns a function that ends a call for which ranks are missing, and returns the outcome."""
     generation, _ = _calls[group]
 
     def give_up(client: Any) -> str:
@@ -154,10 +154,10 @@ def handshake(
         call: the name of the public call, for the message.
         facts: values by field, compared for equality.
         limit: longest wait for the other ranks; the group's timeout if that is less, or if None.
-        message: what this rank tells the others besides; may differ.
+        message: any further object for the other ranks; may differ between ranks.
 
     Returns:
-        What each rank tells, in rank order.
+        The messages of all ranks, in rank order.
 
     Raises:
         MismatchError: facts differ; names the first field, the ranks and the values.
@@ -194,8 +194,8 @@ def handshake_fields(
 ) -> dict[str, Any]:
     """Returns the facts that must be the same on all ranks, by the name used in messages.
 
-    Each of them decides which collectives a rank issues, or which bytes it sends: a difference
-    would otherwise be a hang, or gradients that differ between ranks.
+    Each fact decides which collectives a rank issues, or which bytes it sends: a difference would
+    otherwise be a hang, or gradients that differ between ranks.
 
     Args:
         loaded: the buckets of a loaded state in which no step was taken yet.
@@ -228,7 +228,7 @@ def handshake_fields(
 
 
 def check_memory_origin(engine: Engine, target: HookTarget) -> None:
-    """Raises CheckpointError if a pickled state is of another rank, or of other pieces."""
+    """Raises CheckpointError if a pickled state is another rank's, or of other shards."""
     whose = _origin(engine, target)
     if whose != _OWN:
         raise CheckpointError(
@@ -239,7 +239,7 @@ def check_memory_origin(engine: Engine, target: HookTarget) -> None:
 
 
 def _origin(engine: Engine, target: HookTarget) -> str:
-    """Returns whose memory an unpickled state holds, in words that are equal if all is well."""
+    """Describes the origin of an unpickled state's memory; ``_OWN`` if this rank may use it."""
     origin, here = target.pickled_on, (engine.rank, engine.world_size)
     pieces = target.parameters.placement
     if origin is None:

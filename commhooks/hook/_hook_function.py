@@ -1,4 +1,4 @@
-"""Defines the hook function of all schemes, and ``as_hook`` for user-defined hooks.
+"""Defines ``comm_hook``, the hook function of all schemes, and ``as_hook`` for other hooks.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel compares the annotations of
 a hook with the classes themselves and refuses strings.

@@ -1,4 +1,4 @@
-"""Sums the bytes and times that collectives report, as a table or in words."""
+"""Sums bytes and times of collectives, and reports them as a table or in words."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def summarise(
         exposed: returns the seconds that each row keeps its step waiting, by ``id``.
         name: name of the scheme.
         world_size: number of ranks.
-        exchange: what is dense.
+        exchange: name of the dense collective.
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows:
@@ -221,12 +221,12 @@ class Ledger:
         return step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
     def _settle(self) -> None:
-        """Fills in the times that are known by now; waits for nothing."""
+        """Fills in the times that are known by now, without waiting."""
         while self._unsettled and self._unsettled[0].settle():  # devices work in order
             self._unsettled.popleft()
 
     def launched_last(self, step: int, now: float | Timestamp) -> None:
-        """Notes when a step's last bucket was launched: from then on, waiting is exposed."""
+        """Records the launch of a step's last bucket: waiting after that time is exposed."""
         self._settle()  # here, so that events are not kept for longer than a step
         self._backward_end[step] = now
         self.steps += 1
@@ -236,12 +236,12 @@ class Ledger:
             del self._backward_end[kept]
 
     def launched_last_at(self, step: int) -> float:
-        """Returns when a step's last bucket was launched; NaN if that is not kept, or not known."""
+        """Returns the time at which a step's last bucket was launched; NaN if it is not known."""
         end = self._backward_end.get(step, math.nan)
         return end.seconds() if isinstance(end, Timestamp) else end
 
     def rewind(self, step: int) -> None:
-        """Forgets the rows from ``step`` on: the run goes on from there. Totals stay."""
+        """Removes the rows from ``step`` on, from where the run continues; totals stay."""
         # Else one step would have the rows of two: twice the bytes, and waiting of the wrong run.
         self._unsettled.clear()
         kept = [row for row in self._rows if row.step < step]
@@ -296,7 +296,7 @@ class Ledger:
         return ordered
 
     def rows_by_step(self) -> dict[int, list[RoundRecord]]:
-        """Returns the rows that are kept, by step, with the times that are known by now."""
+        """Returns the stored rows by step, with the times that are known by now."""
         self._settle()
         by_step: dict[int, list[RoundRecord]] = {}
         for row in list(self._rows):
@@ -355,7 +355,7 @@ class Ledger:
             world_size: number of ranks.
             steps: number of steps, at most; fewer if fewer are kept.
             since: leaves out the steps before this step.
-            dense: what the bytes are compared with.
+            dense: name of the collective that the bytes are compared with.
 
         Example:
             >>> print(hook.summary())
@@ -376,7 +376,7 @@ def _decoding(row: RoundRecord) -> float:
 
 
 def _known(moment: Timestamp) -> float | Timestamp:
-    """Returns the time of a moment, if it is known, else the moment."""
+    """Returns the seconds of a timestamp if they are known, else the timestamp."""
     seconds = moment.seconds()
     return moment if math.isnan(seconds) else seconds
 

@@ -1,4 +1,4 @@
-"""Finds a model's DistributedDataParallel, and names and describes its parameters."""
+"""Finds a model's DistributedDataParallel, and the names and shapes of its parameters."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class Parameters:
             None: no parameters.
 
     Attributes:
-        cuts: which piece of each parameter this rank trains, by the name of the whole one.
+        cuts: shard of each parameter that this rank trains (tensor parallelism), by name.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -173,7 +173,7 @@ class Parameters:
 
     @property
     def placement(self) -> dict[str, str]:
-        """Returns the pieces that this rank trains, by name, of the parameters that are cut."""
+        """Returns this rank's shards of parameters that tensor parallelism cuts, by name."""
         return {name: cut.piece for name, cut in self.cuts.items() if cut.piece}
 
     def __len__(self) -> int:
@@ -214,7 +214,7 @@ class Parameters:
         return layout
 
     def find(self, name: str) -> str:
-        """Returns the name here of a parameter that a state may have saved under another name."""
+        """Returns this model's name of a parameter that a state has saved under another name."""
         if name in self._by_name:
             return name
         plain = self._aliases.get(plain_name(name), plain_name(name))
@@ -230,7 +230,7 @@ class Parameters:
         return value.permute(self._order(name, value))
 
     def to_checkpoint_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns values shaped as their parameters, in the form in which states hold them."""
+        """Converts values in the memory order of buckets to the parameters' own dimensions."""
         # In the parameter's own dimensions: a run with another memory format may load it.
         return {
             name: self.in_parameter_order(name, value).contiguous()
@@ -238,7 +238,7 @@ class Parameters:
         }
 
     def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns values of a state, in the form in which buckets hold them."""
+        """Converts a state's values from the parameters' own dimensions to memory order."""
         return {
             name: self.in_memory_order(name, value)
             for name, value in values.items()
@@ -247,7 +247,7 @@ class Parameters:
 
     @property
     def saved_shapes(self) -> dict[str, torch.Size]:
-        """Returns the shapes of whole parameters as states hold them, by name."""
+        """Returns the shapes of whole parameters in their own dimensions, by name."""
         shapes = {}
         for name, parameter in self._by_name.items():
             order = parameter.order
@@ -256,15 +256,15 @@ class Parameters:
         return shapes
 
     def is_portable(self, slot: Slot) -> bool:
-        """Whether values of a slot are saved by whole parameter, so that any host may load them."""
+        """Whether a slot is saved by whole parameter, so that any host can load it."""
         return slot.key == RESIDUAL
 
     def accepts_names(self, names: Collection[str]) -> bool:
-        """Whether values of a state, that are not saved by whole parameter, are of these pieces."""
+        """Whether a state's values that are saved by shard belong to this rank's shards."""
         return all(name in self._by_name for name in names)
 
     def local_values(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns values of a state without those of pieces that other ranks have."""
+        """Returns a state's values without those of other ranks' shards."""
         return {
             name: value
             for name, value in values.items()
@@ -363,7 +363,7 @@ def _was_wrapped(model: Any, parameter: Tensor) -> bool:
 
 
 def values_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the values that all ranks have, by name: also frozen ones, in their own precision.
+    """Returns the parameters that all ranks have, frozen ones too, in full precision, by name.
 
     Within a backward pass of mixed precision, parameters are low-precision copies.
     """
@@ -391,7 +391,7 @@ def names_of(model: nn.Module) -> dict[int, str]:
 
 
 def memory_order(tensor: Tensor) -> tuple[int, ...]:
-    """Returns a tensor's dimensions, outermost in memory first; as they are if it has gaps."""
+    """Returns a tensor's dimensions, outermost in memory first; unsorted if it has gaps."""
     dimensions = tuple(range(tensor.dim()))
     if tensor.layout != torch.strided or tensor.is_contiguous():
         return dimensions

@@ -67,13 +67,13 @@ def to_pickle(hook: Running) -> dict[str, Any]:
 
 
 def sealed(pickled: dict[str, Any]) -> dict[str, Any]:
-    """Returns a pickled form with its checksum, that of the state it stands for."""
+    """Adds the checksum of the state to a pickled form."""
     state, field = _as_state(pickled | {"checksum": ""})
     return pickled | {"checksum": checksum(state, state[field])}
 
 
 def _origin(hook: Running) -> Origin | None:
-    """Returns whose memory a hook has; None if its ranks are not known."""
+    """Returns the rank that a hook's memory belongs to; None if its ranks are not known."""
     engine, origin = hook.engine, hook.target.pickled_on
     # A state that is pickled again before it ran still has the memory of where it came from, also
     # where it has been asked for its rank here.
@@ -83,7 +83,7 @@ def _origin(hook: Running) -> Origin | None:
 
 
 def from_pickle(pickled: Any) -> Pickled:
-    """Checks a pickled state, as every saved state is, and returns what it has.
+    """Checks a pickled state as strictly as a saved state, and returns its contents.
 
     Raises:
         CheckpointError: the state is damaged, or its scheme is none that a file may name.
@@ -116,7 +116,7 @@ def from_pickle(pickled: Any) -> Pickled:
 
 
 def _as_state(pickled: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Returns the state of one rank that a pickled form stands for, and the name of its part."""
+    """Converts a pickled form to a saved state of one rank, and the name of the rank's field."""
     ranks = (0, 1) if pickled.get("ranks") is None else pickled["ranks"]
     is_pair = type(ranks) is tuple and len(ranks) == 2
     if not is_pair or not all(whole_number(number, 0, _MOST_RANKS) for number in ranks):

@@ -1,4 +1,4 @@
-"""Defines ``register``, which sets a scheme on a model and checks that the hook will run."""
+"""Defines ``register``, which installs a scheme on a model, and ``unregister``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BucketLayout = Literal["scheme", "shape"] | BucketGroup
 
 
 def group_function(layout: BucketLayout, state: Running) -> BucketGroup:
-    """Returns a function of name and parameter; different values never share a bucket.
+    """Returns the grouping function of ``layout``; parameters of two groups share no bucket.
 
     Args:
         layout: "scheme": parameters that the scheme treats in the same way share a bucket;
@@ -137,8 +137,8 @@ def register(
         scheme: a name (:func:`commhooks.scheme_names`) or a scheme; "auto" measures and chooses,
             see :class:`commhooks.auto.AutoHook`.
         process_group: ranks to average over; by default the model's.
-        layout: which parameters may share a bucket, on ``ddp_core.DistributedDataParallel``:
-            "scheme" (those that the scheme treats in the same way), "shape" (matrices of one
+        layout: grouping of parameters into buckets, on ``ddp_core.DistributedDataParallel``:
+            "scheme" (parameters that the scheme treats in the same way), "shape" (matrices of one
             shape, all vectors together), or a function of name and parameter; None: any.
         seed: base of the scheme's random draws, the same on every rank.
         history: rows kept for ``report``, one per bucket and round; totals count all rows.
@@ -312,7 +312,7 @@ def _core(ddp: DistributedDataParallel, call: str) -> CoreDDP:
 
 
 def _has_skipped(ddp: DistributedDataParallel) -> bool:
-    """Whether torch would take the plain all-reduce's result of a skipped bucket for a hook's."""
+    """Whether torch trained without a hook, with buckets that it skips; hooks would then fail."""
     skips = not isinstance(ddp, CoreDDP) and getattr(ddp, "skip_all_reduce_unused_params", False)
     return bool(skips) and any(ddp.reducer.get_backward_stats())  # times of gradients
 

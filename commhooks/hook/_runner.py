@@ -1,4 +1,4 @@
-"""Runs the buckets of each step, and finds out where a step begins and ends.
+"""Runs the buckets of each step, and detects the begin and end of steps.
 
 A step is one synchronised backward pass, and the autograd engine reports its end: the first bucket
 of a pass queues a callback, which runs when all gradients have been computed; that callback queues
@@ -40,7 +40,7 @@ REBUILT_IN, STATIC_REBUILT_IN = 2, 3
 
 
 class SavedLayoutReplay:
-    """Decides in which buckets to exchange until DistributedDataParallel has rebuilt its own.
+    """Replays the buckets of a saved run until DistributedDataParallel has rebuilt its own.
 
     Attributes:
         layout: names of the parameters of each bucket; what a state saves.
@@ -64,7 +64,7 @@ class SavedLayoutReplay:
         self._age = 0
 
     def step_ended(self, step: Step, *, static_graph: bool) -> None:
-        """Notes the layout of a step that has ended."""
+        """Records the layout of a step that has ended."""
         self._age += 1
         # torch rebuilds the buckets of a static graph a step later.
         rebuilt = self._age >= (STATIC_REBUILT_IN if static_graph else REBUILT_IN)
@@ -184,12 +184,12 @@ class Runner:
         self._close(step)
 
     def chain_to(self, other: Runner) -> None:
-        """Lets the verdicts of this hook's steps depend on the means of another one's, too."""
+        """Skips steps in which means of the outer hook ``other`` are not finite, too."""
         self._outer, other._inner = other, self
         self._engine.outer, other._engine.records_finite = other._engine, True
 
     def step_aborted(self) -> None:
-        """Drops the step, whose backward pass has raised."""
+        """Drops the open step after its backward pass raised."""
         self._step = None
         self._engine.abort()
         self._coalescer.abort(ABORTED)
@@ -200,8 +200,8 @@ class Runner:
         self.settle()
 
     def settle(self) -> None:
-        """Ends or abandons a step whose backward pass is known to be over."""
-        # After a pass that raised autograd runs no callback: a step that is open now was abandoned.
+        """Ends or drops a step whose backward pass is known to be over."""
+        # After a pass that raised autograd runs no callback: a step that is open now was aborted.
         step = self._step
         if step is None or not step.backward_ids or backward_number() >= 0:
             return
@@ -223,7 +223,7 @@ class Runner:
         return self._step is not None or self._engine.under_way
 
     def _enter(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Step:
-        """Returns the step that the bucket belongs to, and watches its backward pass."""
+        """Returns the step of a bucket, and queues a callback at the end of the backward pass."""
         this_pass = backward_number()
         step = self._open_for(bucket, this_pass)
         if step is None:
@@ -245,7 +245,7 @@ class Runner:
         return step
 
     def _open_for(self, bucket: HookBucket, this_pass: int) -> Step | None:
-        """Returns the open step if a bucket belongs to it; ends or drops it otherwise."""
+        """Returns the open step if the bucket belongs to it; otherwise ends or drops that step."""
         step = self._step
         # By key, not by index or ``is_last``: all buckets of a static graph's first step have
         # index 0, and a skipped bucket may be the last one.
@@ -266,7 +266,7 @@ class Runner:
 
     def _pass_ended(self, step: Step) -> None:
         """Handles the end of a backward pass, when all its gradients have been computed."""
-        if step is not self._step:  # ddp_core has ended it, or it was abandoned
+        if step is not self._step:  # ddp_core has ended it, or it was aborted
             return
         # After a reentrant pass the current node is the outer pass's: more buckets may come.
         nested = current_node() is not None

@@ -1,4 +1,4 @@
-"""Defines ``Running``: what a hook does while its model trains, and what ``ddp_core`` tells it."""
+"""Defines ``Running``, the part of ``HookState`` that runs during training."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class SavedBucketLayout:
         return self.loaded if self.runner.regrouping.target_layout or not agreed else SavedBuckets()
 
     def saved(self, core: CoreDDP | None) -> SavedBuckets:
-        """Returns what another run needs to have the same buckets.
+        """Returns the buckets that another run needs to continue with the same ones.
 
         Args:
             core: the model, if it is ``ddp_core``'s.
         """
-        # Before the model has the loaded buckets, its own are not those of the run that goes on.
+        # Until the model has the loaded buckets, its own are not those of the saved run.
         if self.runner.regrouping.target_layout or not self.buckets_restored:
             return self.loaded
         if core is None:
@@ -70,7 +70,7 @@ class SavedBucketLayout:
         return SavedBuckets([names(members) for members in buckets], limits, names(arrival))
 
     def defer(self, buckets: SavedBuckets) -> None:
-        """Holds the buckets of an unpickled state until there is a model."""
+        """Keeps the buckets of an unpickled state until there is a model."""
         self.loaded, self.buckets_restored = buckets, False
         self.runner.regrouping.restore(buckets.layout, regroups=True)
 
@@ -126,8 +126,8 @@ class Running:
         engine: runs the scheme, and holds its memory and the number of the step.
         target: the model and the process group.
         runner: the steps: which bucket belongs to which, and when one ends.
-        drivers, call_monitor, continuation: what runs exchanges, what notices that the hook is not
-            called, and the buckets of a saved run.
+        drivers, call_monitor, continuation: run the exchanges, detect that the hook is not called,
+            and restore the buckets of a saved run.
         agreed: whether the ranks have compared what they run.
     """
 
@@ -152,12 +152,12 @@ class Running:
         self._closed = False
         self._run_ids = ("", "")
         self._extra_rounds = 0  # collectives in an exchange besides those of the scheme
-        self.fixed_group_reason = ""  # why its host does not let the hook change its ranks
-        self.compared_with = "all-reduce"  # what its bytes are compared with, if it is dense
-        self.shards_for = ""  # the host that needs one shard of each mean on each rank, if any
+        self.fixed_group_reason = ""  # reason why ``change_group`` is refused
+        self.compared_with = "all-reduce"  # the dense collective that bytes are compared with
+        self.shards_for = ""  # the host, if it needs one shard of each mean per rank
 
     def _verify_with(self, verification: Verification | None) -> None:
-        """Takes what verifies steps, before the hook meets the other ranks."""
+        """Sets the verification of steps, before the first handshake."""
         self.verification = self.engine.observer = verification
 
     @property
@@ -183,7 +183,7 @@ class Running:
 
     @property
     def calls(self) -> int:
-        """Returns the number of buckets that came to the hook in this process."""
+        """Returns the number of buckets that the hook was called with in this process."""
         return self.call_monitor.calls
 
     @property
@@ -197,7 +197,7 @@ class Running:
         # faster with 8 (docs/design/reducer.md).
         return 25 if self.scheme.traits.rounds > 1 else None
 
-    # ---- what the hook calls
+    # ---- buckets
 
     def start(self, bucket: Any) -> Future[Tensor]:
         """Starts the exchange of one bucket and returns the future of its averaged gradient."""
@@ -215,12 +215,12 @@ class Running:
             # A collective: every rank comes here with its first bucket, before it exchanges any.
             self._agree_after_load()
         if not self.call_monitor.calls:
-            self._guard_model()  # after the ranks have met, which finds the model
+            self._guard_model()  # after the handshake, which finds the model
         self.call_monitor.record_call(is_last=bucket.is_last)
         return self.runner.start(bucket, self._begin_step)
 
     def _begin_step(self, bucket: HookBucket) -> Step:
-        """Asks what is constant in a step, with its first bucket."""
+        """Looks up what is constant in a step, with its first bucket."""
         target = self.target
         target.check_group()
         group = self._group_of_ranks()
@@ -236,7 +236,7 @@ class Running:
         )
 
     def _guard_model(self) -> None:
-        """Guards torch's class where the hook was registered by hand; ``ddp_core`` looks itself."""
+        """Installs a guard on torch's class if ``register`` did not; ``ddp_core`` needs none."""
         model = self.target.model
         if not isinstance(model, DistributedDataParallel) or isinstance(model, CoreDDP):
             return
@@ -249,19 +249,19 @@ class Running:
     # ---- what ddp_core calls
 
     def backward_finished(self) -> None:
-        """Starts the exchange of buckets that were held back; backward has ended."""
+        """Starts the exchange of held buckets, when the backward pass has ended."""
         self.runner.backward_finished()
 
     def gradients_written(self, unused: Iterable[Tensor] = ()) -> None:
-        """Ends the step: the averaged gradients are in ``.grad``.
+        """Ends the step, when the averaged gradients are in ``.grad``.
 
         Args:
-            unused: parameters that no rank has used, whose gradient was not written.
+            unused: parameters that no rank has used, so that their ``.grad`` was not written.
         """
         self.runner.gradients_written(unused)
 
     def step_aborted(self) -> None:
-        """Drops the step, whose backward pass has raised."""
+        """Drops the open step after its backward pass raised."""
         self.runner.step_aborted()
 
     def attached_to_model(self, model: nn.Module) -> None:
@@ -282,7 +282,7 @@ class Running:
             self._apply_buckets(continuation.loaded)
 
     def forward_begins(self) -> None:
-        """Ends or drops an open step; the guard of ``register`` calls it before each forward."""
+        """Ends or drops an open step; the guard of ``register`` calls this before each forward."""
         self.runner.forward_begins()
         if self.verification is not None:
             self.verification.step_begins(self.step)
@@ -293,21 +293,21 @@ class Running:
             self.verification.close()
         self.drivers.close()
 
-    # ---- what a hook that chooses its scheme does
+    # ---- for hooks that choose their scheme ("auto")
 
     def plan_state(self) -> str:
-        """Returns what a hook that chooses its scheme goes on with; empty if it chooses none."""
+        """Returns the state of a hook that chooses its scheme, as text; empty for other hooks."""
         return ""
 
     def apply_plan(self, plan: str, scheme: str) -> None:
-        """Runs what the ranks run that this one joins; a hook that chooses its scheme does so.
+        """Takes over the choice of the ranks that this rank joins; other hooks ignore it.
 
         Args:
-            plan, scheme: what :meth:`plan_state` returns there, and the description of the scheme.
+            plan, scheme: result of :meth:`plan_state` on those ranks, and their scheme in words.
         """
 
     def on_group_changed(self) -> None:
-        """Hears, on all ranks, that they have changed and agreed."""
+        """Runs on every rank after ``change_group`` has succeeded."""
 
     def _apply_buckets(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
@@ -355,7 +355,7 @@ class Running:
     def agree(
         self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
     ) -> None:
-        """Compares facts with the other ranks and opens the driver's groups; a collective.
+        """Compares settings with the other ranks and opens the driver's groups; a collective.
 
         Args:
             also: further facts that must be the same on all ranks, by name.
@@ -387,9 +387,9 @@ class Running:
             )
 
     def _choose_exact_parameters(self, scheme: Scheme) -> None:
-        """Averages exactly, from the next step on, what ranks of tensor parallelism share.
+        """Averages parameters that tensor-parallel ranks replicate exactly, from the next step on.
 
-        Warns where ``scheme`` returns something else than a mean, whose place a mean cannot take.
+        Warns if ``scheme`` returns updates, which an exact mean cannot replace.
         """
         shared = replicated_parameters(scheme, self.parameters)
         if shared and scheme.traits.returns != "mean":
@@ -420,7 +420,7 @@ class Running:
             except MissingRankError:
                 raise
             except MismatchError as error:
-                # The others would wait for this rank where they meet those beside them.
+                # Peers with the other shards would wait for this rank in their handshake.
                 with suppress(MismatchError):
                     self._handshake_peers(call, facts, limit, str(error))
                 raise
@@ -430,15 +430,15 @@ class Running:
     def _handshake_peers(
         self, call: str, facts: Mapping[str, Any], limit: timedelta | None, fault: str = ""
     ) -> None:
-        """Compares facts with ranks that have other parts of the gradients; a collective."""
+        """Compares facts with the ranks of the other shards; a collective."""
         shared = {name: facts[name] for name in _SHARED if name in facts}
         for group in self.target.verdict_groups:
             handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
 
     def _group_of_ranks(self) -> dist.ProcessGroup:
-        """Returns the hook's group; raises if it has other ranks than it had.
+        """Returns the hook's group; raises if the ranks of that group have changed.
 
-        The ranks of some groups change under their users.
+        Some process groups change their ranks by themselves (torchft).
         """
         group, engine = self.target.group(), self.engine
         if group.size() != engine.world_size or group.rank() != engine.rank:

@@ -74,7 +74,7 @@ __all__ = [
 
 
 class SavedValue(NamedTuple):
-    """Describes one value of a saved state; ``leader`` tells its group of ranks."""
+    """Describes one value of a saved state; ``leader`` identifies its group of ranks."""
 
     leader: int
     key: str
@@ -83,14 +83,14 @@ class SavedValue(NamedTuple):
 
 
 def portable_keys(hook: Running, scheme: Scheme) -> set[str]:
-    """Returns the keys whose values are saved by whole parameter, as any host loads them."""
+    """Returns the keys that are saved by whole parameter, so that any host can load them."""
     # A residual of any scheme: it may be flushed.
     slots = (RESIDUAL_SLOT, *slots_of(scheme))
     return {slot.key for slot in slots if hook.parameters.is_portable(slot)}
 
 
 def to_checkpoint_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
-    """Returns memory in the form in which states hold it."""
+    """Converts memory from the layout of buckets to that of checkpoints."""
     whole, known = portable_keys(hook, scheme), hook.parameters
     return {
         key: known.to_checkpoint_layout(values) if key in whole else values
@@ -99,7 +99,7 @@ def to_checkpoint_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> M
 
 
 def to_bucket_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> MemoryDict:
-    """Returns the memory of a state in the form in which this rank's buckets hold it."""
+    """Converts the memory of a checkpoint to the layout of this rank's buckets."""
     whole, known = portable_keys(hook, scheme), hook.parameters
     return {
         key: known.to_bucket_layout(values) if key in whole else known.local_values(values)
@@ -108,7 +108,7 @@ def to_bucket_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> Memor
 
 
 def needs_reshard(hook: Running, scheme: Scheme, kept: Iterable[SavedValue], leader: int) -> bool:
-    """Whether a state has pieces of parameters that are cut in another way here.
+    """Whether a state has shards of parameters that are cut differently here.
 
     Args:
         kept: all values of the state.
@@ -133,10 +133,10 @@ def needs_reshard(hook: Running, scheme: Scheme, kept: Iterable[SavedValue], lea
 
 
 def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple[Saved, set[str]]:
-    """Returns a state of whole parameters, or of the pieces here, and keys that begin anew.
+    """Returns a state of whole parameters or of this rank's shards, and the keys that are dropped.
 
-    A value without the shape of its parameter (a factor, packed bytes) belongs to one piece. Cut
-    in another way nobody can use it, so it is left out, with a warning.
+    A value that is not shaped as its parameter (a factor, packed bytes) belongs to one shard. With
+    other shards it is of no use, and is dropped with a warning.
 
     Args:
         leader: the smallest global rank of the hook's group.
@@ -175,7 +175,7 @@ def _warn_foreign(hook: Running, foreign: list[str]) -> None:
     if hook.engine.rank == 0:
         warnings.warn(
             f"commhooks: the state was saved on another mesh or host, where {foreign} belonged to "
-            f"other pieces of the parameters: that begins anew. Residuals, momenta and all else "
+            f"other shards of the parameters and is dropped. Residuals, momenta and all else "
             f"that is shaped as the parameters is carried over",
             RuntimeWarning,
             stacklevel=user_stacklevel(),
@@ -335,7 +335,7 @@ MakeInitial = Callable[[Slot, str, torch.Size, StepInfo], Tensor | None]
 
 
 class Loaded(NamedTuple):
-    """Holds a saved state that was checked and not applied yet."""
+    """Holds a saved state that was checked, and is not applied yet."""
 
     scheme: Scheme
     memory: MemoryDict
@@ -344,7 +344,7 @@ class Loaded(NamedTuple):
 
 
 def save(hook: Running, gather: bool, dst: int | None) -> dict[str, Any]:
-    """Returns what ``HookState.state_dict`` returns."""
+    """Implements ``HookState.state_dict``."""
     if dst is not None and not gather:
         raise ValueError(
             f"HookState.state_dict(dst={dst!r}): it goes with gather=True, without which each rank "
@@ -368,7 +368,7 @@ def save(hook: Running, gather: bool, dst: int | None) -> dict[str, Any]:
 def _gathered(
     hook: Running, state: dict[str, Any] | None, fault: str | None, dst: int | None
 ) -> dict[str, Any]:
-    """Returns the states of all ranks of the hook's group, of whole parameters."""
+    """Gathers the states of all ranks as one, of whole parameters."""
     call, group = "HookState.state_dict(gather=True)", hook.target.group()
     shards = hook.target.shards
     if shards is None:
@@ -393,10 +393,10 @@ def _gathered(
 
 
 def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any]:
-    """Returns the states of the shards of a node as that of one rank with whole parameters.
+    """Joins the states of a node's shards to the state of one rank with whole parameters.
 
     Args:
-        first: global rank of the first shard, whose part the result has.
+        first: global rank of the first shard; the result is the part of this rank.
     """
     memory: MemoryDict = {}
     for field in rank_fields(node):
@@ -457,7 +457,7 @@ def _places(hook: Running) -> tuple[int, int, int]:
 
 
 def _saved_memory(hook: Running) -> MemoryDict:
-    """Returns copies of all values by key and name, with initial ones where no step has been."""
+    """Returns copies of all values by key and name; before the first step, initial values."""
     # Initial values too: ``dcp.load`` reads only the tensors that the template from ``state_dict``
     # has, and ``check_complete`` can then tell a lost value from an unused one.
     values = _declared(hook, hook.scheme, hook.step, _initial)
@@ -484,7 +484,7 @@ def _initial(slot: Slot, name: str, shape: torch.Size, now: StepInfo) -> Tensor 
 
 
 def _like_initial(slot: Slot, name: str, shape: torch.Size, now: StepInfo) -> Tensor | None:
-    """Returns an initial value without memory, since its size may be a file's word."""
+    """Returns an initial value on the meta device, since a file may claim any size."""
     small = slot.initial(name, torch.Size([1] * len(shape)), now)
     return None if small is None else small.new_empty(shape, device="meta")
 
@@ -559,7 +559,7 @@ def prepare(
     )
 
     # Make what the hook continues with.
-    # Copies: the caller may go on to use the tensors, or hand the same state to another hook.
+    # Copies: the caller may use the tensors again, or load the same state into another hook.
     memory = {
         key: {n: v.detach().clone() for n, v in values.items()} for key, values in memory.items()
     }
@@ -589,10 +589,10 @@ def apply(hook: Running, loaded: Loaded) -> None:
 def needed_fields(
     hook: Running, state: StateDict, shapes: Mapping[tuple[str, str, str], torch.Size]
 ) -> set[str]:
-    """Returns the rank fields of a state that this rank has to read, before memory was read.
+    """Returns the rank fields that this rank has to read of a state whose memory is not read yet.
 
     Args:
-        shapes: of all values, by rank field, key and name.
+        shapes: shapes of all values, by rank field, key and name.
     """
     hook.bind()
     keys = {key for _, key, _ in shapes}

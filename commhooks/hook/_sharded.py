@@ -1,4 +1,4 @@
-"""Parameters of which a host reduces one shard to each rank."""
+"""Describes the parameters of hosts that reduce one shard of each gradient to each rank (FSDP)."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class ShardedParameter(NamedTuple):
 
     Attributes:
         name: within the model.
-        shape: of the whole parameter, as this data-parallel group sees it.
-        dtype: of its gradient when it is reduced.
+        shape: shape of the whole parameter, as this data-parallel group sees it.
+        dtype: dtype of the gradient when it is reduced.
         dim: the dimension that is cut.
         trained: whether it is trained when the hook is registered.
-        cut: which piece of a larger parameter it is (tensor parallelism).
+        cut: shard of a larger parameter that it is (tensor parallelism).
     """
 
     name: str
@@ -53,7 +53,7 @@ class ShardedParameter(NamedTuple):
 
 
 class ShardedParameters(Parameters):
-    """Holds parameters as pieces, one for each rank, in which a bucket holds them.
+    """Holds parameters as shards, one for each rank, as they lie in a bucket.
 
     A bucket has all pieces of rank 0, then those of rank 1, and so on. All pieces of a parameter
     have the size of the first, the last ones being filled up with zeros. Memory is kept by piece,
@@ -62,8 +62,8 @@ class ShardedParameters(Parameters):
     With one rank a piece is the parameter, and has its name.
 
     Args:
-        parameters: of the model.
-        world_size: number of ranks, and so of pieces.
+        parameters: the model's parameters.
+        world_size: number of ranks, and so of pieces of each.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], world_size: int) -> None:
@@ -88,7 +88,7 @@ class ShardedParameters(Parameters):
         return len(self._trained)
 
     def layout_of(self, names: Sequence[str]) -> Layout:
-        """Returns the layout of a bucket of the parameters of these names."""
+        """Returns the layout of a bucket, given the names of its parameters."""
         # Kept: the same buckets come in every step, and a new ``Layout`` hashes all names.
         key = tuple(names)
         if key not in self._layout_of:
@@ -100,7 +100,7 @@ class ShardedParameters(Parameters):
         return self._layout_of[key]
 
     def _ranks(self) -> Iterable[int]:
-        """Returns the ranks whose pieces a bucket has, in order."""
+        """Returns the ranks whose shards are in a bucket, in order."""
         return range(self._world_size)
 
     def find(self, name: str) -> str:
@@ -183,15 +183,15 @@ class ShardedParameters(Parameters):
 
 
 class OwnShards(ShardedParameters):
-    """Holds the pieces of one rank of the ranks over which parameters are sharded.
+    """Holds this rank's shards alone, for the exchange between replicas (HSDP).
 
-    For the exchange between replicas (HSDP): the ranks of a group all have the same pieces. A rank
-    saves its own; a gathered state has those of all shards, by parameter.
+    The ranks of a replica group all have the same shards. A rank saves its own; a gathered state
+    has all shards, by parameter.
 
     Args:
-        parameters: of the model.
+        parameters: the model's parameters.
         world_size: number of ranks over which parameters are sharded.
-        rank: of this process among them.
+        rank: rank of this process among them.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], world_size: int, rank: int) -> None:
@@ -211,10 +211,10 @@ class OwnShards(ShardedParameters):
 
 
 class FlatParameters(Parameters):
-    """Holds whole parameters that lie one after the other, and the padding between them.
+    """Holds the whole parameters in flat gradients, and the padding between them (FSDP1).
 
     Args:
-        units: of each flat gradient the parameters and padding, and whether each is trained.
+        units: for each flat gradient, its parameters and padding, and whether each is trained.
 
     Attributes:
         layouts: names and shapes in each flat gradient.

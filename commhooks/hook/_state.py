@@ -132,7 +132,7 @@ class HookState(Running):
         self._replace(built)
 
     def _replace(self, built: Scheme) -> None:
-        """Installs a scheme that all ranks have agreed on, and fits the memory to it."""
+        """Installs a scheme that all ranks agreed on, and drops memory that it does not keep."""
         memory = self.engine.memory
         # A scheme that does not average sends nothing that a residual could be added to.
         if memory.has(RESIDUAL) and not keeps_residual(built) and built.traits.averages:
@@ -180,15 +180,15 @@ class HookState(Running):
     def verify_equal(
         self, optimizer: torch.optim.Optimizer | None = None, *, buffers: bool = False
     ) -> None:
-        """Raises on every rank if some have other parameters than the others; all ranks call it.
+        """Raises on every rank if parameters differ between ranks; all ranks call it.
 
         Compares every bit, by 8 bytes of each parameter. With ``register(verify=...)`` ranks
         do so for parameters while they train.
 
         Args:
-            optimizer: of this model; its settings and its state are compared, too.
-            buffers: compares these, too. Those of batch norm are equal where a forward pass begins,
-                when DistributedDataParallel has sent rank 0's, and differ behind it.
+            optimizer: the model's optimizer; settings and state are compared, too.
+            buffers: compares buffers, too. Those of batch norm are equal where a forward pass
+                begins, when DistributedDataParallel has sent rank 0's, and differ behind it.
 
         Raises:
             VerificationError: something differs; names the first, and the ranks.
@@ -225,29 +225,29 @@ class HookState(Running):
 
     @property
     def group_changes(self) -> tuple[GroupChange, ...]:
-        """Returns the changes of ranks so far that this process took part in."""
+        """Returns the changes of the process group so far that this process took part in."""
         return self._changes
 
     _changes: tuple[GroupChange, ...] = ()
 
     def change_group(self, group: dist.ProcessGroup) -> GroupChange:
-        """Goes on with other ranks, the model too; all ranks of ``group`` call it.
+        """Moves hook and model to another process group; all ranks of ``group`` call it.
 
-        Nothing is asked of the ranks before, which may be gone. A rank that goes on keeps its
-        residual, scaled so that what is applied stays the same: the mean over ranks. A rank that
+        The former ranks need not answer; they may be gone. A rank that stays keeps its residual,
+        scaled so that the mean over ranks, which training applies, stays the same. A rank that
         joins, whose hook was registered over a group of its own, begins without a residual, and
-        takes the step, the seed and what else is the same on all ranks. The residual of a rank
-        that does not go on is lost, which the result says. If it can still speak, gather the state
-        of all ranks before, and load it after the change. Parameters, optimizer and buffers are the
-        user's to make equal.
+        takes step, seed and all values that are the same on all ranks. The residual of a rank that
+        leaves is lost, as the result says. If the rank still runs, gather the state of all ranks
+        before the change, and load it afterwards. Make parameters, optimizer and buffers equal
+        yourself.
 
-        A step whose backward pass has raised is dropped: it leaves memory as it was.
+        A step whose backward pass has raised is dropped; memory stays as it was before that step.
 
         Args:
             group: the ranks from now on.
 
         Returns:
-            What changed, see :class:`commhooks.hook.GroupChange`.
+            The change, see :class:`commhooks.hook.GroupChange`.
 
         Raises:
             TypeError: ``group`` is no process group.
@@ -275,7 +275,7 @@ class HookState(Running):
         _logger.info("%s", change)
         return change
 
-    # ---- what it tells
+    # ---- reports
 
     _scheme_since = 0  # the first step of the current scheme
 
@@ -293,7 +293,7 @@ class HookState(Running):
 
     @property
     def candidates(self) -> Sequence[CandidateResult]:
-        """Returns what ``register(model, "auto")`` has measured; empty without it."""
+        """Returns the schemes that ``register(model, "auto")`` measured; empty for other hooks."""
         return ()
 
     def report(self) -> pd.DataFrame:
@@ -356,7 +356,7 @@ class HookState(Running):
 
         Args:
             path: picture to write; its ending decides on the type.
-            step: which one; the latest whose times are known by default.
+            step: number of the step; by default the latest whose times are known.
 
         Raises:
             MissingPackageError: matplotlib is not installed.
@@ -365,7 +365,7 @@ class HookState(Running):
         return _report("timeline:draw")(self.ledger, path, step)  # type: ignore[no-any-return]
 
     def chrome_trace(self, path: str | Path) -> None:
-        """Writes the steps that are kept as a trace for Perfetto or chrome://tracing."""
+        """Writes the stored steps as a trace for Perfetto or chrome://tracing."""
         _report("timeline:chrome_trace")(self.ledger, path, rank=self.rank)
 
     def page(self, path: str | Path, title: str = "") -> None:
@@ -391,7 +391,7 @@ class HookState(Running):
         self._close()
 
     def __repr__(self) -> str:
-        # A state that was made only to be looked at need not be registered: no warning at the end.
+        # A state that was made only to be printed need not be registered: no warning at exit.
         self.call_monitor.suppressed = True
         return f"HookState({short_repr(self.scheme)}, step={self.step})"
 
@@ -457,6 +457,6 @@ torch.serialization.add_safe_globals([HookState])
 
 
 def _report(name: str) -> Callable[..., Any]:
-    """Returns a function of the reports, which are above hooks, and need more packages."""
+    """Returns a function of ``commhooks.report``, which imports hooks and further packages."""
     function: Callable[..., Any] = resolve_name(f"commhooks.report._{name}")
     return function

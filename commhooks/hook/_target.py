@@ -25,8 +25,8 @@ class Origin(NamedTuple):
     """Describes the rank on which an unpickled state was pickled.
 
     Attributes:
-        placement: the pieces that it trained, by name, of the parameters that are cut; None if the
-            pickle does not tell.
+        placement: shards that the rank trained of parameters that tensor parallelism cuts, by
+            name; None if the pickle does not say.
     """
 
     rank: int
@@ -57,12 +57,12 @@ class HookTarget:
     Attributes:
         parameters: the model's parameters, by name.
         static_graph: whether the model was made with ``static_graph=True``.
-        exchange_device: the device of what is exchanged, where that is not the parameters'.
+        exchange_device: device of the exchanged tensors, if it is not that of the parameters.
         verdict_groups: process groups of the other shards (HSDP); whether a step was finite is
             agreed on over them, too.
-        shards: the ranks that keep the other shards of what this rank keeps; None: it keeps whole
-            parameters.
-        pickled_on: where an unpickled state was pickled; None for others.
+        shards: the ranks that have the other shards of this rank's parameters; None: this rank has
+            whole parameters.
+        pickled_on: the rank that pickled an unpickled state; None for other states.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
@@ -118,10 +118,10 @@ class HookTarget:
         device: torch.device,
         values: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        """Takes a model whose host reduces its gradients to shards, over the ranks of ``group``.
+        """Takes a model whose host reduces gradients to shards, over the ranks of ``group``.
 
         Args:
-            device: where they are reduced, wherever parameters lie between steps (offloading).
+            device: device of the gradients, wherever parameters lie between steps (offloading).
             values: returns the parameters, or shards of them, that ranks have in common, by name.
         """
         self._shards_of = values
@@ -162,7 +162,7 @@ class HookTarget:
         )
 
     def change_group(self, group: dist.ProcessGroup) -> None:
-        """Averages over ``group`` from now on, and lets torch's model that was with it follow."""
+        """Averages over ``group`` from now on, and moves torch's model if it shared the group."""
         model, follows = self.model, self._follows_model
         self._process_group = group
         # ``ddp_core`` moves itself, and has called the hook in the course of that. Torch's forgets
@@ -171,7 +171,7 @@ class HookTarget:
             move_to_group(model, group)
 
     def core_model_to_move(self, group: dist.ProcessGroup) -> CoreDDP | None:
-        """Returns the model if it is ``ddp_core``'s, is to follow to ``group``, and has not yet."""
+        """Returns the model if it is ``ddp_core``'s and still has to move to ``group``."""
         model = self.model
         moves = isinstance(model, CoreDDP) and self._follows_model
         return model if moves and model.process_group is not group else None
@@ -197,7 +197,7 @@ class HookTarget:
         return (used - {"meta"}) | also  # there parameters are before they are made
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Makes the device current on which gradients, or named tensors, are exchanged."""
+        """Makes the device of the exchanged tensors the current one."""
         model = self.model
         if self.exchange_device is not None:
             return on_device(self.exchange_device)
@@ -219,6 +219,6 @@ class HookTarget:
 
 
 def _inside_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Returns the group inside of one that runs a scheme, which would run in the hook's sums."""
+    """Returns the group inside a ``SchemeGroup``, whose scheme would round the hook's sums."""
     inside: dist.ProcessGroup = getattr(group, "wrapped", group)
     return inside

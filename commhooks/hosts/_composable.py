@@ -1,7 +1,7 @@
 """Registers a scheme on a module of ``torch.distributed._composable.replicate``.
 
-It makes its DistributedDataParallel in the first forward pass, over a list of parameters without
-names, and takes hooks until then.
+``replicate`` makes a DistributedDataParallel in the first forward pass, over a list of parameters
+without names, and takes hooks until then.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def register_on_composable(
     group = _group(state)
     hook = HookState(scheme, model, process_group=group, seed=seed, history=history, **options)
     hook.agree("commhooks.register", {"host": "replicate"}, HANDSHAKE_LIMIT)
-    # Later hooks of the module are put on a list that nobody reads any more.
+    # Later hooks of the module are put on a list that is not read any more.
     takes_hooks: Any = composable_ddp(state) if state.has_initialized else model
     takes_hooks.register_comm_hook(hook, comm_hook)
 
@@ -55,7 +55,7 @@ def register_on_composable(
 
 
 class _Guard(ForwardGuard):
-    """Tells a hook that a forward pass begins; notices that the module trains other parameters."""
+    """Reports forward passes to a hook; raises if the module trains other parameters."""
 
     def __init__(self, hook: HookState, state: Any) -> None:
         self._hook, self._state = hook, state

@@ -25,12 +25,12 @@ class FrameworkHook:
 
     Args:
         scheme: a name or a scheme.
-        options: of the scheme, and those of :func:`commhooks.register`.
+        options: options of the scheme and of :func:`commhooks.register`.
     """
 
-    # What to do where the framework's model is not in DistributedDataParallel.
+    # Advice if the framework's model is not in DistributedDataParallel.
     _advice = "wrap the model in DistributedDataParallel"
-    # The rank that saves; None where every node saves a copy.
+    # The rank that saves; None if every node saves a copy.
     _to: int | None = 0
     _file = "commhooks_state.pt"  # in the folder of a checkpoint
 
@@ -54,7 +54,7 @@ class FrameworkHook:
         return self._hook
 
     def attach(self, model: nn.Module, world_size: int) -> None:
-        """Registers the scheme on a wrapped model, and takes up a state that was loaded before.
+        """Registers the scheme on a wrapped model, and applies a state that was loaded before.
 
         Args:
             model: DistributedDataParallel, or a module that holds exactly one.
@@ -118,7 +118,7 @@ class FrameworkHook:
             torch.save(state, Path(folder, self._file))
 
     def load(self, folder: str | Path) -> None:
-        """Continues from what ``save`` wrote, on any number of ranks; all ranks call it.
+        """Continues from a file of ``save``, on any number of ranks; all ranks call it.
 
         Raises:
             CheckpointError: there is no such file, or it is damaged or does not fit.

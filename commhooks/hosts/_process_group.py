@@ -1,4 +1,4 @@
-"""Defines ``process_group`` and ``SchemeGroup``: a group whose sums and means run a scheme.
+"""Defines ``process_group``, which makes a process group with compressed sums and means.
 
 Programs that take a process group and no hook compress with it: DistributedDataParallel without a
 hook, ``replicate()`` and ``fully_shard`` of FSDP2 over a mesh of the group. Everything but the
@@ -67,7 +67,7 @@ def process_group(
         least: number of entries from which on a floating tensor is compressed; smaller ones and
             integers travel as they are.
         seed: base of the scheme's random draws, the same on every rank.
-        options: of the scheme, see :func:`commhooks.make`.
+        options: options of the scheme, see :func:`commhooks.make`.
 
     Raises:
         RegistrationError: there is no process group, ``group`` runs a scheme already, or the
@@ -114,18 +114,18 @@ def process_group(
 
 @cache
 def _make_known() -> None:
-    """Tells torch the name of the backend, by which it makes groups and knows them."""
+    """Registers the backend's name with torch, which makes groups by that name."""
     # Not when commhooks is imported: torch treats "cpu:gloo" and the like in another way once it
     # knows of any further backend.
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def _create(_: Any, given: Any) -> SchemeGroup:
-    """Makes the group when torch.distributed asks for it."""
+    """Makes the group, called by torch.distributed."""
     if not isinstance(given, partial):
         raise RegistrationError(
-            f"new_group(backend={_NAME!r}): a group of this backend is made of one that carries "
-            f"its bytes; call commhooks.process_group(scheme, group)"
+            f"new_group(backend={_NAME!r}): a group of this backend wraps another one, which sends "
+            f"the bytes; call commhooks.process_group(scheme, group)"
         )
     made: SchemeGroup = given()
     return made
@@ -142,31 +142,31 @@ def _check_no_memory(call: str, scheme: Scheme) -> None:
 
 
 class _UnnamedCollectives(Collectives):
-    """Runs the calls of a process group, in which tensors of one size are not told apart."""
+    """Runs a process group's collectives, in which tensors are identified by size only."""
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
-        """Runs another scheme from the next call on, which keeps no memory."""
+        """Runs another scheme, which may not keep memory, from the next call on."""
         built = make(scheme, **options)
         _check_no_memory("process_group(...).hook.switch", built)
         super().switch(built)
 
 
 class SchemeGroup(dist.ProcessGroup):
-    """Averages by a scheme, and is otherwise the group that it was made of.
+    """Averages by a scheme; other collectives are those of the wrapped group.
 
     The scheme runs in ``all_reduce`` and ``reduce_scatter_tensor`` with ``ReduceOp.SUM`` or ``AVG``
     of one floating tensor of at least ``least`` entries. The group warns once of each call that
     averages floating tensors and that the scheme is not for.
 
     Args:
-        wrapped: that group.
-        scheme: what runs; it keeps no memory.
+        wrapped: the wrapped group.
+        scheme: the scheme, which may not keep memory.
         least: number of entries from which on a tensor is compressed.
         seed: base of random draws.
 
     Attributes:
-        wrapped: the group that it was made of.
-        hook: what runs the scheme, with ledger and reports: a :class:`commhooks.Collectives`.
+        wrapped: the wrapped group.
+        hook: runs the scheme, with ledger and reports, see :class:`commhooks.Collectives`.
     """
 
     _name = ""
@@ -189,7 +189,7 @@ class SchemeGroup(dist.ProcessGroup):
         return self.hook.scheme  # after a switch another one
 
     def shutdown(self) -> None:
-        """Stops what runs the scheme; the wrapped group goes on."""
+        """Closes the hook; the wrapped group stays usable."""
         self.hook._close()
 
     # torch tells its name to a group that it makes. The base class would hand name and description
@@ -211,7 +211,7 @@ class SchemeGroup(dist.ProcessGroup):
         return _NAME
 
     def show_backends(self) -> None:
-        """Hears that torch.distributed has made the group."""
+        """Makes backends visible, after torch.distributed has made the group."""
         self._shows_backends = True
 
     # torch connects the backends of a group that it makes, if the default group has a device: those
@@ -223,7 +223,7 @@ class SchemeGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
-        """Reduces by the scheme what it is for, and else by the wrapped group."""
+        """Reduces large floating tensors by the scheme, and others by the wrapped group."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         fits = len(tensors) == 1 and _averages(tensors[0], op)
         if not fits or tensors[0].numel() < self.least:
@@ -237,7 +237,7 @@ class SchemeGroup(dist.ProcessGroup):
         return Handle(future, tensor.device)
 
     def _scatter(self, output: Tensor, input: Tensor, opts: Any) -> tuple[bool, Any]:
-        """Returns whether the scheme has made a reduce-scatter, and its handle."""
+        """Runs a reduce-scatter by the scheme if it can; returns whether it did, and the handle."""
         if input.numel() < self.least:
             return False, None
         fits = _averages(input, opts.reduceOp)
@@ -272,14 +272,14 @@ class SchemeGroup(dist.ProcessGroup):
 
 
 def _averages(tensor: Tensor, op: Any) -> bool:
-    """Whether a call asks for the sum or the mean of a tensor that a scheme can take."""
+    """Whether ``op`` is a sum or a mean, and a scheme can take the tensor."""
     # ``op`` on the left: torch compares the two kinds of operations in this order only.
     mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
     return mean and tensor.layout == torch.strided and _is_real(tensor)
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Whether a tensor is of floating numbers that are no halves of complex ones.
+    """Whether a tensor has real floating numbers, not the pairs of complex ones.
 
     torch hands complex numbers to a group as ``torch.view_as_real``, whose last dimension has 2
     entries. The reducer flattens that, and what the tensor is a view of tells. (A real tensor with

@@ -20,10 +20,10 @@ class CommHook(FrameworkHook):
     """Registers a scheme; ``save_state`` and ``load_state`` of the accelerator include it.
 
     Args:
-        accelerator: the one that has prepared the model.
-        model: what ``accelerator.prepare`` has returned.
+        accelerator: the accelerator that has prepared the model.
+        model: result of ``accelerator.prepare``.
         scheme: a name or a scheme.
-        options: of the scheme, and those of :func:`commhooks.register`.
+        options: options of the scheme and of :func:`commhooks.register`.
 
     Raises:
         RegistrationError: the model is not in DistributedDataParallel (one process, FSDP,

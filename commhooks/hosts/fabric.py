@@ -20,9 +20,9 @@ class CommHook(FrameworkHook):
 
     Args:
         fabric: after ``launch``.
-        model: what ``fabric.setup`` has returned.
+        model: result of ``fabric.setup``.
         scheme: a name or a scheme.
-        options: of the scheme, and those of :func:`commhooks.register`.
+        options: options of the scheme and of :func:`commhooks.register`.
 
     Raises:
         RegistrationError: the strategy does not wrap the model in DistributedDataParallel.

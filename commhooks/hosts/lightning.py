@@ -27,10 +27,10 @@ class CommHook(FrameworkHook, Callback):
     Args:
         scheme: a name or a scheme.
         log: writes :meth:`metrics` to the trainer's loggers every ``log_every_n_steps`` steps.
-        options: of the scheme, and those of :func:`commhooks.register`.
+        options: options of the scheme and of :func:`commhooks.register`.
 
     Raises:
-        RegistrationError: in ``fit``, where the strategy does not wrap the model in
+        RegistrationError: during ``fit``, if the strategy does not wrap the model in
             DistributedDataParallel, or was given a hook of its own.
 
     Example:

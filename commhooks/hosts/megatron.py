@@ -1,4 +1,4 @@
-"""Puts a scheme into Megatron-Core, in the signature of its own reduce-scatter."""
+"""Puts a scheme into Megatron-Core, with the signature of its own reduce-scatter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ReduceScatter:
 
     Args:
         scheme: a name or a scheme that keeps nothing between calls, such as "int8".
-        options: of the scheme, see :func:`commhooks.make`.
+        options: options of the scheme, see :func:`commhooks.make`.
 
     Raises:
         RegistrationError: the scheme keeps memory, or averages whole buckets.
@@ -91,7 +91,8 @@ class ReduceScatter:
 def _at_once(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Lets collectives run in torch's ``_coalescing_manager``, in which Megatron-Core calls this.
 
-    It would keep sums of the group until its end, and give a handle that nobody may wait for.
+    The manager would hold sums of the group back until its end, and return a handle that cannot be
+    waited for.
     """
     kept: Any = coalesced_calls()
     of: Any = group or dist.group.WORLD

@@ -18,9 +18,9 @@ class CommHook(FrameworkHook):
     """Registers a scheme; ``save`` and ``load`` use the folder of a Ray checkpoint.
 
     Args:
-        model: what ``ray.train.torch.prepare_model`` has returned.
+        model: result of ``ray.train.torch.prepare_model``.
         scheme: a name or a scheme.
-        options: of the scheme, and those of :func:`commhooks.register`.
+        options: options of the scheme and of :func:`commhooks.register`.
 
     Raises:
         RegistrationError: the model is not in DistributedDataParallel (one worker, FSDP), or this

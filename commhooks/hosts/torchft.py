@@ -63,10 +63,10 @@ def register(
 
 
 class _QuorumHook:
-    """Takes the hook along to the manager's group before a step's first bucket.
+    """Calls the hook, and moves it to the manager's process group before a step's first bucket.
 
     Attributes:
-        hook_state: the hook that it calls.
+        hook_state: the hook that is called.
     """
 
     def __init__(self, manager: Any, hook: HookState) -> None:
@@ -75,7 +75,7 @@ class _QuorumHook:
         self._group: Any = None
 
     def start(self, bucket: Any) -> Future[Tensor]:
-        """Starts the exchange of a bucket; after an error, gives the bucket as it is."""
+        """Starts the exchange of a bucket; after an error, returns the bucket as it is."""
         manager, buffer = self._manager, bucket.buffer()
         try:
             if manager.errored() is None:
@@ -109,18 +109,18 @@ class _QuorumHook:
 
 
 def _group_inside(group: Any) -> Any:
-    """Returns the group of torch's that torchft's wrappers have inside."""
+    """Returns torch's process group inside torchft's wrappers."""
     while getattr(group, "_pg", None) is not None:
         group = group._pg
     return group
 
 
 def _limit(manager: Any) -> None:
-    """Gives the group up if a GPU has not done in time what its present stream waits for.
+    """Aborts the group if work on the current GPU stream does not end within the timeout.
 
     torchft does so with collectives of its own. NCCL's watchdog would end the process instead.
     """
-    with suppress(ImportError):  # a manager of somebody else's
+    with suppress(ImportError):  # a manager of another library
         from torchft.futures import stream_timeout
 
         stream_timeout(manager._pg.abort, manager._timeout)

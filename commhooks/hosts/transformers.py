@@ -31,11 +31,11 @@ class CommHook(FrameworkHook, TrainerCallback):
         scheme: a name or a scheme.
         resume_from: the folder given to ``train(resume_from_checkpoint=...)``, where that is not
             in the trainer's ``output_dir``.
-        options: of the scheme, and those of :func:`commhooks.register`.
+        options: options of the scheme and of :func:`commhooks.register`.
 
     Raises:
-        RegistrationError: in ``train``, where the model is not in DistributedDataParallel.
-        CheckpointError: in ``train``, where the state of the hook is not in the checkpoint.
+        RegistrationError: during ``train``, if the model is not in DistributedDataParallel.
+        CheckpointError: during ``train``, if the state of the hook is not in the checkpoint.
 
     Example:
         >>> comm = CommHook(trainer, "powersgd", rank=4)
@@ -62,7 +62,7 @@ class CommHook(FrameworkHook, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        """Registers the scheme; continues where the resumed run's hook was."""
+        """Registers the scheme, and loads the state of the resumed run's hook."""
         self.attach(self._trainer.model_wrapped, args.world_size)
         # The name differs between runs: a folder of another run is not taken for the right one.
         before = state.stateful_callbacks.get(_KEY)

@@ -1,4 +1,4 @@
-"""Defines DiLoCo: many local steps, then one exchange of the distance of the parameters."""
+"""Defines ``DiLoCo``, which trains locally and averages the change of parameters at intervals."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def check_state(
 
     Args:
         state: anything that was loaded from a file.
-        fragments: those of the model, by number.
+        fragments: fragments of the model, by number.
         every: inner steps between two exchanges of a parameter.
         known: the model's parameters.
 
@@ -225,11 +225,11 @@ def _refused(why: str) -> CheckpointError:
 # ---- other ranks
 
 
-FIXED_GROUP = "it belongs to DiLoCo, which has parameters to share, too: call change_group of that"
+FIXED_GROUP = "it belongs to DiLoCo, which has to share parameters, too: call DiLoCo.change_group"
 
 
 def move(hook: HookState, group: dist.ProcessGroup) -> GroupChange:
-    """Moves the hook of a DiLoCo, which does not move when it is told by itself."""
+    """Changes the process group of DiLoCo's hook."""
     hook.fixed_group_reason = ""
     try:
         return hook.change_group(group)
@@ -243,7 +243,7 @@ def share(
     change: GroupChange,
     group: dist.ProcessGroup,
 ) -> list[int]:
-    """Takes outer parameters and momenta of one rank; all ranks of ``group`` call it.
+    """Broadcasts outer parameters and momenta of one rank; all ranks of ``group`` call it.
 
     A rank that joins begins with these parameters.
 
@@ -266,7 +266,7 @@ def share(
 
 
 class DiLoCo:
-    """Trains each rank locally for ``every`` steps, then averages how far the parameters moved.
+    """Trains each rank locally for ``every`` steps, then averages the changes of parameters.
 
     The averaged distance is the gradient of an outer optimizer (SGD with Nesterov momentum), so
     ranks communicate once in ``every`` steps, compressed by any scheme. Call ``step`` after each
@@ -343,7 +343,7 @@ class DiLoCo:
         self._pending: list[Pending] = []
 
     def step(self) -> bool:
-        """Counts an inner step; sends and applies the fragments whose time has come.
+        """Counts an inner step; sends and applies fragments that are due.
 
         Returns whether one was applied. If an averaged distance is not finite, all ranks go back
         to the parameters of that fragment's last exchange.
@@ -397,7 +397,7 @@ class DiLoCo:
         return self.hook.process_group
 
     def change_group(self, group: dist.ProcessGroup) -> GroupChange:
-        """Goes on with other ranks; all ranks of ``group`` call it, see ``HookState.change_group``.
+        """Moves to other ranks; all ranks of ``group`` call it, see ``HookState.change_group``.
 
         A rank that joins takes the outer parameters, and trains from them. An exchange that was
         sent and not applied yet is dropped: the next one measures that distance, too.

@@ -1,4 +1,4 @@
-"""Defines the parts of a model that DiLoCo exchanges one after the other."""
+"""Defines ``Fragment``, a part of a model that DiLoCo exchanges at a time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fragment:
 
     Args:
         number: index among all fragments.
-        names, parameters: what is exchanged, in this order; of one dtype and device.
+        names, parameters: parameters in order, of one dtype and device.
         place: index among the fragments that are exchanged in the same step.
         is_last: whether ``place`` is the last one.
 
@@ -60,7 +60,7 @@ class Fragment:
     def apply(
         self, mean: Tensor, lr: float, momentum: float, nesterov: bool, *, late: bool
     ) -> None:
-        """Makes one step of the outer optimizer from an averaged distance.
+        """Steps the outer optimizer with an averaged distance.
 
         Args:
             mean: the average over ranks, flat.
@@ -115,8 +115,8 @@ class Pending:
     """Holds an exchange whose average was not applied yet.
 
     Attributes:
-        fragment: what was sent.
-        future: gives the average.
+        fragment: the fragment that was sent.
+        future: future of the average.
         steps_left: inner steps until it is applied.
     """
 

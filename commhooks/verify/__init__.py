@@ -5,8 +5,8 @@
 # _verification  Verification, and the collectives of a verified step
 # _measure       one bucket on one rank
 # _sketch        norms of differences from a few numbers
-# _judge         what a scheme's law allows, and what breaks it
-# _equal         values that have to be equal on all ranks
+# _judge         error bounds of schemes, and their violations
+# _equal         equality of values across ranks
 
 from commhooks.verify._judge import Finding, VerifiedRow
 from commhooks.verify._verification import Verification, check_verifiable, verification_of

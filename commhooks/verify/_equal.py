@@ -1,6 +1,6 @@
-"""Tells which ranks have other bits than most: of averages, of parameters, of an optimizer's state.
+"""Finds the ranks whose averages, parameters or optimizer state differ from those of most ranks.
 
-A tensor counts by an integer that depends on every bit and on every position, the same on every
+A tensor is hashed to an integer that depends on every bit and on every position, the same on every
 device, so that ranks compare 8 bytes of each.
 """
 
@@ -34,7 +34,7 @@ _CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache
 
 
 def keeps_equal(scheme: Scheme) -> bool:
-    """Whether ranks that begin with equal parameters keep them equal: all get the same bits."""
+    """Whether equal parameters stay equal, since all ranks get the same bits of every average."""
     # Of every part: a schedule with local steps has the traits of its other ones, too.
     return all(part.traits.agrees and part.traits.averages for part in walk(scheme))
 
@@ -43,7 +43,7 @@ def keeps_equal(scheme: Scheme) -> bool:
 
 
 def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Returns an integer for each tensor, on the device of the first; any dtypes, any strides."""
+    """Hashes each tensor, of any dtype and strides, to an integer on the first one's device."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
@@ -80,7 +80,7 @@ def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
 
 
 def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns an integer for each of successive parts, which depends on every bit and position."""
+    """Hashes successive parts of a flat tensor; every bit and position counts."""
     # In 32 bits, modulo 2^32: six times as fast as in 64. An odd multiplier per place, so that a
     # change of one entry changes the sum. An entry of 64 bits counts as two.
     words = max(1, flat.element_size() // 4)
@@ -166,12 +166,12 @@ def others_in_words(which: Sequence[int], count: int) -> str:
 def check_equal(
     call: str, compared: Mapping[str, Any], gather: Callable[..., list[dict[str, str]]]
 ) -> None:
-    """Raises on every rank if ranks have other values; all ranks call it.
+    """Raises on every rank if values differ between ranks; all ranks call it.
 
     Args:
         call: the name of the public call.
-        compared: tensors, or what is compared by its text, by name.
-        gather: returns what all ranks pass as ``message``.
+        compared: tensors, and other values that are compared as text, by name.
+        gather: returns the ``message`` of all ranks.
 
     Raises:
         VerificationError: values differ; names the first, and the ranks that differ from most.
@@ -199,11 +199,11 @@ def state_of(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
     """Returns settings and state of an optimizer, by name.
 
     Args:
-        names: of parameters, by identity.
+        names: names of parameters by identity.
 
     Raises:
-        RegistrationError: it steps shards, of which each rank has others.
-        TypeError: it is no optimizer.
+        RegistrationError: the optimizer steps shards, which differ between ranks.
+        TypeError: ``optimizer`` is no optimizer.
     """
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -242,7 +242,7 @@ def _nested(state: Mapping[Any, Any], before: str = "") -> Iterator[tuple[str, A
 
 
 def _described(values: Mapping[str, Any]) -> dict[str, str]:
-    """Returns values in words that are equal where all of their bits are."""
+    """Describes values in words that are equal if all bits are equal."""
     tensors = {
         name: local_part(value) for name, value in values.items() if isinstance(value, Tensor)
     }
@@ -270,7 +270,7 @@ def _plain_words(value: object) -> str:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns what this rank has of a DTensor; other tensors as they are."""
+    """Returns this rank's local tensor of a DTensor; other tensors as they are."""
     local: Any = getattr(tensor, "_local_tensor", tensor)
     part: Tensor = local.detach()
     return part

@@ -1,4 +1,4 @@
-"""Judges a verified step: what its law allows, and which parameter of which rank breaks it."""
+"""Compares the errors of a verified step with the scheme's bound, and names the violations."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _LEAST = 1e-30
 
 
 class Finding(NamedTuple):
-    """Describes something that a verified step has shown to be wrong.
+    """Describes one violation in a verified step.
 
     Attributes:
-        step, bucket, parameter: where; the bucket is -1 where the parameter itself is wrong.
+        step, bucket, parameter: place; the bucket is -1 if the parameter itself is wrong.
         kind: "ranks differ", "error", "not finite" or "parameters differ".
-        ranks: ranks that it concerns.
-        text: the same in words, with the numbers.
+        ranks: ranks that the finding concerns.
+        text: the finding in words, with the numbers.
     """
 
     step: int
@@ -63,13 +63,13 @@ class Finding(NamedTuple):
 
 
 class VerifiedRow(NamedTuple):
-    """Holds one row of the report: the averaged gradient of a parameter beside the dense mean.
+    """Holds one row of the report: error of a parameter's averaged gradient in a verified step.
 
     Attributes:
-        step, bucket, parameter: where.
+        step, bucket, parameter: place.
         error: norm of the average minus the dense mean, over the norm of the dense mean.
-        cosine: of the angle between the two.
-        norm: of the dense mean.
+        cosine: cosine of average and dense mean.
+        norm: norm of the dense mean.
     """
 
     step: int
@@ -81,14 +81,14 @@ class VerifiedRow(NamedTuple):
 
 
 class ErrorBound(NamedTuple):
-    """States which error a scheme may make in one exchange of a bucket.
+    """Bounds the error that a scheme may make in one exchange of a bucket.
 
     Attributes:
         name: the scheme, in words.
-        averages: whether its result is an average of gradients, so that it has an error.
+        averages: whether the result is an average of gradients, so that an error is defined.
         agrees: whether all ranks get the same bits.
         residual: whether the error is that of gradient plus residual minus the new residual.
-        rounding: allowed error relative to what the ranks average; None: no law bounds it.
+        rounding: allowed error relative to what the ranks average; None: not bounded.
         variance: allowed squared error, relative to the largest of what the ranks average.
     """
 
@@ -106,12 +106,12 @@ def _name_of(scheme: Scheme) -> str:
 
 
 def error_bound_of(scheme: Scheme, world_size: int, step: int = 0) -> ErrorBound:
-    """Returns what the traits of a scheme promise about one step.
+    """Returns the bound that the traits of a scheme imply for one step.
 
-    A scheme with error feedback loses nothing: what the ranks have sent, gradient plus residual
-    minus the new residual, averages to the result. A biased one without it promises nothing; nor
-    do wrappers that keep something else than a residual. Where parameters have different schemes,
-    the law is that of the one that promises least.
+    A scheme with error feedback loses nothing: gradient plus residual minus the new residual, which
+    the ranks have sent, averages to the result. Biased schemes without feedback have no bound; nor
+    have wrappers that keep something else than a residual. If parameters have different schemes,
+    the loosest bound holds.
     """
     try:
         name = _name_of(scheme)
@@ -141,9 +141,9 @@ def error_bound_of(scheme: Scheme, world_size: int, step: int = 0) -> ErrorBound
 
 
 def _variance(scheme: Scheme, world_size: int) -> float | None:
-    """Returns the bound of the squared error relative to the largest gradient; None: there is none.
+    """Bounds the squared error of a scheme without residual, relative to the largest gradient.
 
-    For a scheme, or a part of one, that keeps no residual.
+    None: there is no bound.
     """
     traits = scheme.traits
     growth = max(part.error_growth(world_size) for part in walk(scheme))
@@ -176,11 +176,11 @@ def judge(
     """Returns the rows and findings of one bucket; the same on every rank.
 
     Args:
-        bound: of the scheme.
-        step: its number.
+        bound: bound of the scheme.
+        step: number of the step.
         measured: the bucket's measurement.
         ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROW_FIELDS), parameters)``.
-        sketches: of the bucket, their mean over ranks.
+        sketches: mean over ranks of the bucket's sketches.
     """
     bucket, layout, dtype = measured.bucket, measured.layout, measured.dtype
     gradients, mean, differences, residuals = (
@@ -227,11 +227,11 @@ def judge_shards(
     """Returns the rows and findings of one bucket; the same on every rank.
 
     Args:
-        bound: of the scheme.
-        step: its number.
+        bound: bound of the scheme.
+        step: number of the step.
         measured: the bucket's measurement.
         ranks: the rows of all ranks, float64 of shape ``(ranks, rows, parameters)``.
-        sketches: of the bucket, their mean over ranks.
+        sketches: mean over ranks of the bucket's sketches.
     """
     gradients, residuals, mean, *_ = ranks.unbind(1)
     findings: list[Finding] = []
@@ -262,7 +262,7 @@ def judge_shards(
 
 
 def _dense_norms(error: Tensor, dots: Tensor, mean: Tensor, dense: Tensor) -> Tensor:
-    """Returns the norms of the dense mean, which is average + error.
+    """Returns the norms of the dense mean, which is average plus error.
 
     Args:
         error: squared norms of the error.
@@ -288,7 +288,7 @@ def _rows_of(
     """Returns the report's rows of some parameters.
 
     Args:
-        step, bucket, names: where.
+        step, bucket, names: place.
         error, norm, mean: norms of the error, of the dense mean and of the average.
         dot: the products of dense mean and average.
     """
@@ -302,12 +302,12 @@ def _rows_of(
 
 
 def _lost_message(bound: ErrorBound) -> str:
-    """Returns what is said of values that ``_lost_values`` finds."""
+    """Returns the message of an average that is not finite."""
     return f"the average is not finite, though the gradients of all ranks are ({bound.name})"
 
 
 def _lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
-    """Returns the first parameter whose average is not finite, and on which ranks.
+    """Returns the first parameter whose average is not finite, and the ranks that have it.
 
     Args:
         mean: norms of the averaged gradient, per rank and parameter.
@@ -322,14 +322,14 @@ def _lost_values(mean: Tensor) -> tuple[int, list[int]] | None:
 def _exceeded_bound(
     bound: ErrorBound, dtype: torch.dtype, sizes: Tensor, measured: Tensor, numel: int
 ) -> str | None:
-    """Returns in words by how much a bucket's error is larger than the law allows.
+    """Returns a message if a bucket's error exceeds the scheme's bound, else None.
 
     Args:
-        bound: of the scheme.
-        dtype: of the gradient.
-        sizes: norms of what each rank has to contribute.
-        measured: norms of the parts of the error, or of what got lost where feedback keeps it.
-        numel: of the bucket.
+        bound: bound of the scheme.
+        dtype: dtype of the gradient.
+        sizes: norms of each rank's gradient and residual.
+        measured: norms of the parts of the error; with feedback, of the lost part of the sum.
+        numel: number of entries of the bucket.
     """
     # Differences and sums of numbers near the end of the range are beyond it.
     if bound.rounding is None or not measured.isfinite().all():
@@ -349,14 +349,14 @@ def _exceeded_bound(
     what = "what the ranks have sent" if bound.residual else "the dense mean"
     return (
         f"the average of {bound.name} differs from {what} by {total / size:.3g} of the bucket's "
-        f"gradients, of which most is in this parameter; its law allows {allowed / size:.3g}"
+        f"gradients, of which most is in this parameter; its bound is {allowed / size:.3g}"
         if size
         else f"the average of {bound.name} has a norm of {total:.3g}, though all gradients are zero"
     )
 
 
 def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
-    """Returns positions of parameters whose bits differ, with the ranks that are in the minority.
+    """Returns positions of parameters whose averages differ, with the ranks in the minority.
 
     An average that is finite nowhere has no bits to compare.
     """
@@ -367,14 +367,14 @@ def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
 
 
 def judge_parameters(step: int, names: Sequence[str], hashes: Tensor) -> list[Finding]:
-    """Returns a finding for each set of ranks that has other parameters than most ranks have.
+    """Returns a finding for each set of ranks whose parameters differ from those of most ranks.
 
-    It names the first of these parameters: all of them drift apart soon.
+    A finding names the first of these parameters: all of them drift apart soon.
 
     Args:
-        step: before which the parameters were looked at.
-        names: of all parameters.
-        hashes: of their values, int64 of shape ``(ranks, parameters)``.
+        step: number of the step before which the parameters were hashed.
+        names: names of all parameters.
+        hashes: hashes of the values, int64 of shape ``(ranks, parameters)``.
     """
     positions: dict[tuple[int, ...], list[int]] = {}
     for position in (hashes != hashes[0]).any(0).nonzero().view(-1).tolist():

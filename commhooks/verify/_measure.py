@@ -29,28 +29,28 @@ __all__ = [
     "norms_of",
 ]
 
-# What a rank tells the others of each parameter: norms of its gradient, of the averaged gradient,
+# A rank sends the others, for each parameter: norms of its gradient, of the averaged gradient,
 # of their difference and of its residual, and the hash of the averaged gradient.
 ROW_FIELDS = ("gradient", "mean", "difference", "residual", "hash")
 
 
 class Observer(Protocol):
-    """Takes part in the steps of an engine without a change to what they compute."""
+    """Observes the steps of an engine without changing their results."""
 
     def wants(self, step: int, scheme: Scheme) -> bool:
         """Whether the buckets of a step are to be measured."""
 
     def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
-        """Takes the measurements of a step in which no exchange failed."""
+        """Receives the measurements of a step in which no exchange failed."""
 
 
 class Errors(NamedTuple):
     """Holds norms per parameter, on the CPU.
 
     Attributes:
-        error: of the dense mean minus the average.
-        balance: of what the ranks have sent minus the average; None without error feedback.
-        dense: of the dense mean, from its own sketch.
+        error: norms of the dense mean minus the average.
+        balance: norms of the mean of what ranks sent minus the average; None without feedback.
+        dense: norms of the dense mean, from its own sketch.
     """
 
     error: Tensor
@@ -67,10 +67,10 @@ class Measurement:
 
     Attributes:
         bucket: the bucket's number in the ledger.
-        layout: its parameters.
+        layout: the bucket's parameters.
         rows: float64 of shape ``(len(ROW_FIELDS), parameters)``; hashes have the bits of integers.
         sketches: a row for each kind of vector whose mean over ranks is wanted.
-        dtype: of the gradient.
+        dtype: dtype of the gradient.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Measurement:
         self._keeps_residual = keeps_residual(running)
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
-        """Notes the result of the exchange.
+        """Records the result of the exchange.
 
         Args:
             mean: the averaged gradient.
@@ -115,9 +115,9 @@ class Measurement:
         self.sketches, self._mean = self.sketches[:-1], self.sketches[-1]
 
     def _sent(self, memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns norms of what is to be averaged and of residuals, and what this rank has sent.
+        """Returns norms of this rank's contribution and of residuals, and the tensor that was sent.
 
-        The last is None for a scheme that keeps no residual.
+        The tensor is None for a scheme that keeps no residual.
         """
         if not self._keeps_residual:
             # A residual that is flushed in this step is part of what the ranks have to average.
@@ -128,7 +128,7 @@ class Measurement:
         return norms_of(self._difference, self.layout.sizes), residual, sent
 
     def _add_residual(self, values: Tensor, memory: Memory) -> Tensor:
-        """Adds the residual, subtracts the one that the step leaves, returns the norms of both."""
+        """Adds the old residual, subtracts the new one, and returns the norms of both."""
         norms = values.new_zeros(len(self.layout), dtype=torch.float64)
         positions = {name: position for position, name in enumerate(self.layout.names)}
         for layout, *before_and_after in staged_in(memory, RESIDUAL):
@@ -156,7 +156,7 @@ class Measurement:
         return views
 
     def _keep(self, flats: list[Tensor]) -> None:
-        """Keeps sketches of what the ranks will compare, and no copy of the gradient beside."""
+        """Stores the sketches, and frees the copy of the gradient."""
         self.sketches = (
             sketches_of(flats, self.layout.sizes, self._step)
             if flats
@@ -165,10 +165,10 @@ class Measurement:
         del self._difference
 
     def errors(self, sketches: Tensor) -> Errors:
-        """Returns norms of the error, of what got lost and of the dense mean.
+        """Returns norms of the error, of the lost part and of the dense mean.
 
         Args:
-            sketches: their mean over ranks, on the CPU.
+            sketches: mean of the sketches over ranks, on the CPU.
         """
         sizes, (*sent, error) = self.layout.sizes, sketches
         balance = _norms(sent[0], sizes) if self._keeps_residual else None
@@ -180,9 +180,9 @@ def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns the norm of each of successive parts, in float64.
+    """Returns the norms of successive parts of a flat tensor, in float64.
 
-    No square overflows but those of float64 entries above 1e154.
+    Squares of float64 entries above 1e154 overflow; no others do.
     """
     # A loop over parts, each with calls of its own, took most of the time of a verified step.
     if flat.device.type != "cpu" or flat.dtype == torch.float64:
@@ -206,13 +206,12 @@ _SHARD_ROW_FIELDS = ("gradient", "residual", "mean")
 
 
 class ShardErrors(NamedTuple):
-    """Holds how far the averages of all shards are from the dense mean, on the CPU.
+    """Holds the errors of the averages of all shards, on the CPU.
 
     Attributes:
         error, norm, mean: norms of the error, of the dense mean and of the average, per parameter.
         dot: the products of dense mean and average, per parameter.
-        parts: norms of parts of what a law limits: of the error, or of what got lost where feedback
-            keeps it.
+        parts: norms of the parts of the bounded error; with feedback, of the lost part of the sum.
         locate: returns, for the number of a part, its parameter and the ranks that have it in their
             shards.
     """
@@ -231,7 +230,7 @@ class ShardMeasurement(Measurement):
     Args:
         bucket, layout, gradient, scheme, step: see :class:`Measurement`.
         shards: begin and end of the shard of each rank.
-        rank: this one.
+        rank: this process's rank.
     """
 
     def __init__(
@@ -278,14 +277,14 @@ class ShardMeasurement(Measurement):
         self._keep([*flats, self._difference, error])
 
     def _fill_shard(self, name: str, flat: Tensor) -> None:
-        """Notes the norms of a vector that is as long as this rank's shard."""
+        """Records the norms of a vector that is as long as this rank's shard."""
         here = self._here()
         if here:
             sizes = [cut.stop - cut.start for _, cut in here]  # one after the other
             self._fill(name, [piece for piece, _ in here], norms_of(flat, sizes))
 
     def _fill(self, name: str, pieces: Sequence[int], norms: Tensor) -> None:
-        """Notes the norms of whole parameters, given those of some pieces."""
+        """Records the norms of whole parameters, given those of some pieces."""
         which = [place for place, piece in enumerate(pieces) if piece in self._owners]
         owners = [self._owners[pieces[place]] for place in which]
         places, into = (
@@ -298,7 +297,7 @@ class ShardMeasurement(Measurement):
         self.rows[_SHARD_ROW_FIELDS.index(name)] = squares.sqrt()
 
     def _here(self) -> list[tuple[int, slice]]:
-        """Returns the pieces that are in this rank's shard, and where in it they are."""
+        """Returns the pieces in this rank's shard, and their positions in the shard."""
         begin, end = self.shards[self._rank]
         pieces = []
         spans = zip(self.layout.offsets, self.layout.sizes, strict=False)
@@ -313,7 +312,7 @@ class ShardMeasurement(Measurement):
 
         Args:
             ranks: the rows of all ranks.
-            sketches: their mean over ranks, on the CPU.
+            sketches: mean of the sketches over ranks, on the CPU.
         """
         *sent, dense, difference = sketches
         sizes, average = self.layout.sizes, dense - difference

@@ -25,7 +25,7 @@ _CHUNK = 2**17  # entries that are added up at a time: they stay in a CPU's cach
 
 
 def width_of(size: int) -> int:
-    """Returns how many numbers the sketch of a vector has: as many as entries, up to 61.
+    """Returns the length of the sketch of a vector of ``size`` entries.
 
     The standard deviation of the norm is 1 / sqrt(2 * width) of it: 9 % where it is 61, and 2 %
     where it is 1021. The norm is exact where all entries have a number of their own.
@@ -34,14 +34,14 @@ def width_of(size: int) -> int:
 
 
 def sketches_of(flats: Sequence[Tensor], sizes: Sequence[int], step: int) -> Tensor:
-    """Returns a row of sketches, one after the other, for each flat tensor; in its dtype.
+    """Returns a row of successive sketches for each flat tensor, in the tensor's dtype.
 
     Entries are added up with random signs, the same on all ranks.
 
     Args:
         flats: at least one; each holds vectors of these sizes.
         sizes: numbers of entries.
-        step: its number; draws other signs.
+        step: number of the step; other steps draw other signs.
     """
     total, groups = _places(tuple(sizes), flats[0].device)
     sketches = flats[0].new_empty((len(flats), total))
@@ -79,7 +79,7 @@ def dots_of(sketches: Tensor, others: Tensor, sizes: Sequence[int]) -> Tensor:
     """Returns the scalar products of vectors by their sketches, in float64.
 
     Args:
-        sketches, others: what ``sketches_of`` returns, or their sums.
+        sketches, others: results of ``sketches_of``, or sums of them.
         sizes: numbers of entries of the vectors.
     """
     products = sketches.double() * others.double()
@@ -122,7 +122,7 @@ def _mixed(step: int) -> int:
 
 
 def _signs_of(part: Tensor, step: int, number: int) -> Tensor:
-    """Returns signs for a part of each row: products of two tables, read from other places each.
+    """Returns signs for a part of each row: products of two tables, at different offsets.
 
     Shifted by multiples of a width, a single table would meet itself in the same numbers.
     """

@@ -1,4 +1,4 @@
-"""Defines ``Verification``: every k steps the scheme's result is compared with the dense mean."""
+"""Defines ``Verification``, which compares the results of some steps with the dense mean."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Verification:
     """Compares the scheme's result of some steps with the dense mean, and across ranks.
 
     The ranks exchange sketches after the step, in a process group of its own on Gloo, while
-    training goes on. The result is looked at when a later step begins and it has come; with
-    ``action="raise"`` the next step waits for it. A second verified step waits for the first.
-    When the hook ends or the program does, what was found in the last steps is a warning.
+    training continues. The result is judged when a later step begins and its collectives have
+    ended; with ``action="raise"`` the next step waits for them. A second verified step waits for
+    the first. When the hook is closed, or at exit, findings of the last steps are warnings.
 
-    Before a verified step the ranks' parameters have to be equal, too, if the scheme keeps them so;
-    hashes of them are compared. After a scheme that does not (local steps, gossip) they are not.
+    If the scheme keeps the ranks' parameters equal, hashes of parameters are compared before a
+    verified step, too. They are not after a scheme that lets ranks differ (local steps, gossip).
 
     Args:
         every: verifies the steps that are multiples of this number.
-        action: what a finding is: "warn": a warning; "raise": :class:`VerificationError` on every
-            rank. A gradient that is not finite is a warning in any case, as loss scalers want it.
+        action: consequence of a finding. "warn": a warning; "raise": :class:`VerificationError` on
+            every rank. A gradient that is not finite is always a warning, as loss scalers want it.
         history: number of parameters' rows, and of findings, that are kept.
 
     Errors of parameters of up to 61 entries are exact. Those of others are estimates, from sketches
@@ -117,15 +117,15 @@ class Verification:
         *,
         owner: object,
     ) -> None:
-        """Takes the ranks to compare; a collective.
+        """Opens the process group in which ranks are compared; a collective.
 
         Args:
-            group: the hook's.
-            devices: types of those that the model is on.
+            group: the hook's process group.
+            devices: types of the devices that the model is on.
             join: makes the caller's stream wait for the exchanges.
             verdict_groups: process groups of the other shards (HSDP), whose ranks raise as well.
             values: returns the parameters that ranks have in common, by name; no other names later.
-            owner: the hook; with it, or at exit, the last verified step is looked at.
+            owner: the hook; when it is deleted, or at exit, the last verified step is judged.
         """
         known = None if self._owner is None else self._owner()
         if self._group is not None and known not in (None, owner):
@@ -148,7 +148,7 @@ class Verification:
 
     @property
     def findings(self) -> list[Finding]:
-        """Returns what was found, the oldest first."""
+        """Returns the findings so far, the oldest first."""
         return list(self._findings)
 
     # ---- what the engine calls
@@ -158,7 +158,7 @@ class Verification:
         return step % self.every == 0 and self._group is not None
 
     def first_bucket_comes(self, step: int, scheme: Scheme) -> None:
-        """Notes hashes of the parameters: no optimizer steps any before the first average comes."""
+        """Hashes the parameters: no optimizer steps them before the first average has arrived."""
         self._apart = self._apart or not keeps_equal(scheme)
         if self.wants(step, scheme) and not self._apart:
             values, none = self._values(), torch.zeros(0, dtype=torch.float32, device="cpu")
@@ -166,7 +166,7 @@ class Verification:
             self._noted = step, hashes_of(parts)
 
     def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
-        """Starts the all-reduces of a verified step; waits for nothing."""
+        """Starts the all-reduces of a verified step without waiting."""
         group = self._group
         if group is None:
             return
@@ -182,7 +182,7 @@ class Verification:
     # ---- what the hook calls
 
     def step_begins(self, step: int) -> None:
-        """Looks at what has come since; waits for it where the user or the memory wants that.
+        """Judges verified steps whose collectives have ended; waits with ``action="raise"``.
 
         Raises:
             VerificationError: a step broke its bound, and ``action`` is "raise".
@@ -194,13 +194,13 @@ class Verification:
             self._collect(wait=raises or step % self.every == 0)
             wrong, self._unraised_findings = self._unraised_findings, []
             if raises:
-                # All ranks beside this one come here in the same step, and raise as well.
+                # Ranks of the other shards come here in the same step, and raise as well.
                 _raise_findings(wrong, self._verdict_groups if peers_pending else ())
 
     def close(self) -> None:
-        """Warns of what was found, and gives back the process group.
+        """Warns of findings that were not reported, and releases the process group.
 
-        What has not come in some seconds is dropped, also where a peer has failed.
+        Steps whose collectives do not end within some seconds are dropped, as after a failed peer.
         """
         self._cancel_finalizer()
         end = time.monotonic() + _AT_CLOSE
@@ -220,9 +220,9 @@ class Verification:
         self._group = self._lane_group = None
 
     def abort(self) -> None:
-        """Leaves the ranks without waiting for them, which may be gone; ``open`` takes others.
+        """Leaves the process group without waiting for its ranks, which may be gone.
 
-        The result of a step that is under way is dropped.
+        Results of collectives under way are dropped; ``open`` takes another group.
         """
         works = [work for pending in self._pending for work in pending.works]
         self._pending.clear()
@@ -291,7 +291,7 @@ def verification_of(verify: object, history: int) -> Verification | None:
     """Returns the ``verify`` of :func:`commhooks.register` as a verification, or None.
 
     Raises:
-        OptionError: it is something else.
+        OptionError: ``verify`` is something else.
     """
     if verify is None:
         return None
@@ -306,11 +306,11 @@ def verification_of(verify: object, history: int) -> Verification | None:
 
 
 def check_verifiable(device: torch.device) -> None:
-    """Raises while a CUDA graph is captured: replays would not compare what they compute."""
+    """Raises while a CUDA graph is captured, since replays would not be verified."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RegistrationError(
             "register(verify=...): this step is being captured in a CUDA graph, and replays would "
-            "be verified by nobody; register without verify, or run without capture"
+            "not be verified; register without verify, or run without capture"
         )
 
 
@@ -325,16 +325,16 @@ class _VerifiedStep:
     """Holds a verified step whose collectives are under way.
 
     Args:
-        step: its number.
-        bound: of the scheme that ran.
-        measured: its buckets, at least one.
-        names: of the parameters that ranks have in common.
-        hashes: of their values before the step.
-        group: the ranks; issues the collectives.
-        lane_group: what counts the collectives of a group that was borrowed for them.
+        step: number of the step.
+        bound: bound of the scheme that ran.
+        measured: measurements of the buckets, at least one.
+        names: names of the parameters that ranks have in common.
+        hashes: hashes of these parameters before the step.
+        group: process group of the collectives.
+        lane_group: borrowed group, if any, whose collectives are counted.
 
     Attributes:
-        works: of the collectives.
+        works: handles of the collectives.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class _VerifiedStep:
 
 
 def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns what becomes the rows of all ranks by a sum: as integers, so that no bit changes."""
+    """Returns a table whose sum over ranks has all rows: as integers, so that no bit changes."""
     device = measured[0].rows.device
     rows = torch.cat([bucket.rows.to(device).reshape(-1) for bucket in measured]).view(torch.int64)
     rows = torch.cat([rows, hashes.to(device)])
@@ -406,7 +406,7 @@ def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessG
 
 
 def _joined(measured: Sequence[Measurement]) -> Tensor:
-    """Returns the sketches of all buckets, as one message of the widest of their dtypes."""
+    """Joins the sketches of all buckets to one message of the widest of their dtypes."""
     device = measured[0].rows.device
     return torch.cat([bucket.sketches.to(device).reshape(-1) for bucket in measured])
 
@@ -454,7 +454,7 @@ def _median_of(rows: list[VerifiedRow]) -> float | None:
 
 
 def _describe(name: str, steps: int, rows: list[VerifiedRow], findings: list[Finding]) -> str:
-    """Returns what is known of the verified steps of a scheme, and the last findings."""
+    """Describes the verified steps of a scheme and the last findings."""
     last = [f"\n  {finding}" for finding in findings[-10:]]
     return (
         f"{name}: {_count_of(steps, 'step')} verified{_worst_of(rows)}. "
@@ -496,7 +496,7 @@ def _count_of(number: int, what: str) -> str:
 
 
 def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raises VerificationError if something was found here, or by ranks beside this one.
+    """Raises VerificationError if this rank, or a rank of another shard, has a finding.
 
     Args:
         verdict_groups: groups of ranks that call this function at the same time.
@@ -511,5 +511,5 @@ def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.Proc
         raise VerificationError(
             f"verification of step {messages[0][0]}:\n  {text}\nTraining cannot be trusted from "
             f"this step on. Where parameters differ, load one checkpoint on all ranks; else "
-            f"hook.switch('none') does without the scheme. Verification(action='warn') goes on"
+            f"hook.switch('none') does without the scheme. Verification(action='warn') continues"
         )

@@ -21,14 +21,14 @@ Future = torch.futures.Future
 
 
 class ZeroHook(HookState):
-    """Reduces buckets to shards, and tells an optimizer of the means."""
+    """Reduces buckets to shards, and passes the means to the optimizer."""
 
     takes_gradients = True  # ``ddp_core`` leaves ``.grad`` as it is
     _shards: Sequence[BucketShard] = ()
     _optimizer_ref: weakref.ref[Any] | None = None
 
     def attach_shards(self, owner: Any, shards: Sequence[BucketShard]) -> None:
-        """Reduces to these shards from now on, and tells their owner, :class:`Shards`."""
+        """Reduces to these shards from now on, and passes means to ``owner``, a :class:`Shards`."""
         self._shards, self._means = shards, dict[int, Tensor]()
         self.engine.counts = False  # the owner's ranks agree on the means in any case
         self.shards_for = "ZeroOptimizer"

@@ -43,7 +43,8 @@ def check_model(model: nn.Module) -> CoreDDP:
     """Returns the DistributedDataParallel that a ``ZeroOptimizer`` may serve.
 
     Raises:
-        RegistrationError: it is torch's, has a hook, or has parameters that cannot be sharded.
+        RegistrationError: the model is torch's, has a hook, or has parameters that cannot be
+            sharded.
     """
     try:
         ddp = find_ddp(model)
@@ -80,7 +81,7 @@ def check_model(model: nn.Module) -> CoreDDP:
 
 
 def check_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
-    """Raises unless ranks of tensor parallelism gather equal values of uncut parameters.
+    """Raises unless tensor-parallel ranks gather equal values of replicated parameters.
 
     Args:
         codec: packs the values; None: they travel as they are.
@@ -100,7 +101,7 @@ def check_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
 
 
 def check_known_use(ddp: CoreDDP) -> None:
-    """Raises unless all that a step in backward needs is known there.
+    """Raises unless gradients and parameters are final during backward.
 
     Raises:
         RegistrationError: parameters may be unused, or are low-precision copies then.
@@ -115,10 +116,10 @@ def check_known_use(ddp: CoreDDP) -> None:
 
 
 def check_none_accumulated(ddp: CoreDDP) -> None:
-    """Raises if there are gradients of this rank alone, by which nothing may be stepped.
+    """Raises if gradients were accumulated on this rank and not averaged.
 
     Raises:
-        RegistrationError: there are.
+        RegistrationError: there are such gradients.
         RuntimeError: the backward pass did not come to all parameters.
     """
     if ddp.reducer.backward.has_raised:  # what came of it is known to be incomplete
@@ -172,10 +173,10 @@ def check_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.devi
     """Raises unless an optimizer steps two parts of a matrix as it steps the matrix.
 
     Args:
-        device: on which it will step; some settings and optimizers are for a GPU only.
+        device: device of the shards; some settings and optimizers are for a GPU only.
 
     Raises:
-        RegistrationError: it does not, as Adafactor, LBFGS, Muon or Shampoo.
+        RegistrationError: the optimizer does not, such as Adafactor, LBFGS, Muon or Shampoo.
         TypeError: an optimizer was given instead of its class.
     """
     if isinstance(kind, torch.optim.Optimizer):
@@ -240,15 +241,15 @@ class ZeroOptimizer(torch.optim.Optimizer):
         model: ``ddp_core.DistributedDataParallel`` without a hook.
         optimizer: a class of ``torch.optim``, or another one that steps each entry by itself.
         scheme: reduces gradients: a name or a scheme that exchanges blocks of entries.
-        gather: how new values travel: "none" as they are; a codec ("int8", "int4", ...): packed
+        gather: sends new values: "none" as they are; a codec ("int8", "int4", ...): packed
             differences, whose rounding errors the owner sends later.
         params: groups of parameters, as for any optimizer; None: all trained ones.
         in_backward: steps and sends each bucket during backward, as soon as its gradients have
-            arrived; ``step`` then applies what came, or takes it back. Without clipping, gradient
+            arrived; ``step`` then applies the new values, or drops them. Without clipping, gradient
             scalers, ``find_unused_parameters`` and the model's ``mixed_precision``.
         seed: base of random draws, the same on every rank.
         history: rows kept by ``hook.report``.
-        settings: of the optimizer, such as ``lr``.
+        settings: settings of the optimizer, such as ``lr``.
 
     Attributes:
         hook: reduces gradients; its ledger has all bytes.
@@ -328,14 +329,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # ---- one step
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops all gradients: the shards' means, and what ``no_sync`` has accumulated."""
+        """Drops all gradients: means in shards, and gradients accumulated within ``no_sync``."""
         self._shards.zero_grad()
         for parameter in self._model.parameters():
             parameter.grad = None
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scales gradients down to a norm over all parameters, as torch's function; a collective.
+        """Clips the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_``; a collective.
 
         Args:
             max_norm: the largest norm that is left as it is.
@@ -349,7 +350,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates this rank's shards, and all parameters by what their owners send.
+        """Steps this rank's shards, and gathers all parameters.
 
         Buckets without a gradient since ``zero_grad`` stay as they are, and so does everything if a
         gradient of any rank was not finite.
@@ -374,7 +375,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     # ---- checkpoint
 
     def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
-        """Returns a copy of all that a later run continues from, besides the model's own state.
+        """Returns a copy of the state that a later run continues from, besides the model's own.
 
         Args:
             gather: returns one state of all ranks, by parameter, on the CPU, which loads on any
@@ -405,7 +406,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             state_dict: a gathered state, on any number of ranks, or this rank's own.
 
         Raises:
-            CheckpointError: it is foreign, or of another model, other groups or other ranks.
+            CheckpointError: the state is foreign, or of another model, other groups or ranks.
         """
         known = self.hook.parameters
         present = saving.groups(self.param_groups, self._groups, self.hook.target.names)

@@ -31,7 +31,7 @@ Saved = dict[str, dict[str, Any]]  # by name: begin and end, exact values, state
 
 
 def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a state with its version and, where parameters are cut, the pieces that it is of.
+    """Adds the version and, with tensor parallelism, the placement of shards to a state.
 
     Args:
         placement: this rank's pieces by parameter, of those that are cut (tensor parallelism).
@@ -46,11 +46,11 @@ def groups(
     members: Iterable[tuple[Any, Sequence[Tensor]]],
     names: Callable[[Iterable[Tensor]], list[str]],
 ) -> list[dict[str, Any]]:
-    """Returns settings and names of each group, as states have them.
+    """Returns settings and parameter names of each group, as they are saved.
 
     Args:
         present: groups of the optimizer.
-        members: whose they are.
+        members: settings and parameters of each group.
         names: returns the names of parameters.
     """
     return [
@@ -124,11 +124,11 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], known: Parameters)
     """Raises unless a state is one of ``ZeroOptimizer`` and fits the model and its groups.
 
     Args:
-        groups: of this optimizer, as they would be saved.
+        groups: groups of this optimizer, as they would be saved.
         known: the model's parameters.
 
     Raises:
-        CheckpointError: it is foreign, newer, or of another model, other groups or other pieces.
+        CheckpointError: the state is foreign, newer, or of another model, groups or shards.
     """
     if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
         raise CheckpointError(
@@ -165,7 +165,7 @@ def load_piece(
     """Writes the exact values of a piece, and returns the optimizer's state of it.
 
     Args:
-        settings: of the piece's group.
+        settings: settings of the piece's group.
 
     Raises:
         CheckpointError: the state has no such entries.

@@ -1,4 +1,4 @@
-"""Defines ``BucketShard``: the part of a bucket that this rank's optimizer steps."""
+"""Defines ``BucketShard``, the part of a bucket that this rank's optimizer steps."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _CONVERSIONS += (Tensor.double, Tensor.float, Tensor.half, Tensor.bfloat16)
 
 
 class ShardedGrad(Tensor):
-    """Stands in ``.grad`` of a parameter, the mean of whose gradient lies in shards.
+    """Replaces ``.grad`` of a parameter while its averaged gradient lies in shards.
 
-    Whoever reads it, such as ``torch.nn.utils.clip_grad_norm_``, gets an error instead of the
-    gradient of this rank alone. Whoever drops it drops the mean.
+    Code that reads it, such as ``torch.nn.utils.clip_grad_norm_``, gets an error instead of the
+    gradient of this rank alone. Setting ``.grad`` to None drops the mean.
     """
 
     def __new__(cls, parameter: Tensor) -> ShardedGrad:
@@ -54,31 +54,31 @@ class ShardedGrad(Tensor):
 
 
 class ShardedGradPlaceholders:
-    """Puts stand-ins in ``.grad``, and away again where gradients are to come."""
+    """Installs placeholders in ``.grad``, and removes them before a backward pass."""
 
     def __init__(self) -> None:
         self._away: set[nn.Parameter] = set()
 
     def install(self, parameters: Iterable[nn.Parameter], unused: Collection[nn.Parameter]) -> None:
-        """Lets parameters whose mean has arrived have one."""
+        """Installs placeholders in parameters whose mean has arrived."""
         for parameter in parameters:
             if parameter not in unused:
                 parameter.grad = ShardedGrad(parameter)
                 self._away.discard(parameter)
 
     def remove(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Empties ``.grad`` for another backward pass, without dropping the means."""
+        """Empties ``.grad`` for another backward pass; the means stay."""
         for parameter in parameters:
             if type(parameter.grad) is ShardedGrad:
                 parameter.grad = None
                 self._away.add(parameter)
 
     def is_present(self, parameter: nn.Parameter) -> bool:
-        """Whether nobody has dropped the stand-in of a parameter."""
+        """Whether the placeholder of a parameter was not dropped."""
         return type(parameter.grad) is ShardedGrad or parameter in self._away
 
     def forget(self) -> None:
-        """Begins anew: all means were dropped."""
+        """Resets the placeholders, after all means were dropped."""
         self._away.clear()
 
 
@@ -89,10 +89,10 @@ class Piece(NamedTuple):
     """Describes the part of one parameter that this rank owns.
 
     Attributes:
-        name: of the parameter.
-        parameter: all of it.
-        entries: those that are owned, of the parameter's in the memory order of buckets.
-        value: what the optimizer steps: the exact values, a part of the shard's.
+        name: name of the parameter.
+        parameter: the whole parameter.
+        entries: range of the owned entries, in the memory order of buckets.
+        value: the exact values, a view of the shard's, which the optimizer steps.
     """
 
     name: str
@@ -105,12 +105,12 @@ class BucketShard:
     """Holds this rank's shard of one bucket: exact values, gradients, pieces of parameters.
 
     Args:
-        number: of the bucket.
-        parameters: of the bucket, in its order.
-        layout: their names and shapes.
+        number: number of the bucket.
+        parameters: parameters of the bucket, in its order.
+        layout: names and shapes of the parameters.
         flat: returns a parameter's values in the memory order of buckets, flat.
-        rank, world_size: of this process.
-        unit: shards are multiples of so many entries.
+        rank, world_size: rank of this process, and number of ranks.
+        unit: number of entries of which shards are multiples.
 
     Attributes:
         spans: begin and end of the shard of each rank.
@@ -118,8 +118,8 @@ class BucketShard:
             computed. Ranks may have others, where differences are compressed.
         pieces: the parts of parameters in it.
         arrived: whether a gradient has arrived since the optimizer's ``zero_grad``.
-        gathered: what the ranks have sent, until it is applied; None: nothing waits.
-        dropped: parameters that what was gathered leaves alone.
+        gathered: gathered values that are not applied yet, or None.
+        dropped: parameters that do not take gathered values.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class BucketShard:
 
     @torch.no_grad()
     def shared_values(self) -> Tensor:
-        """Returns the values that all ranks have of this shard's entries; a copy."""
+        """Returns a copy of the values that all ranks have of this shard's entries."""
         values = torch.empty_like(self.exact)
         for piece, part in self.parts(values):
             part.copy_(self._flat(piece.name, piece.parameter.detach())[piece.entries])
@@ -166,20 +166,20 @@ class BucketShard:
 
     @torch.no_grad()
     def adopt_written(self) -> None:
-        """Takes entries of parameters that somebody else has written since the latest step.
+        """Adopts entries of parameters that other code has written since the latest step.
 
         Loaded, reset or clipped entries would go back to the owner's values otherwise.
         """
         held = self.shared_values()
-        # Entry by entry, as the others are to keep what is not sent yet, and without a look at the
+        # Entry by entry, since the others keep differences that are not sent yet, and not by the
         # versions of parameters, which a write to ``.data`` does not change.
         self.exact.copy_(torch.where(held == self._left, self.exact, held))
 
     def settle(self, *, rounded: bool) -> None:
-        """Takes note that a step is over, and the parameters are as the optimizer left them.
+        """Ends a step, after which the parameters are as the optimizer left them.
 
         Args:
-            rounded: ranks have other values than the exact ones.
+            rounded: whether ranks have other values than the exact ones.
         """
         self._before, self.gathered, self.dropped = None, None, ()
         self._left = self.shared_values() if rounded else self.exact
@@ -193,7 +193,7 @@ class BucketShard:
         """Adds the mean of this shard's gradients to the pieces'.
 
         Args:
-            mean: flat, one entry for each of the shard.
+            mean: flat, with one value per entry of the shard.
             unused: parameters that no rank has used.
         """
         for piece, part in self.parts(mean):
@@ -207,13 +207,13 @@ class BucketShard:
     # ---- a step that may have to be undone
 
     def back_up(self, states: MutableMapping[Any, Any]) -> None:
-        """Keeps a copy of the exact values and of the optimizer's state of them."""
+        """Copies the exact values and the optimizer's state, for :meth:`roll_back`."""
         kept = [copied(states.get(piece.value, {})) for piece in self.pieces]
         self._before = self.exact.clone(), kept
         self._versions = self._present_versions()
 
     def check_unwritten(self) -> None:
-        """Raises if a parameter was written since that copy; ``.data`` leaves no sign of it."""
+        """Raises if a parameter was written since the backup; writes to ``.data`` are not seen."""
         rows = zip(self.layout.names, self._versions, self._present_versions(), strict=False)
         written = [name for name, before, now in rows if before != now]
         if written and self._before is not None:
@@ -227,14 +227,14 @@ class BucketShard:
         return list(map(version_of, self.parameters))
 
     def drop(self, parameters: Collection[nn.Parameter], states: MutableMapping[Any, Any]) -> None:
-        """Drops the gradients of some parameters, and takes back what was stepped by them."""
+        """Drops the gradients of some parameters, and undoes the step that used them."""
         for piece in self.pieces:
             if piece.parameter in parameters:
                 piece.value.grad = None
         self._take_back(parameters, states)
 
     def roll_back(self, states: MutableMapping[Any, Any]) -> None:
-        """Returns to that copy, if there is one."""
+        """Restores the backup, if there is one."""
         self._take_back(set(self.parameters), states)
         self._before, self.gathered, self.dropped = None, None, ()
 

@@ -1,4 +1,4 @@
-"""Defines ``Shards``: this rank's shards of all buckets, how they are stepped and gathered."""
+"""Defines ``Shards``, which steps and gathers this rank's shards of all buckets."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Gather:
 
     Args:
         scheme: "none" sends new values as they are. A codec packs differences: the exact value
-            minus the one that all ranks have. What rounding leaves is a part of the next
-            difference, so nothing is lost.
+            minus the value that all ranks have. Rounding errors are a part of the next difference,
+            so nothing is lost.
 
     Attributes:
         codec: packs differences; None: values are sent as they are.
@@ -69,7 +69,7 @@ class Gather:
 
     @torch.no_grad()
     def apply(self, shard: BucketShard, gathered: Tensor) -> None:
-        """Writes what :meth:`exchange` returned into the parameters: the same bits on all ranks."""
+        """Writes the result of :meth:`exchange` to the parameters, the same bits on all ranks."""
         parameters = [parameter.detach() for parameter in shard.parameters]
         views, packed = views_of(gathered, parameters), self.packs(shard)
         rows = zip(shard.parameters, parameters, views, strict=True)
@@ -81,7 +81,7 @@ class Gather:
 
 
 def _codec_of_differences(scheme: str | Scheme) -> PackedCodec | None:
-    """Returns the codec of a scheme, which rounds to nearest if it comes by its name.
+    """Returns the codec of a scheme; one that is given by name rounds to nearest.
 
     Returns:
         The codec; None: the scheme is "none", which rounds nothing.
@@ -121,10 +121,10 @@ class Shards:
     """Holds this rank's shards of a model's buckets.
 
     Args:
-        hook: reduces gradients to them.
-        model: whose buckets they are of.
-        gather: sends what was stepped.
-        in_backward: a bucket is stepped, and sent, as soon as its gradients have arrived.
+        hook: reduces gradients to the shards.
+        model: the model, whose buckets are cut into shards.
+        gather: sends the stepped values.
+        in_backward: steps and sends each bucket as soon as its gradients have arrived.
 
     Attributes:
         optimizer: steps the pieces.
@@ -169,12 +169,12 @@ class Shards:
         return [piece for shard in self._all for piece in shard.pieces]
 
     def values(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Returns what the optimizer steps of some parameters on this rank."""
+        """Returns this rank's shards of some parameters, which the optimizer steps."""
         members = set(parameters)
         return [piece.value for piece in self.pieces() if piece.parameter in members]
 
     def on_loaded(self) -> None:
-        """Takes note that exact values and states were loaded, and the parameters before them."""
+        """Ends loading: exact values and states were loaded, and parameters before them."""
         for shard in self._all:
             shard.settle(rounded=True)
 
@@ -191,13 +191,13 @@ class Shards:
     # ---- gradients
 
     def forward_begins(self) -> None:
-        """Makes room for the gradients of another backward pass."""
+        """Removes placeholders, for the gradients of another backward pass."""
         self.drop_with_placeholders()
         for shard in self._all:
             self._placeholders.remove(shard.parameters)
 
     def receive_means(self, means: Mapping[int, Tensor], unused: Collection[nn.Parameter]) -> bool:
-        """Takes the means of a backward pass, by bucket; whether they are finite on all ranks."""
+        """Takes a backward pass's means by bucket; returns whether they are finite on all ranks."""
         finite = _on_all_ranks(means, self._model.process_group)
         self.finite &= finite
         for number, mean in means.items():
@@ -214,7 +214,7 @@ class Shards:
         return finite
 
     def drop_with_placeholders(self) -> None:
-        """Drops the means of parameters whose stand-in was dropped, as ``model.zero_grad()`` does.
+        """Drops the means of parameters whose placeholder was dropped, as by ``model.zero_grad()``.
 
         The same on all ranks, as each has all parameters.
         """
@@ -232,7 +232,7 @@ class Shards:
             )
 
     def zero_grad(self) -> None:
-        """Drops the gradients, and takes back what was stepped and not applied."""
+        """Drops the gradients, and undoes steps that were not applied."""
         # Exchanges of a backward pass that raised may still run, and write what is rolled back.
         self._model.reducer.drop_raised_step()
         for shard in self._all:
@@ -264,7 +264,7 @@ class Shards:
     # ---- steps
 
     def step(self) -> None:
-        """Steps all buckets with gradients, and makes parameters final."""
+        """Steps all buckets with gradients, and writes the gathered values to the parameters."""
         self.drop_with_placeholders()
         arrived = [shard for shard in self._all if shard.arrived]
         if not self.finite:
@@ -323,9 +323,9 @@ class Shards:
         return hook.drivers.run(task, shard.exact.device, self._model.process_group)
 
     def step_and_gather(self, shard: BucketShard, mean: Tensor) -> Exchange:
-        """Steps a bucket whose mean has arrived, and gathers it: the end of its exchange."""
+        """Steps a bucket whose mean has arrived, and gathers it, as the end of its exchange."""
         with torch.no_grad():
-            shard.roll_back(self.optimizer.state)  # that of a step that was abandoned
+            shard.roll_back(self.optimizer.state)  # undoes an aborted step
             self._step(shard, {piece.value: part for piece, part in shard.parts(mean)})
             exchange = self._gather.exchange(shard, self._hook.engine)
         shard.gathered = yield from exchange
@@ -333,7 +333,7 @@ class Shards:
 
 
 def _show(gradients: dict[nn.Parameter, Tensor | None]) -> None:
-    """Shows the optimizer these gradients."""
+    """Sets the gradients that the optimizer sees."""
     for value, gradient in gradients.items():
         value.grad = gradient
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import commhooks
 import ddp_core
 from commhooks.collectives import _functions as functions
-from commhooks.collectives._calls import Calls
+from commhooks.collectives._calls import CollectiveState
 from commhooks.core._dense import Dense
 from commhooks.core._memory import Memory
 from commhooks.core._scheme import Bucket
@@ -248,7 +248,7 @@ def _collectives_sum_for_a_mean(rank: int) -> Patch:
 
 @_bug
 def _names_share_what_they_keep(rank: int) -> Patch:
-    return Calls, "_named", lambda self, call, name: str(tuple(call.given.shape))
+    return CollectiveState, "_named", lambda self, call, name: str(tuple(call.input.shape))
 
 
 @_bug
