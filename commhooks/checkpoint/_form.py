@@ -166,7 +166,7 @@ class Saved(NamedTuple):
     parts: list[Part]
 
     def with_keys(self, keys: Collection[str]) -> Saved:
-        """Returns the state with these keys of memory only."""
+        """Returns the state with only these keys of memory."""
         parts = [
             part._replace(memory={key: part.memory[key] for key in keys if key in part.memory})
             for part in self.parts

@@ -127,7 +127,7 @@ def read_placement(stored: object, what: str) -> dict[str, str]:
 def check_placement(
     call: str, stored: object, here: Mapping[str, str], find: Callable[[str], str]
 ) -> None:
-    """Raises CheckpointError unless a state is of the pieces that this rank trains.
+    """Raises CheckpointError unless a state is of the shards that this rank trains.
 
     Args:
         call: the name of the public call.

@@ -1,4 +1,4 @@
-"""Offers what a scheme is written with: base classes, buckets, slots, traits, collectives."""
+"""Exports what authors of schemes import: base classes, buckets, slots, traits, collectives."""
 
 # Modules, in the order in which to read them:
 #

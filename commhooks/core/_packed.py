@@ -148,7 +148,7 @@ class Shards(tuple["Shard", ...]):
     """Lists the shards of a bucket, one per rank.
 
     Attributes:
-        segments: where blocks begin in each shard, for a codec of blocks; None for other codecs.
+        segments: begins of the blocks in each shard, for a codec of blocks; None for others.
     """
 
     segments: Segments | None = None
@@ -490,7 +490,7 @@ def to_shards(codec: PackedCodec, parts: Sequence[Span], layout: Layout | None =
     """Returns the shards with these begins and ends.
 
     Args:
-        layout: of the tensor that is cut. None, or one of something else: parameters are not known.
+        layout: layout of the cut tensor; None, or another layout: its parameters are not known.
     """
     known = layout is not None and layout.numel == parts[-1][1]
     cut = layout.cut(parts) if known and layout is not None else [(end - at,) for at, end in parts]

@@ -286,8 +286,8 @@ def slot_error(scheme: Scheme, key: str, value: Tensor, parameter: torch.Size) -
     "unknown" if no slot of the scheme has this key.
 
     Args:
-        scheme: its slots, and those of schemes inside, are searched.
-        key: of the slot.
+        scheme: scheme whose slots, and those of schemes inside, are searched.
+        key: key of the slot.
         value: the loaded tensor of one parameter.
         parameter: shape of that parameter.
     """

@@ -114,7 +114,7 @@ def worst(traits: Iterable[Traits]) -> Traits:
     """Returns the traits of a scheme that runs any one of several schemes.
 
     Args:
-        traits: of these schemes, one at least.
+        traits: traits of the schemes, at least one.
     """
     choices = list(traits)
     # The last of these that occurs holds for the whole: only "mean" allows feedback around it.

@@ -247,6 +247,6 @@ def _group(units: list[Any]) -> Any:
     if any(unit.process_group is not units[0].process_group for unit in units):
         raise RegistrationError(
             "register: the units of this FSDP1 model reduce over different process groups; "
-            "register each of them by itself"
+            "register each of them separately"
         )
     return units[0].process_group

@@ -9,9 +9,9 @@ One bucket, step by step: ``register_on_fsdp2`` puts a :class:`SchemeReduceScatt
 group of parameters. In backward FSDP2 calls it with the flat gradient (``input_tensor``). It looks
 up which pieces lie there (:meth:`FSDP2Module.layout`), makes a ``HookBucket`` of them, and
 ``average`` starts the hook's exchange, waits for it, and leaves the mean of this rank's shard in
-``output_tensor``. The exchange is ``Engine.exchange``, which runs the scheme; beside tensor
+``output_tensor``. The exchange is ``Engine.exchange``, which runs the scheme; with tensor
 parallelism ``ExactParameters`` cuts the bucket in two before, and averages exactly what is not cut
-between those ranks. What FSDP2 divides by itself, before or after, is undone last.
+between those ranks. Divisions by FSDP2, before or after, are undone last.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class FSDP2Module:
         return float(before or 1)
 
     def gradient_scale(self, reduced: Tensor) -> float:
-        """Returns the scale of the gradient that FSDP2 reduces further, relative to the node's mean."""
+        """Returns the scale of the gradient at FSDP2's all-reduce hook, over this node's mean."""
         ranks = fsdp2_ranks(self.group).size()
         given = self.group.gradient_divide_factor
         before, _, op, _ = self._dividers(reduced)
@@ -199,7 +199,7 @@ class FSDP2Model(NamedTuple):
         if any(fsdp2_ranks(group) is not ranks for group in groups):
             raise RegistrationError(
                 f"{call}: the FSDP2 modules of this model are sharded over different ranks; take "
-                f"each of them by itself"
+                f"each of them separately"
             )
         by_id = {id(value): name for name, value in model.named_parameters()}
         plain = plain_names(by_id.values())

@@ -234,7 +234,7 @@ def check_memory_origin(engine: Engine, target: HookTarget) -> None:
         raise CheckpointError(
             f"the unpickled HookState holds the memory {whose}; this is rank {engine.rank} "
             f"of {engine.world_size}. Residuals differ per rank: let every rank pickle its own, or "
-            f"save hook.state_dict(gather=True), beside tensor parallelism once for each piece"
+            f"save hook.state_dict(gather=True), with tensor parallelism once for each shard"
         )
 
 

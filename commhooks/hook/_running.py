@@ -445,7 +445,7 @@ class Running:
             raise RegistrationError(
                 f"the ranks of the hook's {type(group).__name__} have changed: this was rank "
                 f"{engine.rank} of {engine.world_size}, and is rank {group.rank()} of "
-                f"{group.size()} now, which the hook was not told. Call hook.change_group(group) "
+                f"{group.size()} now, unknown to the hook. Call hook.change_group(group) "
                 f"between two steps; for torchft use commhooks.hosts.torchft.register"
             )
         return group

@@ -111,7 +111,7 @@ def needs_reshard(hook: Running, scheme: Scheme, kept: Iterable[SavedValue], lea
     """Whether a state has shards of parameters that are cut differently here.
 
     Args:
-        kept: all values of the state.
+        kept: descriptions of all values of the state.
         leader: the smallest global rank of the hook's group.
     """
     whole, here = portable_keys(hook, scheme), hook.parameters.shapes

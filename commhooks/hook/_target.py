@@ -104,8 +104,8 @@ class HookTarget:
                 if _inside_of(model.process_group) is not model.process_group:
                     raise RegistrationError(
                         "the process group of this model runs a scheme already "
-                        "(commhooks.process_group), beside which a hook would run: wrap the module "
-                        "with the group that it was made of, and register the scheme"
+                        "(commhooks.process_group), and a hook would run in addition: wrap the "
+                        "module with a plain group, and register the scheme"
                     )
                 self._process_group = model.process_group
             self._follows_model = self._process_group is model.process_group
@@ -155,8 +155,8 @@ class HookTarget:
         if not self._follows_model or model is None or model.process_group is self._process_group:
             return
         raise RegistrationError(
-            "the model now averages over another process group (_update_process_group), and the "
-            "hook was not told: its residuals and random draws belong to the ranks before. Call "
+            "the model now averages over another process group (_update_process_group) than the "
+            "hook, whose residuals and random draws belong to the former ranks. Call "
             "hook.change_group(group) on all ranks of the new group, between two steps; it moves "
             "the model, too. (Of a state of torch's names, PowerSGDState, set process_group.)"
         )

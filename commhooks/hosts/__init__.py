@@ -1,4 +1,4 @@
-"""Puts schemes into what averages gradients besides DistributedDataParallel, a module per host.
+"""Puts schemes into hosts other than DistributedDataParallel, a module per library.
 
 Frameworks that own the training loop have a ``CommHook``, which registers a scheme on the model
 that the framework has wrapped, and saves and loads the states of all ranks as one; import their
@@ -7,7 +7,7 @@ modules by name. Programs that take a process group have :func:`process_group`.
 
 # Modules, in the order in which to read them:
 #
-# _hosted                                           a hook on a model that a framework has wrapped
+# _framework_hook                                   a hook on a model that a framework has wrapped
 # lightning, fabric, accelerate, transformers, ray  frameworks
 # _composable                                       replicate() of torch.distributed._composable
 # _process_group                                    a process group that runs a scheme
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SchemeGroup", "host_of", "process_group"]
 
-# Classes of modules that reduce gradients themselves, what registers a hook on them, and what it
-# takes of the arguments of ``register``. By name: importing them takes a second, and most models
+# For classes of modules that reduce gradients themselves: the function that registers a hook, and
+# the arguments of ``register`` that it takes. By name: importing them takes a second, and most models
 # have none.
 _REGISTERS: dict[str, tuple[str, set[str]]] = {
     "FSDPModule": (
@@ -43,9 +43,9 @@ _REPLICATE = "torch.distributed._composable.replicate"  # makes modules of a cla
 
 
 def host_of(model: object) -> tuple[Callable[..., Any], set[str]] | None:
-    """Returns what registers a hook on a model of another host, and which arguments it takes.
+    """Returns the registration function of another host's model, and its further arguments.
 
-    None for DistributedDataParallel, and for what no host serves.
+    None for DistributedDataParallel, and for models of no known host.
     """
     name = _class_of(model) if isinstance(model, nn.Module) else ""
     if not name:

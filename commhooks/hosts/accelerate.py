@@ -8,7 +8,7 @@ from torch import nn
 
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts._hosted import FrameworkHook
+from commhooks.hosts._framework_hook import FrameworkHook
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from commhooks.core._scheme import Scheme
-from commhooks.hosts._hosted import FrameworkHook
+from commhooks.hosts._framework_hook import FrameworkHook
 
 if TYPE_CHECKING:
     from lightning.fabric import Fabric

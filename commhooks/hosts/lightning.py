@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hosts._hosted import FrameworkHook
+from commhooks.hosts._framework_hook import FrameworkHook
 from ddp_core import DistributedDataParallel, needs
 
 with needs("commhooks.hosts.lightning", "lightning"):

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from commhooks.core._scheme import Scheme
-from commhooks.hosts._hosted import FrameworkHook
+from commhooks.hosts._framework_hook import FrameworkHook
 from ddp_core import needs
 
 with needs("commhooks.hosts.transformers", "transformers", "accelerate"):

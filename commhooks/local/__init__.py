@@ -1,4 +1,4 @@
-"""Methods that exchange parameters, and no gradients."""
+"""Exchanges parameters at intervals, and no gradients (DiLoCo, local SGD)."""
 
 # Modules, in the order in which to read them:
 #

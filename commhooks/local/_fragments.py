@@ -20,7 +20,7 @@ _PIECE = 1 << 16  # entries per thread: those of five tensors are 1.3 MB
 
 
 class Fragment:
-    """Holds parameters that are exchanged together; a hook takes it for a bucket of a step.
+    """Holds parameters that are exchanged together; has the methods of a bucket for hooks.
 
     Args:
         number: index among all fragments.
@@ -112,7 +112,7 @@ def _in_cache(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
 
 @dataclass
 class Pending:
-    """Holds an exchange whose average was not applied yet.
+    """Holds an exchange whose average is not applied yet.
 
     Attributes:
         fragment: the fragment that was sent.
@@ -140,7 +140,7 @@ def fragments_of(model: nn.Module, count: int) -> list[list[Fragment]]:
     cut = [name for name, parameter in trained if hasattr(parameter, "placements")]
     if cut:
         raise ValueError(
-            f"DiLoCo(model, ...): {cut[0]} is a DTensor, of which each rank has a shard; beside "
+            f"DiLoCo(model, ...): {cut[0]} is a DTensor, of which each rank has a shard; with "
             f"tensor parallelism wrap the model in ddp_core.DistributedDataParallel and register "
             f'"noop" on it, which makes parameters of the shards'
         )

@@ -1,4 +1,4 @@
-"""Compares some steps with the dense mean and across ranks, while training goes on."""
+"""Compares some steps with the dense mean and across ranks, while training continues."""
 
 # Modules, in the order in which to read them:
 #

@@ -143,7 +143,7 @@ def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def odd_ones(values: Sequence[Any]) -> list[int]:
-    """Returns the ranks whose value is another than most have; in a tie, than rank 0 has."""
+    """Returns the ranks whose value differs from most; in a tie, from rank 0's."""
     counts = Counter(values)
     most = max(counts.values())
     usual = next(value for value in values if counts[value] == most)
@@ -151,7 +151,7 @@ def odd_ones(values: Sequence[Any]) -> list[int]:
 
 
 def others_in_words(which: Sequence[int], count: int) -> str:
-    """Returns the ranks besides those that differ, and what that means."""
+    """Describes the ranks that are not in ``which``, and whether they agree."""
     others = [rank for rank in range(count) if rank not in which]
     if len(others) == 1:
         why = "at least one of the two is wrong" if count == 2 else "no two ranks need agree"
@@ -261,7 +261,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _plain_words(value: object) -> str:
-    """Returns a number, a text or a list of such; of others, whose text may differ, the class."""
+    """Formats numbers, texts and lists of them; of other values, whose text may differ, the class."""
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):

@@ -62,7 +62,7 @@ def sketches_of(flats: Sequence[Tensor], sizes: Sequence[int], step: int) -> Ten
 def _places(
     sizes: tuple[int, ...], device: torch.device
 ) -> tuple[int, list[tuple[int, list[int], Tensor]]]:
-    """Returns how many numbers the sketches of vectors have, and where those of each size are."""
+    """Returns the total length of the sketches of vectors, and the positions by vector size."""
     of_size: dict[int, list[int]] = {}
     for owner, size in enumerate(sizes):
         of_size.setdefault(size, []).append(owner)
@@ -117,7 +117,7 @@ def _sketches_of_rows(rows: Tensor, step: int) -> Tensor:
 
 
 def _mixed(step: int) -> int:
-    """Returns a number that is as good as random for steps of any distance (Knuth's hash)."""
+    """Hashes the step number (Knuth's multiplicative hash)."""
     return step * 2654435761 % 2**32 >> 16
 
 

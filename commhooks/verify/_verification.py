@@ -182,7 +182,9 @@ class Verification:
     # ---- what the hook calls
 
     def step_begins(self, step: int) -> None:
-        """Judges verified steps whose collectives have ended; waits with ``action="raise"``.
+        """Judges verified steps whose collectives have ended.
+
+        Waits for them with ``action="raise"``, and before the next verified step.
 
         Raises:
             VerificationError: a step broke its bound, and ``action`` is "raise".
@@ -234,7 +236,7 @@ class Verification:
     # ---- results
 
     def report(self) -> pd.DataFrame:
-        """Returns a row per verified step, bucket and parameter; waits for what is under way.
+        """Returns a row per verified step, bucket and parameter; waits for collectives under way.
 
         ``error`` is the norm of the averaged gradient minus the dense mean, over that of the dense
         mean; ``cosine`` is of the angle between the two; ``norm`` is the dense mean's. With error
@@ -250,7 +252,7 @@ class Verification:
         """Returns the report's rows of the last verified step.
 
         Args:
-            wait: for what is under way; False: of the last step whose result was looked at.
+            wait: waits for collectives under way; False: returns the last step that was judged.
         """
         if wait:
             self._collect(wait=True)

@@ -83,7 +83,7 @@ def saved_pieces(pieces: Iterable[Piece], states: Mapping[Tensor, Any]) -> Saved
 def gathered(
     pieces: Saved, known: Parameters, group: dist.ProcessGroup, dst: int | None
 ) -> Saved | None:
-    """Returns the pieces of all ranks, put together by parameter in its own shape, on the CPU.
+    """Gathers the pieces of all ranks by parameter, in the parameter's shape, on the CPU.
 
     Args:
         dst: the only rank of the group that gets them; the others get None. None: all get them.
@@ -196,8 +196,8 @@ def home_of(key: str, device: torch.device, settings: Mapping[str, Any]) -> torc
     """Returns the device on which optimizers of torch keep a number of a parameter's state.
 
     Args:
-        device: of the parameter.
-        settings: of its group.
+        device: device of the parameter.
+        settings: settings of the parameter's group.
     """
     on_device = key != "step" or settings.get("fused") or settings.get("capturable")
     return device if on_device else torch.device("cpu")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import CheckpointError, MissingPackageError, RegistrationError
 from commhooks.hosts import accelerate, fabric, ray
-from commhooks.hosts._hosted import FrameworkHook
+from commhooks.hosts._framework_hook import FrameworkHook
 from commhooks.hosts.megatron import ReduceScatter
 from tests.tools.harness import run_ranks
 
