@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 __all__ = ["SchemeGroup", "host_of", "process_group"]
 
 # For classes of modules that reduce gradients themselves: the function that registers a hook, and
-# the arguments of ``register`` that it takes. By name: importing them takes a second, and most models
-# have none.
+# the arguments of ``register`` that it takes. By name: importing them takes a second, and most
+# models have none.
 _REGISTERS: dict[str, tuple[str, set[str]]] = {
     "FSDPModule": (
         "commhooks.fsdp._fsdp2:register_on_fsdp2",

@@ -261,7 +261,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _plain_words(value: object) -> str:
-    """Formats numbers, texts and lists of them; of other values, whose text may differ, the class."""
+    """Formats numbers, texts and lists; names the class of others, whose text may differ."""
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return repr(value)
     if isinstance(value, (list, tuple)):
