@@ -407,6 +407,7 @@ class CollectiveState(HookState):
         return "tensor" if name is None else name
 
     def _start(self, call: CollectiveCall, name: str, async_op: bool) -> Future[Tensor]:
+        # Refuse what cannot run, and compare settings at the first call.
         device, keeps = call.input.device, self.engine.keeps_memory
         if not call.input.numel():  # empty on every rank, so that no rank waits
             return completed(call.output)
@@ -415,12 +416,16 @@ class CollectiveState(HookState):
         if not self.agreed:
             self.target.exchange_device = device
             self.agree(f"{self._called}.{call.kind}, the first call or the first after loading")
+
+        # Wait for the previous call of this name, which writes the memory that this one reads.
         if keeps:
             self._wait_for(name)
             self.drivers.join()
         self._pending = [
             pending for pending in self._pending if not pending[1].done() or _failed(pending[1])
         ]
+
+        # Number the call, and make it a step of its own.
         number = self._numbers.setdefault(name, len(self._numbers))
         at = self._steps.get(name, self._first_step)
         self._steps[name] = at + 1
@@ -430,6 +435,8 @@ class CollectiveState(HookState):
             at, self.target.group(), holds_buckets=False, records_times=self.ledger.times(at)
         )
         step.clock = clock_of(device, timed=step.records_times)
+
+        # Start the exchange.
         exchange = call.exchange(engine, Layout([name], [call.input.shape]), number, agree=agree)
         future = ExchangeLauncher(engine, self.drivers, self.ledger).start(
             step,

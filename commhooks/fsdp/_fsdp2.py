@@ -460,6 +460,7 @@ def register_on_fsdp2(
         RegistrationError: the model or the scheme is not supported.
         MismatchError: the ranks differ.
     """
+    # Refuse models that cannot take the hook.
     check_replicate_group(replicate_group)
     fsdp2_model = FSDP2Model.of(model)
     warn_of_others(model, fsdp2_model)
@@ -472,6 +473,7 @@ def register_on_fsdp2(
         else replica_ranks(fsdp2_model, replicate_group)
     )
 
+    # Make the hook, with the parameters as they lie in FSDP2's buckets.
     if replicate_group is not None and fsdp2_model.ranks.size() > 1:
         # A hook of the shards may have the same seed, and its draws are in what is averaged here: a
         # dither has to be independent of its input.
@@ -500,6 +502,7 @@ def register_on_fsdp2(
         values=values,
     )
 
+    # Compare settings with the other ranks, and chain the hooks within and between nodes.
     other = other_kind.hook_of(fsdp2_model.modules[0].group)
     hook.target.verdict_groups = (
         _other_nodes(fsdp2_model, other) if replicate_group is None else _other_shards(fsdp2_model)
@@ -514,6 +517,7 @@ def register_on_fsdp2(
         inside.target.verdict_groups[:] = _other_nodes(fsdp2_model, outside)
         inside.runner.chain_to(outside.runner)
 
+    # Attach it.
     for module in fsdp2_model.modules:
         setattr(module.group, kind.attribute, kind(hook, module, known))
     model.register_forward_pre_hook(_guard(model, hook, kind))

@@ -84,6 +84,8 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         hook.drivers.abandon()
         if hook.verification is not None:
             hook.verification.abort()
+
+    # Compare the ranks, and agree on the source of shared values.
     engine = hook.engine
     this_rank = _RankReport(
         hook._run_ids,
@@ -103,11 +105,14 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         source, stayed = _surviving_ranks(ranks)
         hook.apply_plan(ranks[source].plan, ranks[source].scheme)
         change = _describe(ranks, source, stayed)
-        # Whether these are others than before; their order does not matter.
+
+        # Exchange the memory that is shared or averaged. The order of ranks does not matter.
         others = bool(change.joined or change.lost or change.before != change.world_size)
         if others:
             change = change._replace(dropped=_dropped(hook))
         received = _exchange(hook, group, change, stayed, carries_over=others)
+
+    # From here on nothing fails: change memory, counters and group.
     if others:
         _carry_over(hook, group.rank(), change, this_rank.world_size, stayed, received)
     elif change.stale_ranks:

@@ -223,6 +223,8 @@ def gather_states(
         raise RegistrationError(f"{call}: {fault}")
     # After the handshake all ranks have the same ``dst``, so all raise.
     check_receiver(call, dst, group)
+
+    # Gather fields, names and shapes.
     (field,) = (key for key in state if key not in common)
     part = state[field]
     tensors = [
@@ -241,6 +243,8 @@ def gather_states(
     # times on every rank, also where only one rank wants it.
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, about, group=group)
+
+    # Send the values, rank after rank.
     whole = dict(common)
     for source, (theirs, rest, keys, what) in enumerate(everyone):
         values_here = [value for _, _, value in tensors] if source == group.rank() else None

@@ -285,6 +285,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         history: int = 100_000,
         **settings: Any,
     ) -> None:
+        # Refuse models, optimizers and schemes that cannot be sharded.
         ddp: Any = check_model(model)  # also of torch's class, for those who ask
         self._groups = groups_of(ddp, params)
         check_elementwise(optimizer, {**settings, **self._groups[0][0]}, ddp.reducer.device)
@@ -293,6 +294,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         check_returns_shards(self.hook.scheme, "ZeroOptimizer", "ZeroOptimizer(scheme=...)")
         check_equal_values(sends.codec, self.hook.parameters)
         self._model = ddp
+
+        # Compare settings with the other ranks, and attach the hook.
         names = self.hook.target.names
         facts: dict[str, Any] = {
             "optimizer": f"{optimizer.__module__}.{optimizer.__qualname__}",
@@ -309,6 +312,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         ddp._parts.uneven.needs_all = True  # a rank without inputs would not step
         ddp.reducer.keep_registered_buckets()
         self.skipped_steps = 0
+
+        # Make the optimizer inside, which steps this rank's shards.
         self._shards = Shards(self.hook, ddp, sends, in_backward)
         groups = [{**group, "params": self._shards.values(p)} for group, p in self._groups]
         groups[0]["params"] += [self._shards.overflow_probe]

@@ -77,7 +77,7 @@ MUTANTS: list[Mutant] = [
     *planted(
         "_exceeded_bound",
         (
-            "the law allows any error",
+            "the bound allows any error",
             "if total <= allowed:",
             "if total <= 100 * allowed + 100:",
             PLANTED,
