@@ -17,10 +17,10 @@ from commhooks.core._names import padding_name, split_shard_name
 from commhooks.errors import CheckpointError
 from ddp_core.exchange._errors import listed, ranks_in_words
 
-__all__ = ["of_one_group", "whole_values"]
+__all__ = ["join_shards", "merge_shard_groups"]
 
 
-def whole_values(
+def join_shards(
     values: Mapping[str, Tensor], shapes: Mapping[str, torch.Size]
 ) -> dict[str, Tensor]:
     """Joins values by shard of a parameter to values by parameter.
@@ -77,7 +77,9 @@ def _cut_dimension(shape: torch.Size, parts: Mapping[int, Tensor]) -> int | None
     return cut[0]
 
 
-def of_one_group(saved: Saved, shapes: Mapping[str, torch.Size], keys: Collection[str]) -> Saved:
+def merge_shard_groups(
+    saved: Saved, shapes: Mapping[str, torch.Size], keys: Collection[str]
+) -> Saved:
     """Converts a state of several groups of ranks, one for each shard, to that of one group.
 
     Args:
@@ -107,6 +109,6 @@ def of_one_group(saved: Saved, shapes: Mapping[str, torch.Size], keys: Collectio
                     )
                 known |= values
         for key in memory.keys() & set(keys):
-            memory[key] = whole_values(memory[key], shapes)
+            memory[key] = join_shards(memory[key], shapes)
         parts.append(Part(rank, some[0].global_rank, leader, memory, arrival=some[0].arrival))
     return Saved(saved.common, parts)

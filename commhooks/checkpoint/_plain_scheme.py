@@ -24,7 +24,7 @@ __all__ = ["from_plain", "to_plain"]
 _CLASS, _SETTINGS = "class", "settings"
 _DEEPEST = 64  # schemes and lists within each other
 # Settings in states of earlier versions.
-_OF_GUARDS = {"max_residual": 100.0, "growth": 10.0, "rest": 1000, "sample": 4096}
+_FIXED_OF_GUARD = {"max_residual": 100.0, "growth": 10.0, "rest": 1000, "sample": 4096}
 
 
 def to_plain(value: Any) -> Any:
@@ -83,7 +83,7 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
         before = "stochastic" if inner.pop("stochastic") else "nearest"
         inner.setdefault("rounding", before)
     if name == "commhooks.Guard":
-        _drop_what_is_fixed(inner)
+        _drop_fixed_settings(inner)
     try:
         return kind(**inner)
     except Exception as error:  # a constructor may raise anything at settings of any type
@@ -92,9 +92,9 @@ def from_plain(value: Any, *, inside: int = 0) -> Any:
         ) from error
 
 
-def _drop_what_is_fixed(settings: dict[str, Any]) -> None:
+def _drop_fixed_settings(settings: dict[str, Any]) -> None:
     """Removes former settings of a saved Guard; raises unless they have their fixed values."""
-    for name, fixed in _OF_GUARDS.items():
+    for name, fixed in _FIXED_OF_GUARD.items():
         if settings.pop(name, fixed) != fixed:
             raise CheckpointError(
                 f"a saved scheme is a Guard with another {name!r} than {fixed!r}, which it always "

@@ -38,7 +38,7 @@ __all__ = [
     "parts_of_group",
     "resizes_of",
     "structure",
-    "with_own_pieces",
+    "with_local_shards",
 ]
 
 
@@ -143,7 +143,7 @@ def parts_of_group(parts: Sequence[Part], leader: int | None) -> dict[int, Part]
     return {part.rank: part for part in parts if part.leader == wanted}
 
 
-def with_own_pieces(
+def with_local_shards(
     saved: Saved,
     here: Mapping[str, str],
     find: Callable[[str], str],

@@ -43,8 +43,8 @@ __all__ = [
     "Handle",
     "Kind",
     "NamedTensors",
-    "sums",
-    "travels_coded",
+    "is_compressible",
+    "is_sum_op",
     "write_into",
 ]
 
@@ -80,13 +80,13 @@ class NamedTensors(Parameters):
     def accepts_names(self, names: Collection[str]) -> bool:
         return True
 
-    def and_also(self, other: NamedTensors) -> NamedTensors:
+    def merged_with(self, other: NamedTensors) -> NamedTensors:
         """Returns the tensors of both; where names are equal, those of ``other``."""
         both = NamedTensors()
         both._by_name = {**self._by_name, **other._by_name}
         return both
 
-    def having(self, names: Iterable[str]) -> NamedTensors:
+    def restricted_to(self, names: Iterable[str]) -> NamedTensors:
         """Returns the declared ones of the tensors with these names."""
         some = NamedTensors()
         some._by_name = {name: self._by_name[name] for name in names if name in self._by_name}
@@ -199,7 +199,7 @@ class CollectiveCall:
 
         So are floating numbers of 8 bits, such as quantised weights.
         """
-        return not travels_coded(self.input) or type(scheme) is Dense
+        return not is_compressible(self.input) or type(scheme) is Dense
 
     def check_scheme(self, scheme: Scheme) -> None:
         """Raises RegistrationError unless a scheme supports the collective."""
@@ -259,7 +259,7 @@ def write_into(into: Tensor, values: Tensor) -> None:
         into.copy_(values)
 
 
-def sums(kind: Kind, op: Any) -> bool:
+def is_sum_op(kind: Kind, op: Any) -> bool:
     """Whether ``op`` is SUM; raises ValueError unless it is SUM or AVG."""
     if op == dist.ReduceOp.SUM:
         return True
@@ -271,7 +271,7 @@ def sums(kind: Kind, op: Any) -> bool:
     )
 
 
-def travels_coded(tensor: Tensor) -> bool:
+def is_compressible(tensor: Tensor) -> bool:
     """Whether schemes compress a tensor: floating numbers of more than 8 bits."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
@@ -448,7 +448,7 @@ class CollectiveState(HookState):
             extra_rounds=int(agree),
             dense_sends=_DENSE_SENDS.get(call.kind, engine.world_size),
         )
-        self.ledger.launched_last(at, step.clock.now())
+        self.ledger.record_last_launch(at, step.clock.now())
         self.call_monitor.calls += 1
         self._pending.append((name, future))
         return future
@@ -502,7 +502,7 @@ class CollectiveState(HookState):
         Raises:
             ValueError: a tensor of this name has another shape or dtype.
         """
-        if travels_coded(like):
+        if is_compressible(like):
             self._tensors.declare(name, like.shape, like.dtype)
 
     def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
@@ -518,11 +518,11 @@ class CollectiveState(HookState):
         saved = read(state, "load_state_dict", verify=False)
         steps, tensors, first = _tensors_of(saved.common.get("plan", ""))
         if not strict:  # else a size that only the plan tells would be that of the next saved state
-            tensors = tensors.having(
+            tensors = tensors.restricted_to(
                 name for part in saved.parts for of_key in part.memory.values() for name in of_key
             )
         before = self._tensors
-        self._tensors = self.target.parameters = before.and_also(tensors)
+        self._tensors = self.target.parameters = before.merged_with(tensors)
         try:
             super().load_state_dict(state, strict=strict)
         except BaseException:
@@ -539,7 +539,7 @@ class CollectiveState(HookState):
     def apply_plan(self, plan: str, scheme: str) -> None:
         """Takes the call numbers of the ranks that this rank joins: random bits depend on them."""
         self._steps, tensors, first = _tensors_of(plan)
-        self._tensors = self.target.parameters = self._tensors.and_also(tensors)
+        self._tensors = self.target.parameters = self._tensors.merged_with(tensors)
         self._first_step = first or 0
 
     def on_group_changed(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.collectives._calls import CollectiveCall, CollectiveState, Handle, sums
+from commhooks.collectives._calls import CollectiveCall, CollectiveState, Handle, is_sum_op
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook._target import check_process_group
@@ -74,7 +74,9 @@ class Collectives(CollectiveState):
             MismatchError: the ranks differ in scheme, options or versions (first call).
         """
         return self.run(
-            CollectiveCall("all_reduce", tensor, tensor, sums("all_reduce", op)), name, async_op
+            CollectiveCall("all_reduce", tensor, tensor, is_sum_op("all_reduce", op)),
+            name,
+            async_op,
         )
 
     def reduce_scatter(
@@ -98,7 +100,7 @@ class Collectives(CollectiveState):
         Raises:
             RegistrationError: the scheme averages whole tensors only.
         """
-        call = CollectiveCall("reduce_scatter", input, output, sums("reduce_scatter", op))
+        call = CollectiveCall("reduce_scatter", input, output, is_sum_op("reduce_scatter", op))
         return self.run(call, name, async_op)
 
     def all_gather(
@@ -155,7 +157,7 @@ def all_reduce(
     Example:
         >>> commhooks.all_reduce(tensor, "int8", op=dist.ReduceOp.AVG)
     """
-    call = CollectiveCall("all_reduce", tensor, tensor, sums("all_reduce", op))
+    call = CollectiveCall("all_reduce", tensor, tensor, is_sum_op("all_reduce", op))
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
@@ -180,7 +182,7 @@ def reduce_scatter(
     Example:
         >>> commhooks.reduce_scatter(output, input, "int8")
     """
-    call = CollectiveCall("reduce_scatter", input, output, sums("reduce_scatter", op))
+    call = CollectiveCall("reduce_scatter", input, output, is_sum_op("reduce_scatter", op))
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 

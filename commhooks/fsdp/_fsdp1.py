@@ -159,14 +159,14 @@ class _WholeUnitMonitor:
 
     def __init__(self, unit: Any, parameters: Mapping[str, Tensor]) -> None:
         self._unit = weakref.ref(unit)
-        self.hook_ran_in = self._looks_after = NO_BACKWARD
+        self.hook_ran_in = self._callback_in = NO_BACKWARD
         for name, parameter in parameters.items():
-            when_accumulated(parameter, partial(self._came, name))
+            when_accumulated(parameter, partial(self._on_gradient, name))
 
-    def _came(self, name: str, _: Tensor) -> None:
-        if self._looks_after != backward_number():
-            self._looks_after = backward_number()
-            call_after_backward(partial(self._pass_ended, name, self._looks_after))
+    def _on_gradient(self, name: str, _: Tensor) -> None:
+        if self._callback_in != backward_number():
+            self._callback_in = backward_number()
+            call_after_backward(partial(self._pass_ended, name, self._callback_in))
 
     def _pass_ended(self, name: str, number: int) -> None:
         unit = self._unit()

@@ -76,7 +76,7 @@ def gather_parameters(
     Example:
         >>> gathered = commhooks.fsdp.gather_parameters(model)
     """
-    built = _same_each_time(scheme)
+    built = _deterministic(scheme)
     fsdp2_model = FSDP2Model.of(model, "gather_parameters")
     groups = [module.group for module in fsdp2_model.modules]
     present = [fsdp2_gather(group) for group in groups]
@@ -110,7 +110,7 @@ class GatheredParameters(Collectives):
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Gathers by another scheme from the next call on; "none" sends parameters as they are."""
-        super().switch(_same_each_time(make(scheme, **options) if options else scheme))
+        super().switch(_deterministic(make(scheme, **options) if options else scheme))
 
     def close(self) -> None:
         """Ends all calls; FSDP2 gathers by itself from then on. Safe to call twice."""
@@ -120,7 +120,7 @@ class GatheredParameters(Collectives):
         super().close()
 
 
-def _same_each_time(scheme: str | Scheme) -> Scheme:
+def _deterministic(scheme: str | Scheme) -> Scheme:
     """Makes a scheme; raises unless it rounds equal values equally, without feedback."""
     built = _to_nearest(scheme) if isinstance(scheme, str) else make(scheme)
     inside = list(walk(built))

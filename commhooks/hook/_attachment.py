@@ -79,7 +79,7 @@ class CallMonitor:
         self._called_before = -1  # calls when the latest watched gradient came; -1: none came
         self._watched_in = NO_BACKWARD  # the pass of the latest watched gradient
         # In that pass: whether gradients count as training, and whether a bucket has to come.
-        self._counts = self._attends = False
+        self._counts = self._expects_call = False
         # A forward pass was synchronised, and its last bucket has not come.
         self._expects = False
         self._is_local = False  # the latest forward pass was within no_sync
@@ -114,11 +114,11 @@ class CallMonitor:
         places = sorted(
             {*range(0, len(watchable), len(watchable) // _WATCHED + 1), len(watchable) - 1} - {-1}
         )
-        came = partial(self._gradient_came, weakref.ref(state), self._model)
+        callback = partial(self._on_gradient, weakref.ref(state), self._model)
         for place in places:
             self._names[place], parameter = watchable[place]
             # Not called for torch.autograd.grad, which accumulates nothing.
-            hook = partial(came, place)
+            hook = partial(callback, place)
             self._handles.append(when_accumulated(parameter, hook))
 
     def disable(self) -> None:
@@ -164,7 +164,7 @@ class CallMonitor:
         self._was_silent, self._called_at_forward = silent, self.calls
         self._expects, self._called_before = True, -1
 
-    def _gradient_came(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
+    def _on_gradient(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
         """Records a gradient of an observed parameter."""
         number = backward_number()
         if self._watched_in != number:
@@ -175,12 +175,12 @@ class CallMonitor:
         if self._counts and not self.calls:
             self._trained |= place in self._seen
             self._seen.add(place)
-        if self._attends:
+        if self._expects_call:
             self._latest, self._called_before = (place, parameter), self.calls
 
     def _pass_begins(self, state: object, ddp: Any) -> None:
         """Looks up what is constant in a backward pass, at its first observed gradient."""
-        self._counts = self._attends = False
+        self._counts = self._expects_call = False
         if ddp is None or not ddp.require_backward_grad_sync:
             return
         # Another object may be registered that calls the state (torchft).
@@ -190,7 +190,7 @@ class CallMonitor:
             if self.calls or self._trained:
                 self._stop()
         elif named and self._counts:
-            self._attends = True
+            self._expects_call = True
             call_after_backward(self._pass_ended)
 
     def _pass_ended(self) -> None:
@@ -214,7 +214,7 @@ class CallMonitor:
         # anything else is suspicious only where there are other ranks to average with.
         if self.calls or (not self._trained if self.knows_model else self.suppressed):
             return
-        if not self.knows_model and not _is_one_of_several():
+        if not self.knows_model and not _is_distributed():
             return
         trained = ", though its model was trained" if self._trained else ""
         warnings.warn(
@@ -224,7 +224,7 @@ class CallMonitor:
         )
 
 
-def _is_one_of_several() -> bool:
+def _is_distributed() -> bool:
     """Whether this process takes, or took, part in distributed training."""
     # At exit the process group may be destroyed already; torchrun's variable is still there.
     if dist.is_available() and dist.is_initialized():

@@ -408,7 +408,7 @@ def _measure(
 
 def _report_step(engine: Engine, step: _Step) -> None:
     if engine.observer is not None and step.measured and not step.failed:
-        engine.observer.step_over(engine.step - 1, engine.scheme, step.measured)
+        engine.observer.on_step_end(engine.step - 1, engine.scheme, step.measured)
 
 
 def _commit(step: _Step) -> int:

@@ -193,7 +193,9 @@ class Ledger:
         self._backward_end: dict[int, float | Timestamp] = {}
         self._unsettled: deque[RoundRecord] = deque(maxlen=history)
         self.steps = 0
-        self.also_times: Callable[[int], bool] | None = None  # further steps, see ``times``
+        self.further_timed_steps: Callable[[int], bool] | None = (
+            None  # further steps, see ``times``
+        )
         self.dense_bytes = 0
         self.payload_bytes = 0
         self.wire_bytes = 0.0
@@ -216,7 +218,7 @@ class Ledger:
 
     def times(self, step: int) -> bool:
         """Whether the times of this step are recorded where that is not free."""
-        if self.also_times is not None and self.also_times(step):
+        if self.further_timed_steps is not None and self.further_timed_steps(step):
             return True
         return step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
@@ -225,7 +227,7 @@ class Ledger:
         while self._unsettled and self._unsettled[0].settle():  # devices work in order
             self._unsettled.popleft()
 
-    def launched_last(self, step: int, now: float | Timestamp) -> None:
+    def record_last_launch(self, step: int, now: float | Timestamp) -> None:
         """Records the launch of a step's last bucket: waiting after that time is exposed."""
         self._settle()  # here, so that events are not kept for longer than a step
         self._backward_end[step] = now
@@ -235,7 +237,7 @@ class Ledger:
         while (kept := next(iter(self._backward_end))) < oldest:
             del self._backward_end[kept]
 
-    def launched_last_at(self, step: int) -> float:
+    def last_launch_time(self, step: int) -> float:
         """Returns the time at which a step's last bucket was launched; NaN if it is not known."""
         end = self._backward_end.get(step, math.nan)
         return end.seconds() if isinstance(end, Timestamp) else end

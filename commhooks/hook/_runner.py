@@ -166,7 +166,7 @@ class Runner:
         step.all_buckets_seen = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
-        self._ledger.launched_last(step.number, step.clock.now())
+        self._ledger.record_last_launch(step.number, step.clock.now())
 
     def gradients_written(self, unused: Iterable[Tensor] = ()) -> None:
         """Ends the step: averages are in ``.grad``, except for the parameters in ``unused``."""

@@ -226,8 +226,8 @@ class Running:
         group = self._group_of_ranks()
         if self.verification is not None:
             check_verifiable(bucket.gradient.device)
-            self.verification.step_begins(self.step)
-            self.verification.first_bucket_comes(self.step, self.scheme)
+            self.verification.on_step_begin(self.step)
+            self.verification.on_first_bucket(self.step, self.scheme)
         return Step(
             self.step,
             group,
@@ -285,7 +285,7 @@ class Running:
         """Ends or drops an open step; the guard of ``register`` calls this before each forward."""
         self.runner.forward_begins()
         if self.verification is not None:
-            self.verification.step_begins(self.step)
+            self.verification.on_step_begin(self.step)
 
     def _close(self) -> None:
         self._closed = True

@@ -25,7 +25,7 @@ from commhooks.checkpoint._form import (
     read,
 )
 from commhooks.checkpoint._memory import check_complete, check_memory
-from commhooks.checkpoint._pieces import of_one_group, whole_values
+from commhooks.checkpoint._pieces import join_shards, merge_shard_groups
 from commhooks.checkpoint._placement import stored_placement
 from commhooks.checkpoint._ranks import (
     memory_for_rank,
@@ -33,7 +33,7 @@ from commhooks.checkpoint._ranks import (
     parts_of_group,
     resizes_of,
     structure,
-    with_own_pieces,
+    with_local_shards,
 )
 from commhooks.core._names import is_padding, parameter_name, split_shard_name
 from commhooks.core._scheme import Scheme, slots_of
@@ -152,7 +152,7 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
         for name, value in values.items()
     )
     if needs_reshard(hook, scheme, kept, leader):
-        saved = of_one_group(saved, known.saved_shapes, whole)
+        saved = merge_shard_groups(saved, known.saved_shapes, whole)
     here = set(map(parameter_name, known.shapes))
     names: dict[str, set[str]] = {}
     for part in parts_of_group(saved.parts, leader).values():
@@ -408,7 +408,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
             memory.setdefault(key, {}).update(values)
     shapes = hook.parameters.saved_shapes
     for key in memory.keys() & portable_keys(hook, hook.scheme):
-        memory[key] = whole_values(memory[key], shapes)
+        memory[key] = join_shards(memory[key], shapes)
     common = {name: value for name, value in node.items() if not isinstance(value, dict)}
     part = {**node[f"rank{first}"], "memory": memory}
     del part["checksum"]
@@ -416,7 +416,7 @@ def _of_a_node(hook: Running, node: dict[str, Any], first: int) -> dict[str, Any
 
 
 def _own_state(hook: Running) -> dict[str, Any]:
-    rank, global_rank, leader = _places(hook)
+    rank, global_rank, leader = _rank_ids(hook)
     memory = _saved_memory(hook)
     buckets = hook.continuation.saved(hook.target.notifying_core(hook))
     # A pending flush shows in the memory. The saved scheme has to be equal on all ranks, and to
@@ -448,7 +448,7 @@ def _own_state(hook: Running) -> dict[str, Any]:
     return {**common, f"rank{global_rank}": {**part, "checksum": checksum(common, part)}}
 
 
-def _places(hook: Running) -> tuple[int, int, int]:
+def _rank_ids(hook: Running) -> tuple[int, int, int]:
     """Returns the rank within the group, the rank within the job, and the group's smallest rank."""
     rank = max(hook.engine.rank, 0)
     if not dist.is_initialized():
@@ -538,8 +538,8 @@ def prepare(
         saved = saved.with_keys([RESIDUAL])
 
     # Carry it over to the pieces, the ranks and the settings of this run.
-    saved = with_own_pieces(saved, hook.parameters.placement, hook.parameters.find)
-    _, _, leader = _places(hook)
+    saved = with_local_shards(saved, hook.parameters.placement, hook.parameters.find)
+    _, _, leader = _rank_ids(hook)
     saved, foreign = resharded(hook, scheme, saved, leader)
     resizes = resizes_of(scheme)
     # With the flush as well: states of earlier versions name it as a part of the scheme.
@@ -613,8 +613,8 @@ def needed_fields(
         for part in saved.parts
     }
     placement, find = hook.parameters.placement, hook.parameters.find
-    saved = with_own_pieces(saved, placement, find, names)
-    leader, engine = _places(hook)[2], hook.engine
+    saved = with_local_shards(saved, placement, find, names)
+    leader, engine = _rank_ids(hook)[2], hook.engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
     kept = [
         SavedValue(leaders[field], key, name, shape)

@@ -94,7 +94,7 @@ def process_group(
     least, seed = fitting("process_group", "least", least, int), check_seed(seed)
     facts = {"scheme and options": describe(built), "least": least, "seed": seed}
     handshake("commhooks.process_group", facts, wrapped, HANDSHAKE_LIMIT)
-    _make_known()
+    _register_backend()
     ranks = dist.get_process_group_ranks(wrapped)
     unsorted: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
     new_group = partial(
@@ -113,7 +113,7 @@ def process_group(
 
 
 @cache
-def _make_known() -> None:
+def _register_backend() -> None:
     """Registers the backend's name with torch, which makes groups by that name."""
     # Not when commhooks is imported: torch treats "cpu:gloo" and the like in another way once it
     # knows of any further backend.

@@ -81,14 +81,14 @@ class ReduceScatter:
             ValueError: another ``op``, or sizes that do not fit.
         """
         self._call_monitor.calls += 1
-        with _at_once(group):
+        with _outside_coalescing(group):
             return reduce_scatter(
                 output_tensor, input_tensor, self._scheme, op=op, group=group, async_op=async_op
             )
 
 
 @contextmanager
-def _at_once(group: dist.ProcessGroup | None) -> Iterator[None]:
+def _outside_coalescing(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Lets collectives run in torch's ``_coalescing_manager``, in which Megatron-Core calls this.
 
     The manager would hold sums of the group back until its end, and return a handle that cannot be

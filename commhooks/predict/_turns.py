@@ -106,7 +106,7 @@ class Turns:
         self._deadline, self._ended = deadline, False
         self._hook = register(ddp, _schedule(self._wanted))
         # On a GPU times cost a little: the last step of each block suffices.
-        self._hook.ledger.also_times = lambda step: (step - WARM_UP) % BLOCK == BLOCK - 1
+        self._hook.ledger.further_timed_steps = lambda step: (step - WARM_UP) % BLOCK == BLOCK - 1
         self._hook.fixed_group_reason = (
             "its steps are being measured (headroom); change the ranks after that"
         )

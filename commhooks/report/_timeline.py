@@ -76,7 +76,7 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     buckets = sorted({span.bucket for span in found})
     figure = Figure(figsize=(6.4, 1.5 + 0.32 * len(buckets)), layout="constrained")
     axes = figure.subplots()
-    _draw(axes, found, ledger.launched_last_at(step))
+    _draw(axes, found, ledger.last_launch_time(step))
     axes.set_yticks(buckets, [f"bucket {bucket}" for bucket in buckets])
     axes.set_xlabel(f"milliseconds in step {step}, since its first bucket began")
     if path is not None:
@@ -84,7 +84,7 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     return axes
 
 
-def _draw(axes: Axes, found: Sequence[Span], launched_last: float) -> None:
+def _draw(axes: Axes, found: Sequence[Span], record_last_launch: float) -> None:
     zero = min(span.begin for span in found)
     for span in found:
         axes.barh(
@@ -97,10 +97,10 @@ def _draw(axes: Axes, found: Sequence[Span], launched_last: float) -> None:
     handles: list[Any] = [
         axes.barh(0, 0, color=colour, label=kind) for kind, colour in COLOURS.items()
     ]
-    if not math.isnan(launched_last):
+    if not math.isnan(record_last_launch):
         label = "backward ends"
         line = axes.axvline(
-            1e3 * (launched_last - zero), color="black", linestyle="--", label=label
+            1e3 * (record_last_launch - zero), color="black", linestyle="--", label=label
         )
         handles.append(line)
     axes.invert_yaxis()

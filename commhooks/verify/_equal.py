@@ -21,12 +21,12 @@ from ddp_core.exchange._errors import ranks_in_words
 
 __all__ = [
     "check_equal",
+    "describe_others",
     "hashes",
     "hashes_of",
     "keeps_equal",
     "local_part",
-    "odd_ones",
-    "others_in_words",
+    "minority_ranks",
     "state_of",
 ]
 
@@ -142,7 +142,7 @@ def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:
 # ---- who differs
 
 
-def odd_ones(values: Sequence[Any]) -> list[int]:
+def minority_ranks(values: Sequence[Any]) -> list[int]:
     """Returns the ranks whose value differs from most; in a tie, from rank 0's."""
     counts = Counter(values)
     most = max(counts.values())
@@ -150,7 +150,7 @@ def odd_ones(values: Sequence[Any]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != usual]
 
 
-def others_in_words(which: Sequence[int], count: int) -> str:
+def describe_others(which: Sequence[int], count: int) -> str:
     """Describes the ranks that are not in ``which``, and whether they agree."""
     others = [rank for rank in range(count) if rank not in which]
     if len(others) == 1:
@@ -181,7 +181,7 @@ def check_equal(
     wrong = []
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "nothing") for theirs in everyone]
-        if which := odd_ones(values):
+        if which := minority_ranks(values):
             wrong.append((name, which, values))
     if not wrong:
         return
@@ -190,7 +190,7 @@ def check_equal(
     more = f" (and {len(wrong) - 1} more)" if len(wrong) > 1 else ""
     raise VerificationError(
         f"{call}: {name}{more} differs: {ranks_in_words(which)} ha{'ve' if which[1:] else 's'} "
-        f"{values[which[0]]}, other than {values[usual]} on {others_in_words(which, len(values))}. "
+        f"{values[which[0]]}, other than {values[usual]} on {describe_others(which, len(values))}. "
         f"Ranks with other values train different models: load one checkpoint on all of them"
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks.core._scheme import Scheme, children, walk
 from commhooks.schemes.casts import TwoPhaseCast
-from commhooks.verify._equal import odd_ones, others_in_words
+from commhooks.verify._equal import describe_others, minority_ranks
 from commhooks.verify._measure import ROW_FIELDS, Measurement, ShardMeasurement
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
@@ -198,8 +198,8 @@ def judge(
             find(position, "not finite", which, "the gradient is not finite there before averaging")
     finite = bool(gradients.isfinite().all()) and bool(residuals.isfinite().all())
     if bound.agrees:
-        for position, which in _odd_ones(ranks, mean):
-            others = others_in_words(which, len(ranks))
+        for position, which in _differing_averages(ranks, mean):
+            others = describe_others(which, len(ranks))
             reason = f"the average of {bound.name} has other bits here than on {others}"
             find(position, "ranks differ", which, reason)
     if not bound.averages:
@@ -355,7 +355,7 @@ def _exceeded_bound(
     )
 
 
-def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
+def _differing_averages(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
     """Returns positions of parameters whose averages differ, with the ranks in the minority.
 
     An average that is finite nowhere has no bits to compare.
@@ -363,7 +363,7 @@ def _odd_ones(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int]]]:
     hashes = ranks[:, ROW_FIELDS.index("hash")].contiguous().view(torch.int64)
     differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
     positions = differ.nonzero().view(-1).tolist()
-    return [(position, odd_ones(hashes[:, position].tolist())) for position in positions]
+    return [(position, minority_ranks(hashes[:, position].tolist())) for position in positions]
 
 
 def judge_parameters(step: int, names: Sequence[str], hashes: Tensor) -> list[Finding]:
@@ -378,14 +378,14 @@ def judge_parameters(step: int, names: Sequence[str], hashes: Tensor) -> list[Fi
     """
     positions: dict[tuple[int, ...], list[int]] = {}
     for position in (hashes != hashes[0]).any(0).nonzero().view(-1).tolist():
-        which = tuple(odd_ones(hashes[:, position].tolist()))
+        which = tuple(minority_ranks(hashes[:, position].tolist()))
         positions.setdefault(which, []).append(position)
     findings = []
     for which, (first, *more) in positions.items():
         also = f", and {len(more)} more parameters have," * bool(more)
         text = (
             f"before this step it has{also} other bits here than on "
-            f"{others_in_words(which, len(hashes))}. The ranks train different models; load one "
+            f"{describe_others(which, len(hashes))}. The ranks train different models; load one "
             f"checkpoint on all of them"
         )
         findings.append(Finding(step, -1, names[first], "parameters differ", which, text))

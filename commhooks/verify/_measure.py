@@ -40,7 +40,7 @@ class Observer(Protocol):
     def wants(self, step: int, scheme: Scheme) -> bool:
         """Whether the buckets of a step are to be measured."""
 
-    def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
+    def on_step_end(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
         """Receives the measurements of a step in which no exchange failed."""
 
 

@@ -157,7 +157,7 @@ class Verification:
         """Whether a step is verified."""
         return step % self.every == 0 and self._group is not None
 
-    def first_bucket_comes(self, step: int, scheme: Scheme) -> None:
+    def on_first_bucket(self, step: int, scheme: Scheme) -> None:
         """Hashes the parameters: no optimizer steps them before the first average has arrived."""
         self._apart = self._apart or not keeps_equal(scheme)
         if self.wants(step, scheme) and not self._apart:
@@ -165,7 +165,7 @@ class Verification:
             parts = [local_part(values.get(name, none)) for name in self._names]
             self._noted = step, hashes_of(parts)
 
-    def step_over(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
+    def on_step_end(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
         """Starts the all-reduces of a verified step without waiting."""
         group = self._group
         if group is None:
@@ -181,7 +181,7 @@ class Verification:
 
     # ---- what the hook calls
 
-    def step_begins(self, step: int) -> None:
+    def on_step_begin(self, step: int) -> None:
         """Judges verified steps whose collectives have ended.
 
         Waits for them with ``action="raise"``, and before the next verified step.

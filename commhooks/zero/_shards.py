@@ -282,7 +282,7 @@ class Shards:
             self._model._parts.before_collectives()
         shown = [self.overflow_probe, *(piece.value for piece in self.pieces())]
         gradients = {value: value.grad for value in shown}
-        _show(dict.fromkeys(gradients))
+        _set_gradients(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []
         for shard in () if self.in_backward else arrived:
             self._step(shard, {piece.value: gradients[piece.value] for piece in shard.pieces})
@@ -293,16 +293,16 @@ class Shards:
         for shard in arrived:
             if shard.gathered is not None:
                 self._gather.apply(shard, shard.gathered)
-        _show(gradients)
+        _set_gradients(gradients)
 
     def _step(self, shard: BucketShard, gradients: dict[nn.Parameter, Tensor | None]) -> None:
         """Steps the pieces of one shard; no other piece has a gradient meanwhile."""
         shard.adopt_written()
         if self.in_backward:
             shard.back_up(self.optimizer.state)
-        _show(gradients)
+        _set_gradients(gradients)
         self.optimizer.step()
-        _show(dict.fromkeys(gradients))
+        _set_gradients(dict.fromkeys(gradients))
 
     def _send(self, shard: BucketShard) -> Future[Tensor]:
         hook = self._hook
@@ -332,7 +332,7 @@ class Shards:
         return shard.gathered
 
 
-def _show(gradients: dict[nn.Parameter, Tensor | None]) -> None:
+def _set_gradients(gradients: dict[nn.Parameter, Tensor | None]) -> None:
     """Sets the gradients that the optimizer sees."""
     for value, gradient in gradients.items():
         value.grad = gradient

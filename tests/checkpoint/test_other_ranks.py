@@ -484,7 +484,7 @@ def _diloco(rank: int, world_size: int) -> Any:
     if rank < 2:
         train(4, 0)
         assert outer._pending  # what was sent to the ranks before is dropped
-        assert "call change_group of that" in outcome(outer.hook.change_group, own)[1]
+        assert "call DiLoCo.change_group" in outcome(outer.hook.change_group, own)[1]
     everybody = group_of(0, 1, 2)
     change = outer.change_group(everybody)
     assert change.joined == (2,)

@@ -326,7 +326,7 @@ MUTANTS: list[Mutant] = [
         "CollectiveCall.is_plain",
         (
             "whole numbers are rounded by a scheme",
-            "return not travels_coded(self.input) or type(scheme) is Dense",
+            "return not is_compressible(self.input) or type(scheme) is Dense",
             "return type(scheme) is Dense",
             f"{FUNCTIONS}::test_tensors_of_any_kind_are_reduced_in_place[2]",
         ),

@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
         "GatheredParameters.switch",
         (
             "parameters are gathered by any scheme",
-            "super().switch(_same_each_time(make(scheme, **options) if options else scheme))",
+            "super().switch(_deterministic(make(scheme, **options) if options else scheme))",
             "super().switch(scheme, **options)",
             f"{GATHERED}::test_schemes_that_are_refused_and_gathers_that_fail",
         ),
@@ -81,7 +81,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_same_each_time",
+        "_deterministic",
         (
             "what is inside a cast is not looked at",
             "inside = list(walk(built))",
@@ -274,7 +274,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_same_each_time",
+        "_deterministic",
         (
             "gathered parameters are rounded at random",
             "random = any(getattr(part, name, False)",
@@ -464,7 +464,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "with_own_pieces",
+        "with_local_shards",
         (
             "bytes of another column's pieces are taken",
             "find(parameter_name(name)) for name in names",

@@ -30,7 +30,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_odd_ones",
+        "_differing_averages",
         (
             "ranks that differ are not found",
             "differ = (hashes != hashes[0]).any(0)",
@@ -195,7 +195,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "odd_ones",
+        "minority_ranks",
         (
             "the majority is wrong",
             "if value != usual]",
@@ -273,7 +273,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Verification.first_bucket_comes",
+        "Verification.on_first_bucket",
         (
             "parameters are compared after a scheme that lets them differ",
             "self._apart = self._apart or not keeps_equal(scheme)",

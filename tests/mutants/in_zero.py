@@ -106,7 +106,7 @@ MUTANTS: list[Mutant] = [
         "Shards.step",
         (
             "all gradients are seen by the step of each bucket",
-            "_show(dict.fromkeys(gradients))\n        under_way",
+            "_set_gradients(dict.fromkeys(gradients))\n        under_way",
             "under_way",
             BITS,
         ),

@@ -27,7 +27,7 @@ from commhooks.checkpoint._ranks import (
     needed_ranks,
     resizes_of,
     structure,
-    with_own_pieces,
+    with_local_shards,
 )
 from commhooks.core._scheme import slots_of
 from commhooks.core._slot import StepInfo
@@ -397,20 +397,20 @@ def test_parts_of_other_pieces_of_the_model_are_left_out_or_refused() -> None:
     states = [sealed(state) for state in cut]
     whole = read(states)
     for piece in range(2):
-        fitting = with_own_pieces(whole, {"new.weight": f"piece {piece} of 2"}, "new.{}".format)
+        fitting = with_local_shards(whole, {"new.weight": f"piece {piece} of 2"}, "new.{}".format)
         assert [part.global_rank for part in fitting.parts] == [2 * piece, 2 * piece + 1]
     for here, text in (({}, "all of it"), ({"weight": "piece 2 of 3"}, "piece 2 of 3")):
         with pytest.raises(CheckpointError, match=f"has piece 0 of 2, and this rank trains {text}"):
-            with_own_pieces(whole, here, str)
+            with_local_shards(whole, here, str)
     # It is of whole parameters where it has no placement, but in earlier releases it did not tell.
     with pytest.raises(CheckpointError, match="has all of it, and this rank trains piece 0 of 2"):
-        with_own_pieces(read(saved()), {"weight": "piece 0 of 2"}, str)
+        with_local_shards(read(saved()), {"weight": "piece 0 of 2"}, str)
     earlier = sealed({**saved(), "version": 2})
-    assert with_own_pieces(read(earlier), {"weight": "piece 0 of 2"}, str).parts
+    assert with_local_shards(read(earlier), {"weight": "piece 0 of 2"}, str).parts
     turned = [["piece 1 of 2 along dimension 1, piece 0 of 3 along dimension 0", "weight"]]
     earlier["rank0"]["placement"] = turned
     here = {"weight": "piece 0 of 3 along dimension 0, piece 1 of 2 along dimension 1"}
-    assert with_own_pieces(read(sealed(earlier)), here, str).parts
+    assert with_local_shards(read(sealed(earlier)), here, str).parts
 
 
 def test_ranks_of_unlike_models_are_not_added_up() -> None:

@@ -26,7 +26,7 @@ def test_totals_are_sums_over_all_rows() -> None:
     for step in range(3):
         for round_ in range(2):
             ledger.add(row(step, 0, round_, dense_wire_bytes=50.0))
-        ledger.launched_last(step, 0.0)
+        ledger.record_last_launch(step, 0.0)
     assert (ledger.dense_bytes, ledger.payload_bytes, ledger.wire_bytes) == (300, 240, 360.0)
     assert ledger.dense_wire_bytes == 300.0
     assert ledger.steps == 3
@@ -36,7 +36,7 @@ def test_history_bounds_the_rows_and_not_the_totals() -> None:
     ledger = Ledger(history=4)
     for step in range(10):
         ledger.add(row(step))
-        ledger.launched_last(step, 0.0)
+        ledger.record_last_launch(step, 0.0)
     assert list(ledger.report()["step"]) == [6, 7, 8, 9]
     assert ledger.dense_bytes == 1000
     assert min(ledger._backward_end) >= 6
@@ -48,7 +48,7 @@ def test_steps_that_are_taken_back_leave_no_rows() -> None:
         if ledger.steps == 3:
             ledger.rewind(1)
         ledger.add(row(step))
-        ledger.launched_last(step, 0.0)
+        ledger.record_last_launch(step, 0.0)
     assert list(ledger.report()["step"]) == [0, 1, 2]
     assert ledger.dense_bytes == 500
     assert list(ledger._backward_end) == [0, 1, 2]
@@ -80,7 +80,7 @@ def test_only_waiting_after_the_last_launch_is_exposed_and_counted_once() -> Non
     ledger.add(row(0, 0, resumed=0.0, done=3.0, finished=3.0))  # hidden by backward until 2
     ledger.add(row(0, 1, resumed=1.0, done=4.0, finished=4.5))  # overlaps with the first until 3
     ledger.add(row(0, 2, resumed=0.0, done=1.0, finished=1.0))  # hidden
-    ledger.launched_last(0, 2.0)
+    ledger.record_last_launch(0, 2.0)
     exposed = ledger.report().set_index("bucket")["exposed_s"]
     assert exposed.to_dict() == {0: 1.0, 1: 1.5, 2: 0.0}
     assert ledger.last_step()["exposed_s"] == 2.5
@@ -147,7 +147,7 @@ def test_the_latest_step_is_summed_without_a_table(monkeypatch: pytest.MonkeyPat
         for bucket in range(2):
             times = {"resumed": 1.0, "yielded": 1.5, "issued": 2.0, "done": 4.0, "finished": 4.25}
             ledger.add(row(step, bucket, **times))
-        ledger.launched_last(step, 3.0)
+        ledger.record_last_launch(step, 3.0)
     frame = ledger.report()
     expected = frame[frame["step"] == 2][list(COLUMNS[4:])].sum().to_dict()
     tables: list[object] = []
@@ -202,7 +202,7 @@ def test_a_summary_says_what_backward_did_not_hide() -> None:
         begin = 100.0 * step
         ledger.add(row(step, 0, resumed=begin, done=begin + 3, finished=begin + 3))
         ledger.add(row(step, 1, resumed=begin + 1, done=begin + 4, finished=begin + 4.5))
-        ledger.launched_last(step, begin + 2)
+        ledger.record_last_launch(step, begin + 2)
     text = ledger.summary("x", 2)
     assert "2 of steps 0 to 2" in text
     assert "Of 4.5 s of communication per step, backward did not hide 2.5 s." in text
@@ -259,6 +259,6 @@ def test_what_a_host_waits_for_is_exposed_as_a_whole() -> None:
         begin = 10.0 * bucket
         times = {"resumed": begin, "yielded": begin + 1, "done": begin + 3, "finished": begin + 4}
         ledger.add(row(0, bucket, **times, waited_for=True))
-    ledger.launched_last(0, 20.0)
+    ledger.record_last_launch(0, 20.0)
     assert ledger.report()["exposed_s"].tolist() == [4.0, 4.0]
     assert "backward did not hide 8 s" in ledger.summary("int8", 2)

@@ -224,7 +224,7 @@ def rounds_on_gpu(device, ledger, timed):
     clock = clocks.clock_of(GPU, timed=timed)
     task = Task(exchange(), 0, 0, 16, 2, 2, record=ledger.add, clock=clock)
     Streams(None).run(task, torch.device("cpu")).wait()  # its future is none of a GPU
-    ledger.launched_last(0, clock.now())
+    ledger.record_last_launch(0, clock.now())
 
 
 @pytest.fixture
@@ -275,7 +275,7 @@ def test_events_are_let_go_when_they_have_happened(gpu):
     rounds_on_gpu(gpu, ledger, True)
     assert len(ledger._unsettled) == 2
     gpu.synchronize()
-    ledger.launched_last(1, 0.0)
+    ledger.record_last_launch(1, 0.0)
     assert not ledger._unsettled
     assert not any(row.moments for row in ledger._rows)
 

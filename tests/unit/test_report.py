@@ -56,7 +56,7 @@ def ledger() -> Ledger:
         found.add(row(step, 0, 0, zero, last=False))
         found.add(row(step, 0, 1, zero + 4, last=True))
         found.add(row(step, 1, 0, zero + 3, last=True))
-        found.launched_last(step, zero + 3)
+        found.record_last_launch(step, zero + 3)
     return found
 
 

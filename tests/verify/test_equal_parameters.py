@@ -77,7 +77,7 @@ def test_schemes_that_let_ranks_go_apart_promise_nothing() -> None:
     verification._names = ("weight",)
     for name, noted in (("int8", True), ("noop", False), ("int8", False)):
         verification._noted = None
-        verification.first_bucket_comes(0, commhooks.make(name))
+        verification.on_first_bucket(0, commhooks.make(name))
         assert (verification._noted is not None) == noted
 
 

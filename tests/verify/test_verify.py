@@ -346,13 +346,13 @@ def _closes_before_a_late_peer(rank: int, world_size: int) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_verify, "_AT_CLOSE", 0.1)
         if rank == 1:
-            step_over = Verification.step_over
+            on_step_end = Verification.on_step_end
 
             def late(*arguments: Any) -> None:
                 store.wait(["closed"], timedelta(seconds=10))  # raises if it never comes
-                step_over(*arguments)
+                on_step_end(*arguments)
 
-            patch.setattr(Verification, "step_over", late)
+            patch.setattr(Verification, "on_step_end", late)
         ddp(torch.randn(4, 16)).square().mean().backward()
         hook.close()
     if rank == 0:
