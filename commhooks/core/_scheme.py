@@ -144,7 +144,7 @@ class Scheme:
     def error_growth(self, world_size: int) -> float:
         """Returns the squared error on ``world_size`` ranks over the declared variance.
 
-        More than once where ranks share a scale; infinite where no bound holds in every step.
+        Above 1 where ranks share a scale; infinite where no bound holds in every step.
         """
         return 1.0
 

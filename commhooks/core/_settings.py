@@ -240,7 +240,7 @@ def _fields_of(owner: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _resolved(annotation: Any, module: str) -> Any:
-    """Returns the type that an annotation stands for; ``Any`` where that is not known."""
+    """Returns the type that an annotation names; ``Any`` where that is not known."""
     if annotation is inspect.Parameter.empty:
         return Any
     if not isinstance(annotation, str):
@@ -256,7 +256,7 @@ def _resolved(annotation: Any, module: str) -> Any:
 
 
 def _fit(value: Any, kind: Any) -> Any:
-    """Returns ``value``, or the Python number that it stands for; raises ``_Unfit``."""
+    """Returns ``value``, a NumPy number as Python's own; raises ``_Unfit``."""
     if kind is bool:
         return _flag(value)
     if kind is int:

@@ -49,8 +49,9 @@ _ADVICE = (
     "Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only"
 )
 _IS_TRAINED, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
-# Each costs a call in every backward pass. A part of a model that trains alone has some of them.
-_WATCHED = 16
+# Number of observed parameters: each costs a call in every backward pass. Some of them are in any
+# part of a model that trains alone.
+_OBSERVED = 16
 
 
 class CallMonitor:
@@ -72,12 +73,12 @@ class CallMonitor:
         self.suppressed = False
         self.knows_model = self._trained = self.is_guarded = False
         self._handles: list[Any] = []
-        self._names: dict[int, str] = {}  # of those that are watched, by index in the model
+        self._names: dict[int, str] = {}  # of the observed parameters, by index in the model
         self._seen: set[int] = set()
         self._model: weakref.ref[Any] | None = None
-        self._latest: tuple[int, Tensor | None] = (0, None)  # watched parameter, the one of now
-        self._called_before = -1  # calls when the latest watched gradient came; -1: none came
-        self._watched_in = NO_BACKWARD  # the pass of the latest watched gradient
+        self._latest: tuple[int, Tensor | None] = (0, None)  # the latest observed gradient
+        self._called_before = -1  # calls at the latest observed gradient; -1: there was none
+        self._observed_in = NO_BACKWARD  # backward pass of the latest observed gradient
         # In that pass: whether gradients count as training, and whether a bucket has to come.
         self._counts = self._expects_call = False
         # A forward pass was synchronised, and its last bucket has not come.
@@ -112,7 +113,7 @@ class CallMonitor:
         self.knows_model, self._model = True, weakref.ref(model)
         watchable = list((reduced(model) if parameters is None else parameters).items())
         places = sorted(
-            {*range(0, len(watchable), len(watchable) // _WATCHED + 1), len(watchable) - 1} - {-1}
+            {*range(0, len(watchable), len(watchable) // _OBSERVED + 1), len(watchable) - 1} - {-1}
         )
         callback = partial(self._on_gradient, weakref.ref(state), self._model)
         for place in places:
@@ -167,9 +168,9 @@ class CallMonitor:
     def _on_gradient(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
         """Records a gradient of an observed parameter."""
         number = backward_number()
-        if self._watched_in != number:
+        if self._observed_in != number:
             self._pass_begins(state(), model())
-            self._watched_in = number
+            self._observed_in = number
         # Two backward passes without a call are training. In the first one the hook's call may
         # still come, since a bucket is launched after its gradients.
         if self._counts and not self.calls:
@@ -196,7 +197,7 @@ class CallMonitor:
     def _pass_ended(self) -> None:
         """Raises if no bucket followed the latest observed gradient of a backward pass."""
         (place, parameter), self._latest = self._latest, (0, None)
-        self._watched_in = NO_BACKWARD
+        self._observed_in = NO_BACKWARD
         if parameter is None:  # a reentrant pass has looked
             return
         if self.calls != self._called_before or self._expects or self._is_local:

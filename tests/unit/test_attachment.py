@@ -276,7 +276,7 @@ def test_no_compression_has_the_name_that_pages_give_it():
 
 def test_a_hook_that_was_refused_does_not_warn_as_well(recwarn):
     ddp = DistributedDataParallel(layers(), process_group=commhooks.process_group("int8"))
-    with pytest.raises(RegistrationError, match="that it was made of"):
+    with pytest.raises(RegistrationError, match="with a plain group"):
         commhooks.register(ddp, "int8")
     gc.collect()
     assert not [one for one in recwarn if "never called" in str(one.message)]
