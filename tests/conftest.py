@@ -109,7 +109,7 @@ VARIANTS = {
     "tests/pairs/test_pairs.py::test_pairs_obey_the_laws": 4,
     "tests/unit/test_docs.py::test_schemes_of_the_guide": 3,
     "tests/unit/test_gossip.py::test_ranks_find_the_optimum": 2,
-    "tests/unit/test_halves.py::test_on_many_ranks_what_is_sent": 4,
+    "tests/unit/test_shard_collectives.py::test_on_many_ranks_what_is_sent": 4,
     "tests/unit/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order": 5,
     "tests/unit/test_lazy_streams.py::test_a_step_that_is_not_finite": 3,
     "tests/unit/test_lazy_streams.py::test_parts_of_a_bucket_are_all": 6,

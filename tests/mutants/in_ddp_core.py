@@ -855,7 +855,7 @@ MUTANTS: list[Mutant] = [
             "simulated ranks scatter the first rank's part to all",
             "[total[rank].clone() for rank in range(len(requests))]",
             "[total[0].clone() for rank in range(len(requests))]",
-            f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+            f"{UNIT}/test_shard_collectives.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
         ),
     ),
     *planted(

@@ -26,15 +26,6 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BetweenNodes.__call__",
-        (
-            "another layer gets the memory that is averaged between nodes",
-            "        record_stream(reduced)\n",
-            "",
-            f"{LAZY}::test_fsdp2_reads_what_was_reduced",
-        ),
-    ),
-    *planted(
         "Calls._counted",
         (
             "others get the memory that a call still reads",
