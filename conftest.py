@@ -115,7 +115,7 @@ VARIANTS = {
     "tests/unit/test_lazy_streams.py::test_parts_of_a_bucket_are_all": 6,
     "tests/unit/test_lazy_streams.py::test_what_is_kept_moves": 3,
     "tests/unit/test_quantized.py::test_single_shot_errors": 3,
-    "tests/unit/test_recorded_tasks.py::test_a_task_is_recorded": 3,
+    "experiments/traces/test_recorded_tasks.py::test_a_task_is_recorded": 3,
     "tests/unit/test_simulate.py::test_schemes_are_timed_here": 2,
 }
 
