@@ -41,7 +41,7 @@ MUTANTS: list[Mutant] = [
             "held buckets are released without waiting for streams",
             ").then(group.release)  #",
             ").add_done_callback(group.release)  #",
-            "tests/unit/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+            "tests/unit/test_deferred_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
         (
             "every part of a bucket that is cut ends the step",

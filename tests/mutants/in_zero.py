@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
             "        bucket = engine.bucket(own, shard.layout, output=whole)\n"
             "        mean = lambda one: (yield from scheme.all_gather(one, shard.spans)).mean\n"
             "        return mean(bucket)",
-            "tests/unit/test_lazy_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
+            "tests/unit/test_deferred_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
         ),
     ),
     *planted(
