@@ -11,7 +11,7 @@ from pathlib import Path
 
 __all__ = ["FOLDER", "built", "folder"]
 
-FOLDER = "COMMHOOKS_BUILDS"  # in the environment, by tests/conftest.py
+FOLDER = "COMMHOOKS_BUILDS"  # in the environment, by conftest.py
 
 
 @cache

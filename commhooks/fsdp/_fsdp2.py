@@ -66,7 +66,6 @@ from commhooks.hook._sharded import (
 from commhooks.hook._state import HookState
 from commhooks.verify import Verification
 from commhooks.wrappers._make import describe
-from ddp_core import record_stream
 from ddp_core.exchange._errors import listed
 
 __all__ = [
@@ -320,9 +319,8 @@ class ReplicaAllReduce(FSDPCommHook):
     attribute = ALL_REDUCE
 
     def __call__(self, reduced: Tensor) -> None:
-        # FSDP2 keeps what its own all-reduce works on, and gives this back to the stream of the
-        # reduce-scatter, which does not wait for the present one.
-        record_stream(reduced)
+        # FSDP2 gives this memory back to the stream of the reduce-scatter, which does not wait for
+        # the present one; the future's ``wait`` below records the present stream on it.
         layout = self._module.layout(self._known, reduced.numel(), 1)
         units = self._module.gradient_scale(reduced) if _needs_unscaled(self.hook) else 1.0
         if units != 1:

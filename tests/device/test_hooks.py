@@ -1,7 +1,7 @@
 """Hooks on a GPU: streams, numbers, memory and launches; skipped where there is none.
 
-Most of it runs on the CPU as well: the bodies in tests/hook/test_device_bodies.py, streams
-on a lazy device in tests/unit/test_lazy_streams.py.
+Most of it runs on the CPU as well: the bodies in tests/hook/test_device_cases.py, streams
+on a lazy device in tests/unit/test_deferred_streams.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,17 @@ from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from ddp_core import Streams, Task
 from experiments.tools.fake_gpu import counts_of
-from tests.device.bodies import BODIES, CLASSES, SCHEMES, SHAPES, backward, given, network, trained
-from tests.device.host_bodies import ALL
+from tests.device.device_cases import (
+    BODIES,
+    CLASSES,
+    SCHEMES,
+    SHAPES,
+    backward,
+    given,
+    network,
+    trained,
+)
+from tests.device.host_cases import ALL
 from tests.device.loopback import loopback
 
 pytestmark = [

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from tests.device.bodies import BODIES
-from tests.device.host_bodies import HOSTS
+from tests.device.device_cases import BODIES
+from tests.device.host_cases import HOSTS
 from tests.device.two_ranks import all_reduced, bodies_of_ranks, of_ranks, simulated, tolerance
 from tests.tools.harness import run_ranks
 

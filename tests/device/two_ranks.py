@@ -13,8 +13,8 @@ import commhooks
 from commhooks.core._layout import Layout
 from commhooks.hook._engine import Engine
 from ddp_core import Streams, Task
-from tests.device.bodies import SCHEMES, SHAPES, given
-from tests.device.host_bodies import ALL
+from tests.device.device_cases import SCHEMES, SHAPES, given
+from tests.device.host_cases import ALL
 
 __all__ = ["all_reduced", "bodies_of_ranks", "group_of", "of_ranks", "simulated", "tolerance"]
 

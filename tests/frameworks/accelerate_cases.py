@@ -11,7 +11,7 @@ from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration
 
 import commhooks
 from commhooks.hosts.accelerate import CommHook
-from tests.frameworks.told import attempt, batch, digest, main, network
+from tests.frameworks.report_probe import attempt, batch, digest, main, network
 
 
 def prepared(accelerator: Accelerator) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import torch
 from lightning.fabric import Fabric
 
 from commhooks.hosts.fabric import CommHook
-from tests.frameworks.told import attempt, batch, digest, main, network
+from tests.frameworks.report_probe import attempt, batch, digest, main, network
 
 
 def launched() -> Fabric:

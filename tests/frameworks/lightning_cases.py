@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import commhooks
 from commhooks.hosts.lightning import CommHook, CoreDDPStrategy
-from tests.frameworks.told import attempt, digest, main, network
+from tests.frameworks.report_probe import attempt, digest, main, network
 
 
 class Automatic(L.LightningModule):

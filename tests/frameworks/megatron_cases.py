@@ -20,7 +20,7 @@ from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from commhooks.hosts.megatron import ReduceScatter
-from tests.frameworks.told import main, network
+from tests.frameworks.report_probe import main, network
 
 STEPS = 3
 SCHEMES = ("none", "bf16", "int8")

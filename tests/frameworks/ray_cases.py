@@ -12,7 +12,7 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from tests.frameworks.jobs import EXAMPLES
-from tests.frameworks.told import main
+from tests.frameworks.report_probe import main
 
 
 def dying(config: dict[str, Any]) -> None:

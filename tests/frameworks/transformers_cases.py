@@ -9,7 +9,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from commhooks.hosts.transformers import CommHook
-from tests.frameworks.told import attempt, digest, main
+from tests.frameworks.report_probe import attempt, digest, main
 
 
 def trainer(folder: Path, steps: int = 4, **more: Any) -> Trainer:

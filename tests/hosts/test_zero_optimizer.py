@@ -24,7 +24,7 @@ from commhooks.zero import ZeroOptimizer
 from commhooks.zero._optimizer import check_elementwise
 from commhooks.zero._saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
-from tests.device.bodies import default_dtype
+from tests.device.device_cases import default_dtype
 from tests.fsdp.test_fsdp2 import Elsewhere
 from tests.tools.harness import run_ranks
 

@@ -41,7 +41,7 @@ MUTANTS: list[Mutant] = [
             "held buckets are released without waiting for streams",
             ").then(group.release)  #",
             ").add_done_callback(group.release)  #",
-            "tests/unit/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+            "tests/unit/test_deferred_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
         (
             "every part of a bucket that is cut ends the step",
@@ -233,7 +233,7 @@ MUTANTS: list[Mutant] = [
             "the last entry is dropped where it begins a unit",
             "min((i + 1) * length, n))",
             "min((i + 1) * length, n - (n % unit == 1)))",
-            f"{LAWS}[int8]",
+            "tests/unit/test_shard_collectives.py::test_shards_cover_a_bucket",
         ),
     ),
     *planted(
@@ -242,13 +242,13 @@ MUTANTS: list[Mutant] = [
             "a gathered shard is rounded with the first phase's bits",
             'inside, random = bucket.in_float32(), Randomness(bucket, "server")',
             'inside, random = bucket.in_float32(), Randomness(bucket, "worker")',
-            f"{UNIT}/test_halves.py::test_the_two_halves_are_the_whole_exchange_bit_for_bit",
+            f"{UNIT}/test_shard_collectives.py::test_the_two_halves_are_the_whole_exchange_bit_for_bit",
         ),
         (
             "a short shard is decoded as a full one",
             "alike = shards.segments is not None or (",
             "alike = True or (",
-            f"{UNIT}/test_halves.py::test_all_ranks_get_the_same_parts_of_all_with_one_rounding",
+            f"{UNIT}/test_shard_collectives.py::test_all_ranks_get_the_same_parts_of_all_with_one_rounding",
         ),
     ),
     *planted(
@@ -266,7 +266,7 @@ MUTANTS: list[Mutant] = [
             "parts that kernels do not cut are packed by them",
             "cut_as_kernels = shards.segments is not None or",
             "cut_as_kernels = True or",
-            f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+            f"{UNIT}/test_shard_collectives.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
         ),
     ),
     *planted(
@@ -290,7 +290,7 @@ MUTANTS: list[Mutant] = [
             "all ranks round with the same noise",
             'return self._bits(f"{self._phase}/0", shared=False)',
             'return self._bits(f"{self._phase}/0", shared=True)',
-            f"{UNIT}/test_halves.py"
+            f"{UNIT}/test_shard_collectives.py"
             "::test_random_roundings_of_equal_gradients_average_out_over_ranks",
         ),
         (
@@ -656,7 +656,7 @@ MUTANTS: list[Mutant] = [
             "a rank that joins has buckets of its own",
             'bool(change.joined or change.stale_ranks or given["regroups"])',
             'bool(given["regroups"])',
-            f"{WORLD}::test_four_ranks_become_two_and_then_three[core]",
+            f"{WORLD}::test_a_verified_run_goes_on_to_be_verified",
         ),
         (
             "a hook keeps its place among the ranks before",

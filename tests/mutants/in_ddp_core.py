@@ -24,13 +24,13 @@ MUTANTS: list[Mutant] = [
             "a stream's future completes with nothing, which nobody waits for",
             "future.set_result(task.result)",
             "future.set_result(None)",
-            f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+            f"{UNIT}/test_deferred_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
         (
             "the next step does not wait for the commit of this one",
             "            self._follow(device)\n",
             "            pass\n",
-            f"{UNIT}/test_lazy_streams.py::test_steps_that_are_under_way_together_share_no_memory",
+            f"{UNIT}/test_deferred_streams.py::test_steps_that_are_under_way_together_share_no_memory",
         ),
     ),
     *planted(
@@ -39,13 +39,13 @@ MUTANTS: list[Mutant] = [
             "a side stream does not wait for the caller's",
             "side.wait_stream(module.current_stream(device))",
             "module.current_stream(device)",
-            f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+            f"{UNIT}/test_deferred_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
         (
             "a step is committed without waiting for the other side stream",
             "        if task.joins:\n",
             "        if not task:\n",
-            f"{UNIT}/test_lazy_streams.py"
+            f"{UNIT}/test_deferred_streams.py"
             "::test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order",
         ),
     ),
@@ -55,7 +55,7 @@ MUTANTS: list[Mutant] = [
             "a stream does not wait for the collective",
             "                work.wait()\n",
             "",
-            f"{UNIT}/test_lazy_streams.py::test_a_hook_gives_the_same_in_every_order",
+            f"{UNIT}/test_deferred_streams.py::test_a_hook_gives_the_same_in_every_order",
         ),
     ),
     *planted(
@@ -64,7 +64,7 @@ MUTANTS: list[Mutant] = [
             "streams that work on one tensor in turn do not wait for each other",
             "stream.wait_event(self._ends[device])",
             "pass",
-            f"{UNIT}/test_lazy_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
+            f"{UNIT}/test_deferred_streams.py::test_what_is_kept_moves_to_other_buckets_in_every_order",
         ),
     ),
     *planted(
@@ -73,7 +73,7 @@ MUTANTS: list[Mutant] = [
             "memory that another stream reads is given back",
             "tensor.record_stream(stream)",
             "pass",
-            f"{UNIT}/test_lazy_hosts.py::test_a_caller_may_give_back_what_a_call_reads",
+            f"{UNIT}/test_deferred_hosts.py::test_a_caller_may_give_back_what_a_call_reads",
         ),
     ),
     *planted(
@@ -740,14 +740,14 @@ MUTANTS: list[Mutant] = [
             "the group is aborted and the loop goes on",
             "        _raise_in(pending.thread, self._error)\n",
             "",
-            "tests/hook/test_as_gpu.py"
+            "tests/hook/test_cuda_emulation.py"
             "::test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed",
         ),
         (
             "a step that the GPU has done is looked up all the same",
             "if pending.is_over is not None and self._ask(pending.is_over):",
             "if False:",
-            "tests/hook/test_as_gpu.py::test_a_step_that_nobody_waits_for_is_left_alone",
+            "tests/hook/test_cuda_emulation.py::test_a_step_that_nobody_waits_for_is_left_alone",
         ),
     ),
     *planted(
@@ -855,7 +855,7 @@ MUTANTS: list[Mutant] = [
             "simulated ranks scatter the first rank's part to all",
             "[total[rank].clone() for rank in range(len(requests))]",
             "[total[0].clone() for rank in range(len(requests))]",
-            f"{UNIT}/test_halves.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
+            f"{UNIT}/test_shard_collectives.py::test_each_rank_gets_its_part_of_the_mean_with_one_rounding",
         ),
     ),
     *planted(

@@ -8,7 +8,7 @@ HOSTED = "tests/hosts/test_hosted.py"
 FUNCTIONS = "tests/hosts/test_functions.py"
 GROUP = "tests/hosts/test_process_group.py"
 GROUP_REFUSES = f"{GROUP}::test_what_a_group_cannot_do_is_refused_with_what_to_do"
-LAZY = "tests/unit/test_lazy_hosts.py"
+LAZY = "tests/unit/test_deferred_hosts.py"
 TORCHFT = "tests/hosts/test_torchft.py"
 ATTACHMENT = "tests/unit/test_attachment.py"
 CHANGED = f"{ATTACHMENT}::test_a_change_of_the_parameters_is_an_error_in_the_next_step"
@@ -23,15 +23,6 @@ MUTANTS: list[Mutant] = [
             "    return hook.engine.keeps_memory\n",
             "    return False\n",
             "tests/fsdp/test_hsdp.py::test_memory_is_in_units_of_the_gradient[inside-2]",
-        ),
-    ),
-    *planted(
-        "ReplicaAllReduce.__call__",
-        (
-            "another layer gets the memory that is averaged between nodes",
-            "        record_stream(reduced)\n",
-            "",
-            f"{LAZY}::test_fsdp2_reads_what_was_reduced",
         ),
     ),
     *planted(

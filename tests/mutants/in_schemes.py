@@ -382,7 +382,7 @@ MUTANTS: list[Mutant] = [
             "16-bit roundings are the same on all ranks",
             "random=random.noise",
             "random=random.shared",
-            f"{UNIT}/test_halves.py"
+            f"{UNIT}/test_shard_collectives.py"
             "::test_random_roundings_of_equal_gradients_average_out_over_ranks",
         ),
     ),
@@ -392,7 +392,7 @@ MUTANTS: list[Mutant] = [
             "the padding of a 16-bit payload is whatever was there",
             "        narrow[n:].zero_()  # padding travels, too: the same bytes in every run\n",
             "",
-            f"{UNIT}/test_halves.py::test_all_bytes_of_a_payload_of_16_bits_are_written",
+            f"{UNIT}/test_shard_collectives.py::test_all_bytes_of_a_payload_of_16_bits_are_written",
         ),
     ),
     *planted(
@@ -418,7 +418,7 @@ MUTANTS: list[Mutant] = [
             "a rank subtracts its shard of the mean for itself only",
             "-= bucket.world_size * mean[",
             "-= mean[",
-            f"{UNIT}/test_halves.py::test_guard_measures_the_error_of_shards",
+            f"{UNIT}/test_shard_collectives.py::test_guard_measures_the_error_of_shards",
         ),
     ),
     *planted(

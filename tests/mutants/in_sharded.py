@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant, planted
 FSDP2 = "tests/fsdp/test_fsdp2.py"
 FSDP1 = "tests/fsdp/test_fsdp1.py"
 BESIDE = f"{FSDP1}::test_a_loss_beside_a_whole_unit_is_an_error"
-HALVES = "tests/unit/test_halves.py"
+HALVES = "tests/unit/test_shard_collectives.py"
 ADD_UP = f"{FSDP2}::test_what_is_sent_and_what_is_kept_are_the_gradients"
 LOADS = f"{FSDP2}::test_what_one_host_saves_another_loads"
 FACTOR = f"{FSDP2}::test_the_divide_factor_of_fsdp2_holds"
@@ -541,7 +541,7 @@ MUTANTS: list[Mutant] = [
             "uncut parameters travel with the others",
             "        exact, others = self._split(bucket.layout)\n",
             "        exact, others = [], list(range(len(bucket.layout)))\n",
-            "tests/unit/test_halves.py::test_some_parameters_are_averaged_exactly_beside_others",
+            "tests/unit/test_shard_collectives.py::test_some_parameters_are_averaged_exactly_beside_others",
         ),
     ),
     *planted(

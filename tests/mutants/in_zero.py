@@ -71,7 +71,7 @@ MUTANTS: list[Mutant] = [
             "        bucket = engine.bucket(message, shard.layout, output=whole)\n"
             "        mean = lambda value: (yield from scheme.all_gather(value, shard.spans)).mean\n"
             "        return mean(bucket)",
-            "tests/unit/test_lazy_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
+            "tests/unit/test_deferred_hosts.py::test_a_bucket_is_stepped_while_another_is_packed",
         ),
     ),
     *planted(

@@ -83,7 +83,8 @@ def _copy_to(copy: Path) -> None:
     copy.mkdir()
     for name in _PACKAGES:
         shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_SKIP)
-    shutil.copy(ROOT / "pyproject.toml", copy)
+    for name in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, copy)
 
 
 def _pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[int | None, str]:

@@ -20,7 +20,7 @@ from commhooks.predict._device import (
     _share_on_gpu,
     measure_contention,
 )
-from tests.unit import pretended
+from tests.tools import fake_torch
 
 CUDA = torch.device("cuda")
 
@@ -92,7 +92,7 @@ def test_an_error_on_the_side_is_raised_and_no_thread_is_left() -> None:
     assert threading.active_count() == before
 
 
-class _Gpu(pretended.Device):
+class _Gpu(fake_torch.Device):
     """Runs a side's work beside a step's; a share of it makes the step longer."""
 
     def __init__(self, share: float) -> None:

@@ -24,7 +24,7 @@ from ddp_core.reducer._launch import Outcome
 from ddp_core.reducer._parameters import Trained
 from ddp_core.reducer._unused import UsedMap
 from tests.shelf import BUILT_IN
-from tests.unit.pretended import pretend
+from tests.tools.fake_torch import pretend
 
 GPU = torch.device("cuda", 1)
 

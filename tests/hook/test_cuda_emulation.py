@@ -18,10 +18,10 @@ import ddp_core
 from ddp_core import PeerError
 from ddp_core.reducer import _failures as watch
 from ddp_core.reducer._failures import Place, Watch
-from tests.tools.as_gpu import GPU, as_gpu
+from tests.tools.cuda_emulation import GPU, as_gpu
+from tests.tools.fake_torch import Device
 from tests.tools.harness import run_ranks
 from tests.tools.training import batch, equal_bits, gradients, mlp, parameters
-from tests.unit.pretended import Device
 
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},

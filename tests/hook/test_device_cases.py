@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.device.bodies import BODIES, SCHEMES, trained
-from tests.device.host_bodies import HOSTS
+from tests.device.device_cases import BODIES, SCHEMES, trained
+from tests.device.host_cases import HOSTS
 from tests.device.test_cuda import check_that_backward_gives_the_schemes_average
 from tests.device.two_ranks import of_ranks, simulated, tolerance
 from tests.shelf import BUILT_IN

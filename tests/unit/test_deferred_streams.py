@@ -14,7 +14,7 @@ from commhooks.hook._coalesce import Group, _HeldBucket
 from commhooks.hook._state import HookState
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers._ef21 import EF21
-from tests.device.lazy import LazyDevice, Order, Stream, lazy_device
+from tests.device.deferred_device import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
 STEPS, BUCKETS = 3, 4  # an even number: the first and the last have different side streams

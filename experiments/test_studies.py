@@ -29,7 +29,11 @@ from experiments.tools.fake_gpu import counts_of
 from experiments.tools.processes import Send, named, run_ranks, worker_named
 
 FOLDER = Path(experiments.__file__).parent
-MODULES = [found.name for found in pkgutil.walk_packages([str(FOLDER)], "experiments.")]
+MODULES = [
+    module.name
+    for module in pkgutil.walk_packages([str(FOLDER)], "experiments.")
+    if ".test_" not in module.name
+]
 STUDIES = [name.split(".")[1] for name in MODULES if name.endswith(".__main__")]
 WIDTH = 32  # of models
 

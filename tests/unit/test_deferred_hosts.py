@@ -20,7 +20,7 @@ from commhooks.hook._parameters import Parameters
 from commhooks.hook._sharded import OwnShards, ShardedParameter, ShardedParameters
 from commhooks.zero._shards import Gather, Shards
 from ddp_core import Drivers
-from tests.device.lazy import LazyDevice, LazyTensor, Order, lazy_device
+from tests.device.deferred_device import LazyDevice, LazyTensor, Order, lazy_device
 from tests.device.loopback import loopback
 
 SIZE = 256  # entries of every tensor

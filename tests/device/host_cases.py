@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import commhooks
 import ddp_core
 from commhooks.zero import ZeroOptimizer
-from tests.device.bodies import BODIES, averages, backward, default_dtype, given, network
+from tests.device.device_cases import BODIES, averages, backward, default_dtype, given, network
 
 __all__ = ["ALL", "HOSTS"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "results"
 README = (ROOT / "README.md").read_text()
 MODELS = ("resnet", "transformer", "tiny layers")

@@ -122,6 +122,15 @@ def test_the_two_halves_are_the_whole_exchange_bit_for_bit(codec: PackedCodec):
     assert torch.equal(gathered(codec, parts_of_mean(codec, grads, cut), cut)[0], expected)
 
 
+@pytest.mark.parametrize("n", [1, 9, 65, 257, 4097])
+@pytest.mark.parametrize("name", ["signsgd", "bf16", "int8", "eden"])
+def test_shards_cover_a_bucket(name, n):
+    codec = TwoPhaseCast(torch.bfloat16) if name == "bf16" else make(name)
+    spans = codec.cut(Layout(["p"], [(n,)]), RANKS, codec.granularity)
+    assert [begin for begin, _ in spans] == [0, *(end for _, end in spans[:-1])]
+    assert spans[-1][1] == n
+
+
 def test_all_bytes_of_a_payload_of_16_bits_are_written():
     codec, raw = TwoPhaseCast(torch.bfloat16), numbers(0, 13)
     payloads = []
