@@ -207,8 +207,8 @@ def is_known_group(group: Any) -> bool:
 
 def group_ranks() -> dict[Any, dict[int, int]]:
     """Returns the ranks of each group that torch.distributed knows, by rank in the job."""
-    found: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
-    return found
+    ranks_of_groups: dict[Any, dict[int, int]] = dist.distributed_c10d._world.pg_group_ranks
+    return ranks_of_groups
 
 
 def set_timeout(options: Any, timeout: timedelta) -> None:

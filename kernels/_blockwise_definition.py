@@ -287,7 +287,10 @@ def sum_payloads(
     """Returns the float32 sum of the decoded payloads of ``n`` entries, added in their order."""
     each: Sequence[Tensor | None] = draws or [None] * len(payloads)
     return _added(
-        [_decode(payload, layout, n, own) for payload, own in zip(payloads, each, strict=True)]
+        [
+            _decode(payload, layout, n, draws_of_payload)
+            for payload, draws_of_payload in zip(payloads, each, strict=True)
+        ]
     )
 
 

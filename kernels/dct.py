@@ -92,7 +92,7 @@ def _rotation(half: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     angles = [(2 * j + 1) * (16 // half) for j in range(half)]
     rows = [
         map(_cosine, angles),
-        [_cosine(64 - one) for one in angles],
+        [_cosine(64 - angle) for angle in angles],
         [(-1) ** j for j in range(half)],
     ]
     cosines, sines, signs = (

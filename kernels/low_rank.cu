@@ -176,11 +176,11 @@ INLINE float added(const float* sums, i64 i, i64 numel, i64 parts) {
     return total;
 }
 
-// Both kernels below write the `entries` of all factors, to `own` as well if it is given, and then
+// Both kernels below write the `entries` of all factors, to `local_copy` as well if it is given, and then
 // gather the tail of x + residual, which has `length` entries.
 template <class T>
 __global__ void add_segments(const Matrix* table, i64 count, i64 entries, const float* sums, float* left,
-                             float* own, const Piece* tails, i64 tail_count, i64 length, const T* x,
+                             float* local_copy, const Piece* tails, i64 tail_count, i64 length, const T* x,
                              const float* residual, float* total, float* tail) {
     for (i64 i = warp() * kLanes + lane(); i < entries + length; i += warps() * kLanes) {
         if (i >= entries) {
@@ -191,13 +191,13 @@ __global__ void add_segments(const Matrix* table, i64 count, i64 entries, const 
         const float all = added(sums + one.block_sums, i - one.left, one.rank * one.rows,
                                 pieces(one.columns, kSegment));
         left[i] = all;
-        if (own) own[i] = all;
+        if (local_copy) local_copy[i] = all;
     }
 }
 
 template <class T>
 __global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const float* sums, float* right,
-                           float* own, const Piece* tails, i64 tail_count, i64 length, const T* x,
+                           float* local_copy, const Piece* tails, i64 tail_count, i64 length, const T* x,
                            const float* residual, float* total, float* tail) {
     for (i64 i = warp() * kLanes + lane(); i < entries + length; i += warps() * kLanes) {
         if (i >= entries) {
@@ -208,7 +208,7 @@ __global__ void add_chunks(const Matrix* table, i64 count, i64 entries, const fl
         const float all = added(sums + one.chunk_sums, i - one.right, one.rank * one.columns,
                                 pieces(one.rows, kChunk));
         right[i] = all;
-        if (own) own[i] = all;
+        if (local_copy) local_copy[i] = all;
     }
 }
 

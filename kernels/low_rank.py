@@ -51,21 +51,21 @@ def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **others: Entries) -> d
     }
 
 
-def _takes_sum(own: str) -> dict[str, Rule]:
-    """Returns the rules of an op that adds a residual and writes a factor, also to ``own``."""
+def _takes_sum(factor: str) -> dict[str, Rule]:
+    """Returns the rules of an op that adds a residual and writes ``factor``, and a copy of it."""
     return _takes(
         "x",
         _BUCKETS,
         residual=Entries(wide("x"), n="x"),
         total=Entries(wide("x"), n="x"),
-        own=Entries(wide("x"), n=own),
+        local_copy=Entries(wide("x"), n=factor),
         tail=Entries(wide("x"), n="tails.length"),
     )
 
 
 @op(
     "multiply_right(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor right,"
-    " Tensor(b!) left, Tensor(c!)? own, Tensor? tails, Tensor(d!)? tail) -> ()",
+    " Tensor(b!) left, Tensor(c!)? local_copy, Tensor? tails, Tensor(d!)? tail) -> ()",
     same=_IN_PLACE,
     takes=_takes_sum("left"),
 )
@@ -76,21 +76,21 @@ def multiply_right_op(
     table: Tensor,
     right: Tensor,
     left: Tensor,
-    own: Tensor | None,
+    local_copy: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
     for run, source in _sums(table, x, residual, total, left.dtype):
         run.left(left).copy_(torch.bmm(run.right(right), source.mT))
-    if own is not None:
-        own.copy_(left)
+    if local_copy is not None:
+        local_copy.copy_(left)
     if tails is not None and tail is not None:
         gather(x, residual, total, tails, tail)
 
 
 @op(
     "multiply_left(Tensor x, Tensor? residual, Tensor(a!)? total, Tensor table, Tensor left,"
-    " Tensor(b!) right, Tensor(c!)? own, Tensor? tails, Tensor(d!)? tail) -> ()",
+    " Tensor(b!) right, Tensor(c!)? local_copy, Tensor? tails, Tensor(d!)? tail) -> ()",
     same=_IN_PLACE,
     takes=_takes_sum("right"),
 )
@@ -101,14 +101,14 @@ def multiply_left_op(
     table: Tensor,
     left: Tensor,
     right: Tensor,
-    own: Tensor | None,
+    local_copy: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
     for run, source in _sums(table, x, residual, total, right.dtype):
         run.right(right).copy_(torch.bmm(run.left(left), source))
-    if own is not None:
-        own.copy_(right)
+    if local_copy is not None:
+        local_copy.copy_(right)
     if tails is not None and tail is not None:
         gather(x, residual, total, tails, tail)
 
@@ -259,7 +259,7 @@ def multiply_right(
     *,
     residual: Tensor | None = None,
     total: Tensor | None = None,
-    own: Tensor | None = None,
+    local_copy: Tensor | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Writes the left factors ``right @ M^T`` for each matrix M of ``x``, or of ``x + residual``.
@@ -274,7 +274,7 @@ def multiply_right(
         residual: same dtype, as many entries as ``x``; requires ``total``.
         total: same dtype, as many entries as ``x``; receives ``x + residual`` where matrices and
             the tail lie. May be ``x`` or ``residual``.
-        own: like ``left``, receives the same.
+        local_copy: like ``left``, receives the same.
         tail: a table of :func:`tail_table`, and a tensor of the dtype of ``left``, as long as all
             its pieces together, which receives those of ``x + residual`` one after the other.
 
@@ -284,7 +284,7 @@ def multiply_right(
     # There is nothing to write then; kernels would copy the bucket onto itself.
     total = None if total is x and residual is None else total
     table = table_of("multiply_right", matrices)
-    multiply_right_op(x, residual, total, table, right, left, own, *(tail or (None, None)))
+    multiply_right_op(x, residual, total, table, right, left, local_copy, *(tail or (None, None)))
 
 
 def multiply_left(
@@ -295,13 +295,13 @@ def multiply_left(
     *,
     residual: Tensor | None = None,
     total: Tensor | None = None,
-    own: Tensor | None = None,
+    local_copy: Tensor | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Writes the right factors ``left @ M`` of each matrix; otherwise as :func:`multiply_right`."""
     total = None if total is x and residual is None else total
     table = table_of("multiply_left", matrices)
-    multiply_left_op(x, residual, total, table, left, right, own, *(tail or (None, None)))
+    multiply_left_op(x, residual, total, table, left, right, local_copy, *(tail or (None, None)))
 
 
 def decode_low_rank(
@@ -377,15 +377,15 @@ def _multiply_cpu(
     table: Tensor,
     factor: Tensor,
     result: Tensor,
-    own: Tensor | None,
+    local_copy: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
     # All matrices in one call: a model has dozens, and a call of an op costs 6 to 18 microseconds.
     dtype, source = cpu.DTYPES[x.dtype], (x, residual, total)
     cpu.call(kernel, dtype, table, table.shape[0] - 1, *source, factor, result)
-    if own is not None:
-        own.copy_(result)
+    if local_copy is not None:
+        local_copy.copy_(result)
     if tails is not None:
         cpu.call("gather_tail", dtype, tails, tails.shape[0] - 1, *source, tail)
 
@@ -451,7 +451,7 @@ def _multiply_cuda(
     table: Tensor,
     factor: Tensor,
     result: Tensor,
-    own: Tensor | None,
+    local_copy: Tensor | None,
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
@@ -471,7 +471,7 @@ def _multiply_cuda(
     places, source = (there.table, there.matrices), (x, residual, total)
     _launch(x, kernel, tasks, *places, tasks, *source, factor, partial)
     warps = (numel + pieces[2]) // 32 + 1
-    _launch(x, adding, warps, *places, numel, partial, result, own, *pieces, *source, tail)
+    _launch(x, adding, warps, *places, numel, partial, result, local_copy, *pieces, *source, tail)
 
 
 @expand_op.kernel("cuda")

@@ -97,8 +97,8 @@ class Segments:
             tail_runs += len(self.tail_runs[index])
             segments += len(row)
         lines.append((runs, tail_runs, self.entries[-1], segments))
-        for found in (self.runs, self.tail_runs):
-            lines += [(*run, 0) for row in found for run in row]
+        for rows in (self.runs, self.tail_runs):
+            lines += [(*run, 0) for row in rows for run in row]
         lines += [(length, 0, 0, 0) for row in self.rows for length in row]
         return torch.tensor(lines, dtype=torch.int64, device="cpu")
 
@@ -115,10 +115,10 @@ class Segments:
         ends = table[1 : count + 2, 3].tolist()
         lengths = table[len(table) - ends[-1] :, 0].tolist() if 0 <= ends[-1] < len(table) else []
         try:
-            found = cls([lengths[a:b] for a, b in pairwise(ends)], granule, most)
+            segments = cls([lengths[a:b] for a, b in pairwise(ends)], granule, most)
         except ValueError:
             return None
-        return found if torch.equal(found.table, table) else None
+        return segments if torch.equal(segments.table, table) else None
 
     def row(self, index: int) -> tuple[int, int]:
         """Returns the begin and the end of a row in the flat tensor; of -1 those of all rows."""
@@ -189,10 +189,10 @@ def segments_of(table: Tensor, caller: str) -> Segments:
 
     Kernels trust the table for every address, and an op may be called with any tensor.
     """
-    found = Segments.read(table)
-    if found is None:
+    segments = Segments.read(table)
+    if segments is None:
         raise ValueError(
             f"{caller}(segments): a table as Segments makes it, on the CPU, "
             f"got {table.dtype} of shape {tuple(table.shape)} on {table.device}"
         )
-    return found
+    return segments

@@ -83,9 +83,13 @@ class AutoHook(HookState):
         self._schemes, self._begins_anew = made, False
         if most < 0:
             raise OptionError(f"auto(max_error=...): a squared error, 0 or more, got {max_error}")
-        found = [Candidate(name, scheme, _error_of(name, scheme)) for name, scheme in made.items()]
-        allowed = [one for one in found if one.error <= most or one.name in ("none", "bf16")]
-        self._allowed = [one.name for one in allowed]
+        judged = [Candidate(name, scheme, _error_of(name, scheme)) for name, scheme in made.items()]
+        allowed = [
+            candidate
+            for candidate in judged
+            if candidate.error <= most or candidate.name in ("none", "bf16")
+        ]
+        self._allowed = [candidate.name for candidate in allowed]
         self._trials = Trials(self, super().switch, allowed, steps=steps)
         super().__init__("none", model, process_group=process_group, seed=seed, history=history)
 
@@ -125,9 +129,9 @@ class AutoHook(HookState):
 
     def summary(self, steps: int = 100) -> str:
         """Describes the latest steps, and the decision."""
-        found = super().summary(steps)
-        facts = getattr(found, "facts", ())
-        return Summary(f"{found} {self.plan}", (*facts, ("plan", self.plan)))
+        summary = super().summary(steps)
+        facts = getattr(summary, "facts", ())
+        return Summary(f"{summary} {self.plan}", (*facts, ("plan", self.plan)))
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -147,19 +151,19 @@ class AutoHook(HookState):
                 "load_state_dict: the saved run had two schemes, which 'auto' cannot have; "
                 "strict=False keeps step and residual, and times the candidates anew"
             )
-        found = self._saved_choice(common["scheme"])
+        choice = self._saved_choice(common["scheme"])
         before = self.scheme
-        if found is not None:
-            self._replace(found[1])
+        if choice is not None:
+            self._replace(choice[1])
         try:
             super().load_state_dict(state, strict=strict)
         except BaseException:
             self._replace(before)
             raise
-        if found is None:  # without ``strict``: the saved run had a scheme that is no candidate
+        if choice is None:  # without ``strict``: the saved run had a scheme that is no candidate
             self._trials.begin()
         else:
-            self._trials.end(f"auto runs {found[0]}, as the run that was saved.")
+            self._trials.end(f"auto runs {choice[0]}, as the run that was saved.")
 
     def plan_state(self) -> str:
         """Returns the choice as JSON, for ``load_state_dict``."""
@@ -176,11 +180,11 @@ class AutoHook(HookState):
             self._replace(make("none"))
             self._begins_anew = True
             return
-        found = self._saved_choice(scheme)
-        if found is not None and describe(found[1]) != describe(without_flush(self.scheme)):
-            self._replace(found[1])
+        choice = self._saved_choice(scheme)
+        if choice is not None and describe(choice[1]) != describe(without_flush(self.scheme)):
+            self._replace(choice[1])
         if not self.decided:
-            what = found[0] if found else "the scheme it has"
+            what = choice[0] if choice else "the scheme it has"
             self._trials.end(f"auto runs {what}, as the ranks it joins.")
 
     def on_group_changed(self) -> None:

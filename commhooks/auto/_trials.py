@@ -97,12 +97,17 @@ class Trials:
     def candidates(self) -> list[CandidateResult]:
         """Returns all candidates with what was measured so far, the fastest first."""
         first = self._race.entries if self._before is None else self._before
-        again = {} if self._before is None else {one.what.name: one for one in self._race.entries}
+        again = (
+            {} if self._before is None else {entry.what.name: entry for entry in self._race.entries}
+        )
         rows = [
-            CandidateResult(
-                one.what.name, one.median, _median_of(again.get(one.what.name)), len(one.times)
+            Tried(
+                entry.what.name,
+                entry.median,
+                _median_of(again.get(entry.what.name)),
+                len(entry.times),
             )
-            for one in first
+            for entry in first
         ]
         return sorted(rows, key=lambda row: (math.isnan(row.measured_s), row.measured_s))
 
@@ -155,7 +160,7 @@ class Trials:
     def _decide(self) -> None:
         """Takes the fastest scheme of those that were tried, or none."""
         tried = [(entry.median, entry.what) for entry in self._race.entries]
-        self._dense_s = next(took for took, one in tried if one.name == "none")
+        self._dense_s = next(took for took, candidate in tried if candidate.name == "none")
         best = chosen(tried, self._dense_s)
         if best is None:
             self._enter(Stage.DONE, make("none"))
@@ -165,7 +170,7 @@ class Trials:
             self._enter(Stage.KEPT if self._before is None else Stage.DONE, self.choice.scheme)
             less = 100 * (1 - seconds / self._dense_s)
             verdict = f"auto runs {self.choice.name}: {less:.0f} % less time"
-        lines = [f"{one.name}: {1e3 * took:.1f} ms per step" for took, one in tried]
+        lines = [f"{candidate.name}: {1e3 * took:.1f} ms per step" for took, candidate in tried]
         self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
         LOG.info("%s", self.plan)
 
@@ -193,15 +198,15 @@ class Trials:
     def _of_all(self, value: Any) -> list[Any]:
         """Gathers a value from all ranks, which have all come here, or raises."""
         hook = self._hook
-        hook._handshake("auto", {"stage": self._stage.value, "step": hook.step}, HANDSHAKE_LIMIT)
-        found = [value]
+        hook._meet("auto", {"stage": self._stage.value, "step": hook.step}, MEETING)
+        values = [value]
         # Ranks with other parts of the gradients (HSDP) decide the same.
         for group in (hook.target.group(), *hook.target.verdict_groups):
             everyone: list[Any] = [None] * group.size()
-            with hook.target.on_device():
-                dist.all_gather_object(everyone, found, group=group)
-            found = [one for theirs in everyone for one in theirs]
-        return found
+            with hook.binding.on_device():
+                dist.all_gather_object(everyone, values, group=group)
+            values = [value for theirs in everyone for value in theirs]
+        return values
 
 
 def chosen(
@@ -218,8 +223,8 @@ def chosen(
     fastest = min((took for took, _ in tried), default=dense_s)
     if fastest > _WON * dense_s:
         return None
-    near = [one for one in tried if one[0] <= min((1 + _SAME) * fastest, _WON * dense_s)]
-    return min(near, key=lambda one: (one[1].error, one[0]))
+    near = [timed for timed in tried if timed[0] <= min((1 + _SAME) * fastest, _WON * dense_s)]
+    return min(near, key=lambda timed: (timed[1].error, timed[0]))
 
 
 # ---- turns
@@ -249,7 +254,7 @@ class Entry:
         """Returns the standard error of the median, seconds; infinite for fewer than 4 steps."""
         if len(self.times) < 4:
             return math.inf
-        spread = statistics.median(abs(one - self.median) for one in self.times)
+        spread = statistics.median(abs(seconds - self.median) for seconds in self.times)
         # 1.48: a normal distribution's standard deviation over its median absolute deviation;
         # 1.25: the standard error of its median over that of its mean.
         return 1.48 * 1.25 * spread / math.sqrt(len(self.times))
@@ -270,7 +275,7 @@ class Race:
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self.entries = [Entry(one) for one in candidates]
+        self.entries = [Entry(candidate) for candidate in candidates]
         self._order = list(self.entries)
         self._rounds = 0
 

@@ -161,13 +161,13 @@ def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # not in ``group``, members make their own group only, by use_local_synchronization; its name
     # then depends on how many groups a rank has, which may differ, so it is the second choice.
     alone = len(ranks) != dist.get_world_size()
-    mine = hosts[group.rank()]
+    this_host = hosts[group.rank()]
     made: dist.ProcessGroup | None = None
-    for host in [mine] if alone else sorted(set(hosts)):
+    for host in [this_host] if alone else sorted(set(hosts)):
         on_host = [rank for rank, other in zip(ranks, hosts, strict=True) if other == host]
         make = partial(dist.new_group, on_host, use_local_synchronization=alone)
         group_of_host: dist.ProcessGroup = made_in_time(group, make)
-        made = group_of_host if host == mine else made
+        made = group_of_host if host == this_host else made
     assert made is not None
     return made
 

@@ -287,7 +287,7 @@ class PowerSGDState(CompressionStats):
         settings, numel, states = saved["settings"], saved["numel"], saved["saved"]
         check_fields(settings, SETTINGS, _PICKLE)
         check_numbers(saved, {"iter": (0, MAX_STEP)}, _PICKLE)
-        if not _is_pair(numel) or not all(whole_number(one, 0, MAX_STEP) for one in numel):
+        if not _is_pair(numel) or not all(whole_number(count, 0, MAX_STEP) for count in numel):
             raise CheckpointError(f"{_PICKLE} is damaged: its 'numel' are no two numbers")
         if type(states) is not list or not all(map(_is_pair, states)):
             raise CheckpointError(f"{_PICKLE} is damaged: its 'saved' are no states")

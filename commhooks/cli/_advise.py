@@ -79,13 +79,17 @@ def advise_on(
         f"per step\n",
         highlight=False,
     )
-    beyond = [one for one in every if one.error > max_error and one.name not in ("none", "bf16")]
-    options = [one for one in every if one not in beyond]
+    beyond = [
+        option
+        for option in every
+        if option.error > max_error and option.name not in ("none", "bf16")
+    ]
+    options = [option for option in every if option not in beyond]
     console.print(_table(options, beyond, max_error))
     best = best_of(options)
     for text in (_by_size(best.name, options), *_advice(best, options, workload, max_error)):
         console.print(text, highlight=False, soft_wrap=True)
-    faster = [one for one in beyond if one.step.step_s < (1 - MARGIN) * best.step.step_s]
+    faster = [option for option in beyond if option.step.step_s < (1 - MARGIN) * best.step.step_s]
     if faster:
         console.print(_beyond(faster[0], max_error), highlight=False, soft_wrap=True)
     if note := note_of(links, ranks):
@@ -97,14 +101,14 @@ def advise_on(
 
 def _fastest(options: Sequence[Option]) -> list[Option]:
     """Returns each scheme with its best bucket size, the fastest first."""
-    found: dict[str, Option] = {}
+    by_name: dict[str, Option] = {}
     for option in options:
-        found.setdefault(option.name, option)
-    return list(found.values())
+        by_name.setdefault(option.name, option)
+    return list(by_name.values())
 
 
 def _bf16(options: Sequence[Option]) -> float:
-    return next(one.step.step_s for one in options if one.name == "bf16")
+    return next(option.step.step_s for option in options if option.name == "bf16")
 
 
 def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float) -> Table:
@@ -113,14 +117,14 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float
     for column in ("buckets|[MiB]", "step|[ms]", "exposed|[ms]", "speed-up|", "error|"):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     for group in (options, beyond):
-        for one in _fastest(group):
+        for option in _fastest(group):
             table.add_row(
-                one.name,
-                f"{one.cap_mb:g}",
-                short(1e3 * one.step.step_s),
-                short(1e3 * one.step.exposed_s),
-                f"{_bf16(options) / one.step.step_s:.2f}",
-                f"{one.error:.{2 if one.error > 0.1 else 1}g}",
+                option.name,
+                f"{option.cap_mb:g}",
+                short(1e3 * option.step.step_s),
+                short(1e3 * option.step.exposed_s),
+                f"{_bf16(options) / option.step.step_s:.2f}",
+                f"{option.error:.{2 if option.error > 0.1 else 1}g}",
             )
         table.add_section()
     table.caption = (
@@ -132,8 +136,12 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float
 
 
 def _by_size(name: str, options: Sequence[Option]) -> str:
-    sizes = sorted((one for one in options if one.name == name), key=lambda one: one.cap_mb)
-    listed = ", ".join(f"{one.cap_mb:g} MiB {short(1e3 * one.step.step_s)} ms" for one in sizes)
+    sizes = sorted(
+        (option for option in options if option.name == name), key=lambda option: option.cap_mb
+    )
+    listed = ", ".join(
+        f"{option.cap_mb:g} MiB {short(1e3 * option.step.step_s)} ms" for option in sizes
+    )
     return f"\n{name} by bucket size: {listed}" if len(sizes) > 1 else ""
 
 
@@ -182,7 +190,7 @@ def _write(options: Sequence[Option], path: Path) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(("scheme", "bucket_cap_mb", "error", *_TIMES, *_COUNTS))
-        for one in options:
-            times = [f"{getattr(one.step, name):.6g}" for name in _TIMES]
-            counts = [f"{getattr(one.step, name):.0f}" for name in _COUNTS]
-            writer.writerow((one.name, one.cap_mb, f"{one.error:.4g}", *times, *counts))
+        for option in options:
+            times = [f"{getattr(option.step, name):.6g}" for name in _TIMES]
+            counts = [f"{getattr(option.step, name):.0f}" for name in _COUNTS]
+            writer.writerow((option.name, option.cap_mb, f"{option.error:.4g}", *times, *counts))

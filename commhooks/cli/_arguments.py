@@ -132,11 +132,11 @@ def fabrics_of(text: str) -> list[Fabric]:
     All files of ``commhooks link`` have the same name inside.
     """
     words = listed("--network", text)
-    found = [fabric(word) for word in words]
-    names = [one.name for one in found]
+    fabrics = [fabric(word) for word in words]
+    names = [network.name for network in fabrics]
     return [
-        replace(one, name=word) if names.count(one.name) > 1 else one
-        for word, one in zip(words, found, strict=True)
+        replace(network, name=word) if names.count(network.name) > 1 else network
+        for word, network in zip(words, fabrics, strict=True)
     ]
 
 

@@ -301,7 +301,7 @@ def _measured(cases: Sequence[Case], gradients: Gradients) -> list[Point]:
     courses = [Course(case) for case in cases]
     title = title_of(gradients.name, gradients.world_size)
     total = min(len(gradients.steps), MOST_STEPS) * len(cases)
-    pairs = ((step, one) for step in steps_of(gradients, MOST_STEPS) for one in courses)
+    pairs = ((step, course) for step in steps_of(gradients, MOST_STEPS) for course in courses)
     with one_thread():
         for step, course in track(pairs, title, total):
             try:

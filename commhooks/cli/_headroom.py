@@ -64,17 +64,19 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
                 err=True,
             )
         code, killed = _run(whole, _environment(order), time_limit)
-        told = json.loads(status.read_text()) if status.exists() else {}
-        told["seen"] = Path(f"{status}.seen").exists()
+        status_of_script = json.loads(status.read_text()) if status.exists() else {}
+        status_of_script["seen"] = Path(f"{status}.seen").exists()
     if out is not None and not out.stat().st_size:
         out.unlink()  # no answer, or one on the machine of rank 0
-    if "done" in told:
+    if "done" in status_of_script:
         if code and speaks:
             typer.echo(f"(the answer above is complete; the script ended with {code})", err=True)
         return 0
     if not speaks:
         return code
-    typer.echo(f"commhooks headroom: {_reason(told, code, killed, time_limit)}", err=True)
+    typer.echo(
+        f"commhooks headroom: {_reason(status_of_script, code, killed, time_limit)}", err=True
+    )
     return code or 1
 
 
@@ -103,7 +105,7 @@ def _run(command: list[str], environment: dict[str, str], limit: float) -> tuple
     def forward(number: int, _: Any) -> None:
         _signal(process, number)
 
-    before = {one: signal.signal(one, forward) for one in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         return process.wait(timeout=limit + _GRACE), False
     except subprocess.TimeoutExpired:
@@ -114,8 +116,8 @@ def _run(command: list[str], environment: dict[str, str], limit: float) -> tuple
     finally:
         _signal(process, signal.SIGKILL)  # what it has left behind
         process.wait()
-        for one, handler in before.items():
-            signal.signal(one, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
@@ -123,54 +125,54 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _reason(told: dict[str, Any], code: int, killed: bool, limit: float) -> str:
+def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> str:
     """Says why there is no answer."""
     within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
     ended = "was stopped" if killed else f"ended with exit code {code}"
-    if told.get("fsdp"):
+    if status.get("fsdp"):
         return (
             "the script uses FSDP, which has no communication hooks for buckets of gradients: only "
             "DistributedDataParallel can be measured. On FSDP2, "
             'commhooks.register(model, "auto") times schemes while it trains.'
         )
-    if "own_hook" in told:
+    if "own_hook" in status:
         return (
-            f"the script registers a communication hook of its own, {told['own_hook']}, and "
+            f"the script registers a communication hook of its own, {status['own_hook']}, and "
             f"DistributedDataParallel takes one: leave it out to measure what dense, bf16 and no "
             f"communication take."
         )
-    if "failed" in told:
-        return str(told["failed"])
-    if "too_slow" in told:
+    if "failed" in status:
+        return str(status["failed"])
+    if "too_slow" in status:
         return (
-            f"the time limit of {limit:.0f} s came after {told['too_slow']} steps, before each "
+            f"the time limit of {limit:.0f} s came after {status['too_slow']} steps, before each "
             f"kind of communication had its turn: raise --time-limit."
         )
-    if "rewrapped" in told:
+    if "rewrapped" in status:
         return (
             f"the script wraps its model in another DistributedDataParallel after "
-            f"{told['rewrapped']} steps, before the {told['needed']} steps that the measurement "
-            f"needs: let it train longer with one, or ask for fewer --steps."
+            f"{status['rewrapped']} steps, before the {status['needed']} steps that the "
+            f"measurement needs: let it train longer with one, or ask for fewer --steps."
         )
-    if "needed" in told:
-        steps = f" after {told['ended']} steps" if "ended" in told else ""
+    if "needed" in status:
+        steps = f" after {status['ended']} steps" if "ended" in status else ""
         advice = ": train longer, or ask for fewer --steps" if code == 0 else ""
         return (
-            f"the script {ended}{steps}, before the {told['needed']} steps that the measurement "
+            f"the script {ended}{steps}, before the {status['needed']} steps that the measurement "
             f"needs{within or advice}."
         )
-    if told.get("alone"):
+    if status.get("alone"):
         return (
             "the script trains on one rank, which has nobody to exchange gradients with: start it "
             "on two or more."
         )
-    if told.get("ddp"):
+    if status.get("ddp"):
         return (
             f"the script built a DistributedDataParallel and {ended} before a forward pass through "
             f"it in training{within}. A pass counts that calls the DistributedDataParallel and not "
             f"the module inside, in training mode (model.train()), with gradients switched on."
         )
-    if not told.get("seen", True):
+    if not status.get("seen", True):
         return (
             f"the script {ended}{within}, and no Python that it started has looked at PYTHONPATH, "
             f"by which it is measured: it runs on other machines, or ignores the environment "

@@ -46,11 +46,11 @@ def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | Non
     # The ranks meet over Gloo; the measurement has groups of its own.
     dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
     try:
-        found = link_report(budget_s=budget_s, device=device, timeout_s=_START_S + 3 * budget_s)
+        report = link_report(budget_s=budget_s, device=device, timeout_s=_START_S + 3 * budget_s)
         if dist.get_rank() == 0:
-            _show(found)
+            _show(report)
             if out is not None:
-                save_fabric(found.fabric, out, measured=found.measured)
+                save_fabric(report.fabric, out, measured=report.measured)
                 typer.echo(f"wrote {out}")
     finally:
         dist.destroy_process_group()
@@ -78,27 +78,27 @@ def _with_local_ranks(out: Path | None, budget_s: float, device: str | None) -> 
         return 1
 
 
-def _show(found: LinkReport) -> None:
-    layout, fabric = found.layout, found.fabric
+def _show(report: LinkReport) -> None:
+    layout, fabric = report.layout, report.fabric
     nodes = -(-layout.ranks // layout.per_node)
     table = Table(
         title=f"{layout.ranks} ranks on {nodes} node{'s' * (nodes > 1)}, "
-        f"{found.device} tensors over {fabric.library}"
+        f"{report.device} tensors over {fabric.library}"
     )
     table.add_column("ranks")
     table.add_column("collective")
     for column in ("size", "measured [ms]", "spread", "model [ms]", "model / measured"):
         table.add_column(column, justify="right")
-    for one in sorted(found.times, key=lambda one: (one.part, one.collective, one.nbytes)):
-        model = modelled(layout, one, fabric)
+    for time in sorted(report.times, key=lambda time: (time.part, time.collective, time.nbytes)):
+        model = modelled(layout, time, fabric)
         table.add_row(
-            one.part,
-            one.collective,
-            _size(one.nbytes),
-            f"{1e3 * one.seconds:.3f}",
-            f"{(one.high_s - one.low_s) / one.seconds:.0%}",
+            time.part,
+            time.collective,
+            _size(time.nbytes),
+            f"{1e3 * time.seconds:.3f}",
+            f"{(time.high_s - time.low_s) / time.seconds:.0%}",
             f"{1e3 * model:.3f}",
-            f"{model / one.seconds:.2f}",
+            f"{model / time.seconds:.2f}",
         )
     console = Console()
     console.print(table)
@@ -111,14 +111,14 @@ def _show(found: LinkReport) -> None:
             f"two messages at once share {fabric.overlap:.0%} of the latency", highlight=False
         )
     console.print(
-        f"medians of {found.rounds} rounds of all; spread: of the middle half of them. "
-        f"{found.seconds:.1f} s in all",
+        f"medians of {report.rounds} rounds of all; spread: of the middle half of them. "
+        f"{report.seconds:.1f} s in all",
         highlight=False,
     )
-    if found.misfit > _POOR:
+    if report.misfit > _POOR:
         console.print(
             f"The fit is poor: half of these measurements are off by a factor of "
-            f"{found.misfit:.1f} or more, and so are predictions for this link. Measure again "
+            f"{report.misfit:.1f} or more, and so are predictions for this link. Measure again "
             f"while nothing else runs, and longer (--budget)",
             highlight=False,
         )

@@ -41,13 +41,13 @@ __all__ = ["MODELS", "Options", "preset_rows", "print_presets", "short", "simula
 
 def preset_rows() -> Iterator[tuple[str, str, str, str]]:
     """Yields name, link between nodes, link inside of one, and source of each preset."""
-    for one in PRESETS.values():
+    for preset in PRESETS.values():
         inside = ""
-        if one.inside is not None:
-            inside = f"{one.ranks_per_node} ranks, {_words(one.inside)}"
-            if one.multicast is not None:
-                inside += f", switch {one.multicast / 1e9:.3g} GB/s"
-        yield one.name, _words(one.between), inside, one.source
+        if preset.inside is not None:
+            inside = f"{preset.ranks_per_node} ranks, {_words(preset.inside)}"
+            if preset.multicast is not None:
+                inside += f", switch {preset.multicast / 1e9:.3g} GB/s"
+        yield preset.name, _words(preset.between), inside, preset.source
 
 
 def _words(link: Link) -> str:
@@ -116,7 +116,7 @@ def simulate(options: Options) -> None:
         workload = workload_of(
             options.model, options.timeline, options.batch, device, accumulate=options.accumulate
         )
-        found = compare(
+        comparison = compare(
             workload,
             schemes_of(listed("--schemes", options.schemes)),
             ranks=numbers_of(options.ranks),
@@ -134,8 +134,8 @@ def simulate(options: Options) -> None:
     )
     for index, fabric in enumerate(fabrics):
         console.print(f"\n{fabric.name}", style="bold", highlight=False)
-        console.print(_table(row for row in found.rows() if row.fabric == fabric.name))
-        console.print("\n".join(_where(found, index)), highlight=False)
+        console.print(_table(row for row in comparison.rows() if row.fabric == fabric.name))
+        console.print("\n".join(_where(comparison, index)), highlight=False)
         if note := note_of(fabric, max(numbers_of(options.ranks))):
             console.print(note, highlight=False)
     console.print(
@@ -144,10 +144,10 @@ def simulate(options: Options) -> None:
         highlight=False,
     )
     if options.csv is not None:
-        write_csv(found, options.csv)
+        write_csv(comparison, options.csv)
         typer.echo(f"wrote {options.csv}")
     if options.plot is not None:
-        draw(found, options.plot)
+        draw(comparison, options.plot)
         typer.echo(f"wrote {options.plot}")
 
 
@@ -191,7 +191,7 @@ def _where_paying(row: Row) -> str:
         return ""
     if math.isnan(row.pays_from):
         return "nowhere"
-    low, high = (short(8 * one / 1e9) for one in (row.pays_from, row.pays_to))
+    low, high = (short(8 * bandwidth / 1e9) for bandwidth in (row.pays_from, row.pays_to))
     if math.isinf(row.pays_to):
         return f"over {low}" if row.pays_from else "anywhere"
     return f"{low} to {high}" if row.pays_from else f"below {high}"
@@ -202,19 +202,19 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
-def _where(found: Comparison, fabric: int) -> list[str]:
+def _where(comparison: Comparison, fabric: int) -> list[str]:
     """Says with how many ranks each scheme pays."""
-    name, lines = found.fabrics[fabric].name, []
-    for scheme in found.schemes:
+    name, lines = comparison.fabrics[fabric].name, []
+    for scheme in comparison.schemes:
         if scheme == BASELINE:
             continue
-        sizes = found.paying_sizes(scheme, fabric)
+        sizes = comparison.paying_sizes(scheme, fabric)
         if not sizes:
             lines.append(
                 f"{scheme}: on {name} bf16 is as fast, or faster, with any number of ranks"
             )
         else:
-            lines.append(f"{scheme}: pays on {name} with {_ranges(sizes, found.sizes)} ranks")
+            lines.append(f"{scheme}: pays on {name} with {_ranges(sizes, comparison.sizes)} ranks")
     return lines
 
 
@@ -226,5 +226,5 @@ def _ranges(sizes: Sequence[int], of: Sequence[int]) -> str:
             parts[-1].append(size)
         else:
             parts.append([size])
-    words = [f"{one[0]:,} to {one[-1]:,}" if len(one) > 1 else f"{one[0]:,}" for one in parts]
+    words = [f"{part[0]:,} to {part[-1]:,}" if len(part) > 1 else f"{part[0]:,}" for part in parts]
     return " and ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)

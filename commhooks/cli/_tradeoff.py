@@ -341,8 +341,8 @@ class _Random:
         # A common part, as gradients of one model have. Without it, the error of a mean of four
         # ranks would be relative to a mean that is mostly noise.
         common = self._draw(generator, layout.numel)
-        own = [self._draw(generator, layout.numel) for _ in range(WORLD_SIZE)]
-        return layout, [(common + one) / 2**0.5 for one in own]
+        differences = [self._draw(generator, layout.numel) for _ in range(WORLD_SIZE)]
+        return layout, [(common + difference) / 2**0.5 for difference in differences]
 
 
 def _normal(generator: torch.Generator, n: int) -> Tensor:

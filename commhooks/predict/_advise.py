@@ -78,7 +78,7 @@ def made_candidates(candidates: Iterable[str] | Mapping[str, Scheme]) -> dict[st
         )
     if isinstance(candidates, Mapping):
         given = dict(candidates)
-    elif isinstance(candidates, Iterable) and all(isinstance(one, str) for one in candidates):
+    elif isinstance(candidates, Iterable) and all(isinstance(name, str) for name in candidates):
         given = {name: make(name) for name in candidates}
     else:
         raise OptionError(
@@ -115,13 +115,15 @@ def error_of(scheme: Scheme, gradients: Mapping[str, Tensor] | None = None) -> f
         gradients = {"w": torch.randn(512, 512, generator=generator)}
     taken: dict[str, Tensor] = {}
     total = 0
-    for name, gradient in sorted(gradients.items(), key=lambda one: -one[1].numel()):
+    for name, gradient in sorted(
+        gradients.items(), key=lambda name_and_gradient: -name_and_gradient[1].numel()
+    ):
         if not taken or total + gradient.numel() <= _SAMPLE:
             taken[name] = gradient
             total += gradient.numel()
-    flat = torch.cat([one.detach().reshape(-1).float().cpu() for one in taken.values()])
+    flat = torch.cat([gradient.detach().reshape(-1).float().cpu() for gradient in taken.values()])
     ranks = Simulation(
-        scheme, {name: tuple(one.shape) for name, one in taken.items()}, world_size=2
+        scheme, {name: tuple(gradient.shape) for name, gradient in taken.items()}, world_size=2
     )
     for engine in ranks.engines:
         engine.step = 10**9  # after warm-ups and dense starts

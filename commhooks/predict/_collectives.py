@@ -107,10 +107,10 @@ def shared_seconds(
     """
     if not fabric.overlap:
         return np.zeros(np.shape(nbytes))
-    own = _without_overlap(fabric)
+    unshared = _without_overlap(fabric)
     whole, busy = (
-        collective_seconds(collective, nbytes, ranks=ranks, fabric=one, part=part)
-        for one in (fabric, own)
+        collective_seconds(collective, nbytes, ranks=ranks, fabric=links, part=part)
+        for links in (fabric, unshared)
     )
     return whole - busy
 

@@ -115,8 +115,8 @@ def _module_of(device: torch.device) -> tuple[Any, str]:
 def _works(device: torch.device, *, width: int, entries: int) -> tuple[_Work, _Work]:
     """Returns an operation of a step and one of a scheme, whose tensors exceed most caches."""
     a, b, product = torch.ones(3, width, width, dtype=torch.float32, device=device)
-    x, y, total = torch.ones(3, entries, dtype=torch.float32, device=device)
-    return (lambda: torch.mm(a, b, out=product)), (lambda: torch.add(x, y, out=total))
+    left, right, total = torch.ones(3, entries, dtype=torch.float32, device=device)
+    return (lambda: torch.mm(a, b, out=product)), (lambda: torch.add(left, right, out=total))
 
 
 def _share_on_cpu(step: _Work, side: _Work) -> float:
@@ -174,8 +174,8 @@ def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device
         begin, end = (module.Event(enable_timing=True) for _ in range(2))
         module.synchronize(device)
         begin.record(stream)
-        for one in enqueue:
-            one()
+        for work in enqueue:
+            work()
         end.record(stream)
         module.synchronize(device)
         return float(begin.elapsed_time(end)) / 1e3
@@ -417,8 +417,8 @@ class ThisDevice(Device):
         # A bucket of vectors alone may have another number of parts: the last rate is of them all.
         known = rates[:-1] if len(work) == len(rates) - 1 else [rates[-1]] * len(work)
         return tuple(
-            rate.call_s * one.calls + rate.byte_s * one.nbytes
-            for rate, one in zip(known, work, strict=True)
+            rate.call_s * part.calls + rate.byte_s * part.nbytes
+            for rate, part in zip(known, work, strict=True)
         )
 
 
@@ -441,7 +441,8 @@ def _rates(device: torch.device, scheme: Scheme, ranks: int) -> list[_Rate]:
         _rate(*pair) for pair in zip(zip(*work, strict=True), zip(*times, strict=True), strict=True)
     ]
     sums = [
-        Work(sum(one.nbytes for one in parts), sum(one.calls for one in parts)) for parts in work
+        Work(sum(part.nbytes for part in parts), sum(part.calls for part in parts))
+        for parts in work
     ]
     return [*parts, _rate((sums[0], sums[1]), (sum(times[0]), sum(times[1])))]
 
@@ -464,8 +465,8 @@ def _rate(work: tuple[Work, ...], seconds: tuple[float, ...]) -> _Rate:
 
 _SHARE = "0.8 of the memory bandwidth and 0.4 of the dense bf16 rate of the data sheet"
 DEVICES: dict[str, Device] = {
-    one.name: one
-    for one in (
+    device.name: device
+    for device in (
         Device("cpu", 20e9, 10e-6, 50e9, source="one core of a server, rounded"),
         Device("v100", 0.8 * 0.9e12, 4e-6, 0.35 * 125e12, source=_SHARE),
         Device("a100", 0.8 * 2.0e12, 4e-6, 0.4 * 312e12, source=_SHARE),

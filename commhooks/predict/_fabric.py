@@ -40,7 +40,7 @@ class Link:
     def __post_init__(self) -> None:
         check_settings(self)
         times = (self.latency, self.chunk_s)
-        if not (all(0 <= one <= MOST_SECONDS for one in times) and self.bandwidth >= 1):
+        if not (all(0 <= seconds <= MOST_SECONDS for seconds in times) and self.bandwidth >= 1):
             raise ValueError(
                 f"Link(latency, bandwidth, chunk_s): seconds from 0 to {MOST_SECONDS:.0g}, a byte "
                 f"per second or more, seconds, got {self}"
@@ -374,7 +374,7 @@ _CLUSTERS = (
         ranks_per_node=72,
     ),
 )
-PRESETS: dict[str, Fabric] = {one.name: one for one in (*_LINES, *_BOXES, *_CLUSTERS)}
+PRESETS: dict[str, Fabric] = {fabric.name: fabric for fabric in (*_LINES, *_BOXES, *_CLUSTERS)}
 
 
 def fabric(name: str | Path | Fabric) -> Fabric:

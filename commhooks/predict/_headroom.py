@@ -81,7 +81,7 @@ def gap_of(durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: 
     gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
     # Turns that differ by the same each time say little if there are two of them: not below what
     # the steps by themselves leave open.
-    parts = [_error([s for turn in durations for s in turn[one]]) for one in (kind, base)]
+    parts = [_error([s for turn in durations for s in turn[variant]]) for variant in (kind, base)]
     return Gap(statistics.median(gaps), 2 * max(_error(gaps), math.hypot(*parts)))
 
 
@@ -280,13 +280,13 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
 # ---- words
 
 
-def _measured(one: Headroom) -> list[str]:
-    facts = one.facts
+def _measured(headroom: Headroom) -> list[str]:
+    facts = headroom.facts
     kinds = (
-        ("dense", one.dense),
-        ("bf16", one.bf16),
-        ("1 value a bucket", one.one),
-        ("none (no-op)", one.noop),
+        ("dense", headroom.dense),
+        ("bf16", headroom.bf16),
+        ("1 value a bucket", headroom.one),
+        ("none (no-op)", headroom.noop),
     )
     return [
         f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
@@ -302,45 +302,46 @@ def _measured(one: Headroom) -> list[str]:
     ]
 
 
-def _answer(one: Headroom) -> list[str]:
+def _answer(headroom: Headroom) -> list[str]:
     lines = [
-        f"Exposed communication:               {_shown(one.exposed, one.dense)}",
-        f"The most that compression can save:  {_shown(one.beside_dense, one.dense)}",
-        f"The same beside bf16:                {_shown(one.beside_bf16, one.bf16)}",
+        f"Exposed communication:               {_shown(headroom.exposed, headroom.dense)}",
+        f"The most that compression can save:  {_shown(headroom.beside_dense, headroom.dense)}",
+        f"The same beside bf16:                {_shown(headroom.beside_bf16, headroom.bf16)}",
         "",
     ]
-    return [*lines, *_WORDS[one.verdict](one)]
+    return [*lines, *_WORDS[headroom.verdict](headroom)]
 
 
-def _hidden(one: Headroom) -> list[str]:
+def _hidden(headroom: Headroom) -> list[str]:
     return [
         "Do not compress. Backward hides the communication: no compression can save more",
-        f"than {_at_most(one.beside_dense, one.dense)}, and it computes for that.",
+        f"than {_at_most(headroom.beside_dense, headroom.dense)}, and it computes for that.",
     ]
 
 
-def _latency(one: Headroom) -> list[str]:
+def _latency(headroom: Headroom) -> list[str]:
     return [
-        f"Do not compress: it can save no more than {_at_most(one.beside_dense, one.dense)}.",
+        "Do not compress: it can save no more than "
+        f"{_at_most(headroom.beside_dense, headroom.dense)}.",
         "What else is exposed is latency, or waiting for other ranks, which one value per",
         "bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches and gradient",
         "accumulation help against it.",
     ]
 
 
-def _bf16(one: Headroom) -> list[str]:
+def _bf16(headroom: Headroom) -> list[str]:
     return [
         "Use bf16, and do not compress more: no compression can save more beside it than",
-        f"{_at_most(one.beside_bf16, one.bf16)}.",
+        f"{_at_most(headroom.beside_bf16, headroom.bf16)}.",
         '    commhooks.register(ddp_model, "bf16")',
     ]
 
 
-def _unclear(one: Headroom) -> list[str]:
-    if one.beside_dense.is_large(one.dense):
-        saves, stay = f"{_shown(one.beside_bf16, one.bf16)}, beside bf16", _name(one)
+def _unclear(headroom: Headroom) -> list[str]:
+    if headroom.beside_dense.is_large(headroom.dense):
+        saves, stay = f"{_shown(headroom.beside_bf16, headroom.bf16)}, beside bf16", _name(headroom)
     else:
-        saves, stay = _shown(one.beside_dense, one.dense), "dense"
+        saves, stay = _shown(headroom.beside_dense, headroom.dense), "dense"
     return [
         "No answer: the times of the steps differ by more than what is to be measured. What",
         f"compression can save was {saves}.",
@@ -348,23 +349,23 @@ def _unclear(one: Headroom) -> list[str]:
     ]
 
 
-def _compress(one: Headroom) -> list[str]:
-    name = _name(one)
-    cost = 0.05 * one.noop.median_s
-    dense, bf16 = one.break_even(cost), one.break_even(cost, over="bf16")
+def _compress(headroom: Headroom) -> list[str]:
+    name = _name(headroom)
+    cost = 0.05 * headroom.noop.median_s
+    dense, bf16 = headroom.break_even(cost), headroom.break_even(cost, over="bf16")
     return [
-        f"Compression may pay. A ratio of {one.ratio_to_hide():.2g} saves nine tenths of what can "
-        f"be saved.",
+        f"Compression may pay. A ratio of {headroom.ratio_to_hide():.2g} saves nine tenths of what "
+        f"can be saved.",
         f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even",
         f"with dense {_from(dense)}, with bf16 {_from(bf16)}.",
         "",
         f"ratio    step [ms]    to beat {name}, computations may add [ms]",
         *(
-            f"{ratio:5d}    {1e3 * one.step_s(ratio):9.2f}    {_spare(one, ratio):>10}"
+            f"{ratio:5d}    {1e3 * headroom.step_s(ratio):9.2f}    {_spare(headroom, ratio):>10}"
             for ratio in _RATIOS
         ),
         "(predicted from when the dense steps' buckets begin and how long they travel;",
-        f"bf16, a ratio of 2, was measured with its casts: {_ms(one.bf16.median_s)})",
+        f"bf16, a ratio of 2, was measured with its casts: {_ms(headroom.bf16.median_s)})",
     ]
 
 
@@ -377,12 +378,12 @@ _WORDS: dict[Verdict, Callable[[Headroom], list[str]]] = {
 }
 
 
-def _name(one: Headroom) -> str:
-    return "dense" if one.best is one.dense else "bf16"
+def _name(headroom: Headroom) -> str:
+    return "dense" if headroom.best is headroom.dense else "bf16"
 
 
-def _spare(one: Headroom, ratio: float) -> str:
-    spare = one.best.median_s - one.step_s(ratio)
+def _spare(headroom: Headroom, ratio: float) -> str:
+    spare = headroom.best.median_s - headroom.step_s(ratio)
     return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
 
 

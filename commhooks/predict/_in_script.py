@@ -47,9 +47,9 @@ class _Script:
             self.rank = torch.distributed.get_rank()
         # On a machine that the command does not run on, there is no such folder.
         if int(os.environ.get("LOCAL_RANK", self.rank)) == 0 and self.status.parent.is_dir():
-            told = json.loads(self.status.read_text()) if self.status.exists() else {}
+            written = json.loads(self.status.read_text()) if self.status.exists() else {}
             whole = self.status.with_suffix(".new")  # no reader finds half of it
-            whole.write_text(json.dumps(told | facts))
+            whole.write_text(json.dumps(written | facts))
             whole.replace(self.status)
 
     def before_forward(self, ddp: DistributedDataParallel, inputs: Any) -> None:
@@ -108,16 +108,16 @@ class _Script:
         if not turns.turns:
             self.tell(too_slow=turns.step)
             self.end()
-        found = Headroom.of(*turns.results())
+        headroom = Headroom.of(*turns.results())
         if torch.distributed.get_rank() == 0:
-            print(f"\n{found}\n", flush=True)
+            print(f"\n{headroom}\n", flush=True)
             if self.models > 1:
                 print(
                     f"The script has {self.models} DistributedDataParallel models: the first that "
                     f"trained was\nmeasured, the others exchanged densely all the time.\n"
                 )
             if self.out is not None:
-                found.save(self.out)
+                headroom.save(self.out)
         self.tell(done=turns.step)
         self.end(done=True)
 

@@ -63,7 +63,9 @@ class Size(NamedTuple):
     @property
     def cost(self) -> float:
         """Returns the seconds of a round."""
-        return sum(one * often for one, often in zip(self.seconds, self.bursts, strict=True))
+        return sum(
+            seconds * burst for seconds, burst in zip(self.seconds, self.bursts, strict=True)
+        )
 
 
 def _rows(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -106,9 +108,9 @@ def measured_overlap(
     pairs: list[tuple[float, float]] = []
     took = 0.0
     while len(pairs) < _AT_LEAST or (len(pairs) < _AT_MOST and took < _BUDGET * budget_s):
-        one, two = highest([_seconds(group, count, burst) for count in (1, 2)])
-        pairs.append((one, two))
-        took += burst * (one + two)
+        alone, both = highest([_seconds(group, count, burst) for count in (1, 2)])
+        pairs.append((alone, both))
+        took += burst * (alone + both)
     return shared(pairs)
 
 
@@ -118,7 +120,7 @@ def shared(pairs: Sequence[tuple[float, float]]) -> float:
     Args:
         pairs: seconds of one message, and of two at once.
     """
-    return min(max(2 - statistics.median(two / one for one, two in pairs), 0.0), 1.0)
+    return min(max(2 - statistics.median(both / alone for alone, both in pairs), 0.0), 1.0)
 
 
 def _seconds(group: Any, count: int, burst: int) -> float:
@@ -197,7 +199,9 @@ def fitted(
         here = _nearest(layout, times, "inside", inside)
         return replace(inside(here), source=COPIED)
     if layout.per_node == 1:
-        link = _nearest(layout, times, "between", lambda one: replace(empty, between=one))
+        link = _nearest(
+            layout, times, "between", lambda candidate: replace(empty, between=candidate)
+        )
         return replace(empty, between=link)
     here = _nearest(layout, times, "inside", inside)
 
@@ -232,10 +236,10 @@ def _nearest(
     """Returns the link of a part; of several that fit equally, the slowest."""
     groups = []
     for collective in COLLECTIVES:
-        some = [one for one in times if (one.part, one.collective) == (part, collective)]
+        some = [time for time in times if (time.part, time.collective) == (part, collective)]
         if some:
-            seconds = np.array([one.seconds for one in some])
-            groups.append((collective, [one.nbytes for one in some], np.log(seconds)))
+            seconds = np.array([time.seconds for time in some])
+            groups.append((collective, [time.nbytes for time in some], np.log(seconds)))
 
     def distance(latency: float, bandwidth: float) -> float:
         fabric = fabric_of(Link(10.0**latency, 10.0**bandwidth))
@@ -249,11 +253,15 @@ def _nearest(
     latencies, bandwidths = np.linspace(*_LATENCY, _POINTS), np.linspace(*_BANDWIDTH, _POINTS)
     best = math.inf, 0.0, 0.0
     for _ in range(_ZOOMS):
-        best = min((distance(x, y), y, x) for x in latencies for y in bandwidths)
-        _, y, x = best
-        dx, dy = latencies[1] - latencies[0], bandwidths[1] - bandwidths[0]
-        latencies = np.linspace(x - dx, x + dx, 7)
-        bandwidths = np.linspace(y - dy, y + dy, 7)
+        best = min(
+            (distance(latency, bandwidth), bandwidth, latency)
+            for latency in latencies
+            for bandwidth in bandwidths
+        )
+        _, bandwidth, latency = best
+        step, factor = latencies[1] - latencies[0], bandwidths[1] - bandwidths[0]
+        latencies = np.linspace(latency - step, latency + step, 7)
+        bandwidths = np.linspace(bandwidth - factor, bandwidth + factor, 7)
     return Link(10.0 ** float(best[2]), 10.0 ** float(best[1]))
 
 
@@ -300,12 +308,12 @@ class LinkReport:
             "per_node": self.layout.per_node,
             "device": self.device,
         }
-        return {**about, "rounds": self.rounds, "times": [one._asdict() for one in self.times]}
+        return {**about, "rounds": self.rounds, "times": [time._asdict() for time in self.times]}
 
     @property
     def misfit(self) -> float:
         """Returns by what factor the fit misses the measurements, in the median: 1 is perfect."""
-        pairs = [(modelled(self.layout, one, self.fabric), one.seconds) for one in self.times]
+        pairs = [(modelled(self.layout, time, self.fabric), time.seconds) for time in self.times]
         return statistics.median(max(pair) / min(pair) for pair in pairs)
 
 
@@ -411,10 +419,12 @@ class _Measurement:
         while len(rounds) < _ROUNDS_AT_LEAST or (
             len(rounds) < _ROUNDS_AT_MOST and took * (1 + 1 / len(rounds)) < self._budget
         ):
-            mine = [self._seconds(cell, burst) for cell, burst in zip(cells, bursts, strict=True)]
-            *agreed, took = self._highest([*mine, time.perf_counter() - self._begin])
+            local_seconds = [
+                self._seconds(cell, burst) for cell, burst in zip(cells, bursts, strict=True)
+            ]
+            *agreed, took = self._highest([*local_seconds, time.perf_counter() - self._begin])
             rounds.append(agreed)
-        times = [_time(self._parts[cell.part].part, cell, [one[index] for one in rounds])
+        times = [_time(self._parts[cell.part].part, cell, [seconds[index] for seconds in rounds])
                  for index, cell in enumerate(cells)]  # fmt: skip
         if self._device.type == "cpu":
             overlap = measured_overlap(everyone, self._highest, self._budget)
@@ -422,7 +432,7 @@ class _Measurement:
         else:
             fit = fitted(self._layout, times, "nccl")
         # Rank 0's numbers: two processors may round differently.
-        links = [one and [one.latency, one.bandwidth] for one in (fit.between, fit.inside)]
+        links = [link and [link.latency, link.bandwidth] for link in (fit.between, fit.inside)]
         if self._rank == 0:
             self._notes.leave("fit", json.dumps(links))
         between, inside = json.loads(self._notes.read("fit"))
@@ -434,9 +444,9 @@ class _Measurement:
         )
         seconds = time.perf_counter() - self._begin
         AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # nobody leaves before all have it
-        for own in self._parts:
-            if own.group is not None:
-                own.group.shutdown()
+        for part in self._parts:
+            if part.group is not None:
+                part.group.shutdown()
         return LinkReport(fit, self._layout, tuple(times), self._device.type, len(rounds), seconds)
 
     # ---- ranks
@@ -444,8 +454,8 @@ class _Measurement:
     def _nodes(self, global_rank: int) -> list[str]:
         """Returns the node of each rank, by the number of ranks per node that torchrun tells."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
-        mine = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
-        self._notes.leave(f"node of {self._rank}", mine)
+        node = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
+        self._notes.leave(f"node of {self._rank}", node)
         return [self._notes.read(f"node of {rank}") for rank in range(self._size)]
 
     def _make_parts(self) -> list[_Own]:
@@ -488,27 +498,27 @@ class _Measurement:
         Returns what is to be measured, and how often in a row. The times do not count: the first
         message of a kind opens connections and takes memory.
         """
-        found: dict[int, Size] = {}
+        by_nbytes: dict[int, Size] = {}
         rounds = _ROUNDS_AT_LEAST + 1
         # Every second size first: up to 16 times as long as the one before, here and in each round.
         for nbytes in _SIZES[::2]:
-            size = found[nbytes] = self._measured(nbytes)
+            size = by_nbytes[nbytes] = self._measured(nbytes)
             seconds = sum(size.seconds)
-            cost = sum(one.cost for one in found.values()) + 16 * seconds
+            cost = sum(measured.cost for measured in by_nbytes.values()) + 16 * seconds
             fits = size.took + 16 * seconds + rounds * cost <= self._budget
             # Sizes at which only the latency shows would leave the bandwidth open.
-            shows = seconds >= _SHOWS * sum(found[_SIZES[0]].seconds)
+            shows = seconds >= _SHOWS * sum(by_nbytes[_SIZES[0]].seconds)
             if not fits and (shows or size.took > _PATIENCE * self._budget):
                 break
         for before, nbytes in zip(_SIZES[::2], _SIZES[1::2], strict=False):
-            known = list(found.values())
-            if before not in found:
+            known = list(by_nbytes.values())
+            if before not in by_nbytes:
                 break
-            cost = sum(one.cost for one in known) + 4 * found[before].cost
-            if known[-1].took + 4 * found[before].cost + rounds * cost > self._budget:
+            cost = sum(measured.cost for measured in known) + 4 * by_nbytes[before].cost
+            if known[-1].took + 4 * by_nbytes[before].cost + rounds * cost > self._budget:
                 break
-            found[nbytes] = self._measured(nbytes)
-        sizes = [found[nbytes] for nbytes in sorted(found)]
+            by_nbytes[nbytes] = self._measured(nbytes)
+        sizes = [by_nbytes[nbytes] for nbytes in sorted(by_nbytes)]
         cells = [cell for size in sizes for cell in size.cells]
         return cells, [often for size in sizes for often in size.bursts]
 
@@ -516,28 +526,30 @@ class _Measurement:
         """Measures all collectives of a size once."""
         cells = [
             Cell(part, collective, nbytes)
-            for part, own in enumerate(self._parts)
+            for part, group_part in enumerate(self._parts)
             for collective in COLLECTIVES
-            if collective != "all_gather" or nbytes * own.size <= _LARGEST_RESULT
+            if collective != "all_gather" or nbytes * group_part.size <= _LARGEST_RESULT
         ]
         *seconds, took = self._highest(
             [*(self._seconds(cell, 1) for cell in cells), time.perf_counter() - self._begin]
         )
-        bursts = [max(1, min(_BURST, round(_BURST_S / max(one, 1e-9)))) for one in seconds]
+        bursts = [
+            max(1, min(_BURST, round(_BURST_S / max(duration, 1e-9)))) for duration in seconds
+        ]
         return Size(cells, bursts, seconds, took)
 
     def _seconds(self, cell: Cell, burst: int) -> float:
         """Returns the seconds of one collective; 0 on a rank that does not take part."""
-        own = self._parts[cell.part]
-        if own.group is None:
+        part = self._parts[cell.part]
+        if part.group is None:
             return 0.0
         make = REQUESTS[cell.collective]
-        requests = [make(self._zeros(cell.nbytes), own.size) for _ in range(burst)]
-        AllReduce(self._zeros(4), "sum").issue(own.group).wait()  # all begin at the same time
+        requests = [make(self._zeros(cell.nbytes), part.size) for _ in range(burst)]
+        AllReduce(self._zeros(4), "sum").issue(part.group).wait()  # all begin at the same time
         self._settle()
         begin = time.perf_counter()
         for request in requests:
-            request.issue(own.group).wait()
+            request.issue(part.group).wait()
         self._settle()
         return (time.perf_counter() - begin) / burst
 
@@ -547,12 +559,12 @@ class _Measurement:
             return 0.0
         nbytes = min(max(cell.nbytes for cell in cells), 2**22)
         request = AllReduce(self._zeros(nbytes), "sum")
-        found = []
+        per_byte = []
         for _ in range(3):
             begin = time.process_time()
             request.issue(self._parts[-1].group).wait()
-            found.append((time.process_time() - begin) / request.wire_nbytes(self._size))
-        return self._highest([statistics.median(found)])[0]
+            per_byte.append((time.process_time() - begin) / request.wire_nbytes(self._size))
+        return self._highest([statistics.median(per_byte)])[0]
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes // 4, device=self._device)

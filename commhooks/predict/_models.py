@@ -359,14 +359,14 @@ def counted(module: nn.Module, *inputs: Any, name: str = "") -> Model:
         >>> counted(nn.Linear(1000, 10), torch.empty(64, 1000)).flops
         20000.0
     """
-    batch = next((len(one) for one in inputs if isinstance(one, Tensor) and one.ndim), 1)
+    batch = next((len(value) for value in inputs if isinstance(value, Tensor) and value.ndim), 1)
     shown = name or type(module).__name__
     with torch.device("meta"):
         empty = _on_meta(module)
     order = _Order(empty)
     try:
         with torch.no_grad(), order:
-            empty(*(tree_map(_moved, one) for one in inputs))
+            empty(*(tree_map(_moved, value) for value in inputs))
     except (NotImplementedError, RuntimeError) as error:
         raise PredictionError(
             f"counted({shown}): its forward pass does not run on tensors without data; record "
@@ -374,7 +374,11 @@ def counted(module: nn.Module, *inputs: Any, name: str = "") -> Model:
         ) from error
     finally:
         order.close()
-    shapes = {key: tuple(one.shape) for key, one in empty.named_parameters() if one.requires_grad}
+    shapes = {
+        key: tuple(parameter.shape)
+        for key, parameter in empty.named_parameters()
+        if parameter.requires_grad
+    }
     used = [key for key in order.flops if key in shapes]
     unused = [key for key in shapes if key not in order.flops]
     layers = [Layer(key, shapes[key], order.flops.get(key, 0) / batch) for key in (*unused, *used)]
@@ -384,11 +388,11 @@ def counted(module: nn.Module, *inputs: Any, name: str = "") -> Model:
 def _on_meta(module: nn.Module) -> nn.Module:
     """Returns a copy of a module without data, and without a copy of the data on the way."""
     memo: dict[int, Any] = {}
-    for one in (*module.parameters(), *module.buffers()):
-        empty: Tensor = torch.empty_like(one, device="meta")
-        if isinstance(one, nn.Parameter):
-            empty = nn.Parameter(empty, requires_grad=one.requires_grad)
-        memo[id(one)] = empty
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty: Tensor = torch.empty_like(tensor, device="meta")
+        if isinstance(tensor, nn.Parameter):
+            empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+        memo[id(tensor)] = empty
     return copy.deepcopy(module, memo)
 
 
@@ -402,12 +406,12 @@ class _Order:
     def __init__(self, module: nn.Module) -> None:
         self.flops: dict[str, float] = {}
         self._counter = FlopCounterMode(display=False)
-        self._names = {id(one): key for key, one in module.named_parameters()}
+        self._names = {id(parameter): key for key, parameter in module.named_parameters()}
         self._latest, self._before = "", 0.0
         self._handles = [
-            one.register_forward_pre_hook(self._begins)
-            for one in module.modules()
-            if any(True for _ in one.parameters(recurse=False))
+            submodule.register_forward_pre_hook(self._begins)
+            for submodule in module.modules()
+            if any(True for _ in submodule.parameters(recurse=False))
         ]
 
     def __enter__(self) -> None:
@@ -423,7 +427,7 @@ class _Order:
 
     def _begins(self, module: nn.Module, inputs: Any) -> None:
         self._settle()
-        names = [self._names[id(one)] for one in module.parameters(recurse=False)]
+        names = [self._names[id(parameter)] for parameter in module.parameters(recurse=False)]
         # A weight that is tied to an earlier layer waits for that one, too: what uses it again
         # counts with the parameter before.
         new = [name for name in names if name not in self.flops]

@@ -164,11 +164,17 @@ class _Counter(TorchDispatchMode):
         if func.is_view or func.overloadpacket in _FREE:
             return result
         returned = result if isinstance(result, tuple | list) else (result,)
-        seen = {id(one): one for one in (*_tensors(args), *_tensors(returned)) if one.is_meta}
+        seen = {
+            id(tensor): tensor
+            for tensor in (*_tensors(args), *_tensors(returned))
+            if tensor.is_meta
+        }
         if seen:
             self._calls += 1
             if func.name() != "commhooks::restore":  # after a good step it reads a flag
-                self._nbytes += sum(one.numel() * one.element_size() for one in seen.values())
+                self._nbytes += sum(
+                    tensor.numel() * tensor.element_size() for tensor in seen.values()
+                )
         return result
 
 
@@ -179,13 +185,13 @@ _FREE |= {_ATEN.new_empty_strided, _ATEN.alias, UNSAFE_VIEW, torch.ops.prim.devi
 
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += _tensors(value)
-    return found
+            tensors += _tensors(value)
+    return tensors
 
 
 def _run(engine: Engine, layout: Layout, counter: _Counter | None) -> list[Message]:

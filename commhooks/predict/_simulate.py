@@ -108,14 +108,14 @@ class Comparison:
     @property
     def speedup_by_bandwidth(self) -> NDArray[np.float64]:
         """Returns the same by scheme, number of ranks, fabric and bandwidth of ``BANDWIDTHS``."""
-        found = self._over_baseline(self.by_bandwidth)
+        speedup = self._over_baseline(self.by_bandwidth)
         shape = (len(self.schemes), len(self.ranks), len(self.fabrics), len(BANDWIDTHS))
-        return found.reshape(shape)
+        return speedup.reshape(shape)
 
     def _over_baseline(self, steps: Steps) -> NDArray[np.float64]:
         baseline = list(self.schemes).index(BASELINE)
-        found: NDArray[np.float64] = steps.step_s[baseline] / steps.step_s
-        return found
+        speedup: NDArray[np.float64] = steps.step_s[baseline] / steps.step_s
+        return speedup
 
     def rows(self) -> Iterator[Row]:
         """Yields the predictions by fabric, number of ranks and scheme."""
@@ -208,8 +208,8 @@ def compare(
     compared = {BASELINE: make(BASELINE)} | dict(schemes)
     made = list(compared.values())
     scaled = [
-        replace(one, between=replace(one.between, bandwidth=float(bandwidth)))
-        for one in fabrics
+        replace(fabric, between=replace(fabric.between, bandwidth=float(bandwidth)))
+        for fabric in fabrics
         for bandwidth in BANDWIDTHS
     ]
 
@@ -221,7 +221,7 @@ def compare(
         )
 
     # Links on which a byte between nodes takes a second, and nothing else takes any time.
-    counting = [_counting(one) for one in fabrics]
+    counting = [_counting(fabric) for fabric in fabrics]
     return Comparison(
         workload,
         compared,
@@ -306,11 +306,11 @@ def draw(comparison: Comparison, path: Path) -> None:
         left.minorticks_off()
         gbit = 8 * BANDWIDTHS / 1e9
         _lines(comparison, right, gbit, over_bandwidth[:, middle, f])
-        own = 8 * fabric.between.bandwidth / 1e9
+        gigabits = 8 * fabric.between.bandwidth / 1e9
         right.set_ylabel(_SPEED_UP)
-        right.axvline(own, color=_GREY, linewidth=0.8, linestyle=":")
+        right.axvline(gigabits, color=_GREY, linewidth=0.8, linestyle=":")
         right.annotate(
-            f"{fabric.name}", (own, 0.99), xycoords=("data", "axes fraction"),
+            f"{fabric.name}", (gigabits, 0.99), xycoords=("data", "axes fraction"),
             xytext=(3, 0), textcoords="offset points", va="top", fontsize=8, color=_GREY,
         )  # fmt: skip
         count = comparison.ranks[middle]
@@ -324,19 +324,19 @@ def draw(comparison: Comparison, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _lines(comparison: Comparison, panel: Any, x: Any, speedup: Any) -> None:
+def _lines(comparison: Comparison, panel: Any, bandwidths: Any, speedup: Any) -> None:
     styles = cycle(product(_LINES, _COLOURS))
     for scheme, y in zip(comparison.schemes, speedup, strict=True):
         if scheme == BASELINE:
             panel.axhline(1.0, color=_GREY, linewidth=1.2, label=scheme)
             continue
         line, colour = next(styles)
-        panel.plot(x, y, linestyle=line, color=colour, linewidth=1.8, label=scheme)
+        panel.plot(bandwidths, y, linestyle=line, color=colour, linewidth=1.8, label=scheme)
     panel.set_yscale("log")
     # Factors of a loss and a gain look alike on this scale; powers of ten would label one line.
     least, most = min(1.0, float(np.nanmin(speedup))), max(1.0, float(np.nanmax(speedup)))
-    ticks = [one for one in _TICKS if 0.7 * least <= one <= 1.4 * most]
-    panel.set_yticks(ticks, [f"{one:,g}" for one in ticks])
+    ticks = [tick for tick in _TICKS if 0.7 * least <= tick <= 1.4 * most]
+    panel.set_yticks(ticks, [f"{tick:,g}" for tick in ticks])
     panel.minorticks_off()
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(color="#dddddd", linewidth=0.6)

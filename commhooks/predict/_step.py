@@ -115,7 +115,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
     due = parts.ready.reshape(buckets, count).copy()  # when a bucket's next part may begin
     rounds = parts.rounds.reshape(buckets, count)
     arrays = parts.codec, parts.overlap, parts.wire, parts.shared, parts.limited, parts.core
-    codec, overlap, wire, shared, limited, core = (one.reshape(-1, count) for one in arrays)
+    codec, overlap, wire, shared, limited, core = (values.reshape(-1, count) for values in arrays)
     places = np.zeros((width, AT_ONCE, count))  # when each place of a lane is free again
     part = np.zeros((buckets, count), dtype=np.int64)
     case = np.arange(count)
@@ -326,10 +326,10 @@ def predict_steps(
         ]
         for scheme in schemes
     ]
-    plain = [one for by_ranks in exchanges for many in by_ranks for one in many]
+    plain = [exchange for by_ranks in exchanges for many in by_ranks for exchange in many]
     parts = Parts.empty(
         buckets=max((len(by_ranks[0]) for by_ranks in exchanges if by_ranks), default=0),
-        rounds=max((len(one.messages) for one in plain), default=0),
+        rounds=max((len(exchange.messages) for exchange in plain), default=0),
         cases=(len(schemes), len(ranks), len(fabrics)),
     )
     for s, scheme in enumerate(schemes):
@@ -351,9 +351,9 @@ def predict_steps(
         step_s=ends + workload.optimizer_s + workload.behind_s * communicating,
         wire_s=parts.wire.sum(axis=(0, 1)),
         codec_s=(parts.codec + parts.overlap).sum(axis=(0, 1)),
-        payload_nbytes=_summed(exchanges, lambda one: one.nbytes).astype(np.int64),
-        wire_nbytes=_summed(exchanges, lambda one: one.wire_nbytes),
-        rounds=_summed(exchanges, lambda one: 1).astype(np.int64),
+        payload_nbytes=_summed(exchanges, lambda message: message.nbytes).astype(np.int64),
+        wire_nbytes=_summed(exchanges, lambda message: message.wire_nbytes),
+        rounds=_summed(exchanges, lambda message: 1).astype(np.int64),
     )
 
 
@@ -390,7 +390,10 @@ def _summed(exchanges: _Exchanges, value: Callable[[Message], float]) -> Times:
     """Returns the sum of a value over all messages, by scheme and number of ranks."""
     return np.array(
         [
-            [sum(value(message) for one in many for message in one.messages) for many in by_ranks]
+            [
+                sum(value(message) for exchange in many for message in exchange.messages)
+                for many in by_ranks
+            ]
             for by_ranks in exchanges
         ]
     )
@@ -405,12 +408,12 @@ def _fill_wire(
         places = [
             (b, m, s, message)
             for s, by_ranks in enumerate(exchanges)
-            for b, one in enumerate(by_ranks[r])
-            for m, message in enumerate(one.messages)
+            for b, exchange in enumerate(by_ranks[r])
+            for m, message in enumerate(exchange.messages)
         ]
         if not places:
             continue
-        *at, messages = (list(one) for one in zip(*places, strict=True))
+        *at, messages = (list(column) for column in zip(*places, strict=True))
         index = (at[0], at[1], at[2], r)
         parts.wire[index], parts.shared[index] = message_seconds(messages, count, fabrics)
         limited = [message.collective == "all_reduce" for message in messages]

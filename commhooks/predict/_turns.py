@@ -172,14 +172,16 @@ class Turns:
             raise RegistrationError("headroom: no turn has ended, so there is nothing to compare")
         if self._cuda:
             torch.cuda.synchronize()
-        mine = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
+        local_seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
         rank, size = self._hook.rank, self._hook.world_size
         travel, dense_nbytes = _travel(self._hook)
-        self._notes.leave(f"times of {rank}", json.dumps([mine, travel]))
+        self._notes.leave(f"times of {rank}", json.dumps([local_seconds, travel]))
         if rank == 0:
-            everyone = [json.loads(self._notes.read(f"times of {one}")) for one in range(size)]
-            slowest = [max(step) for step in zip(*(one[0] for one in everyone), strict=True)]
-            travels = [[Travel(*one) for one in theirs] for _, theirs in everyone]
+            everyone = [json.loads(self._notes.read(f"times of {other}")) for other in range(size)]
+            slowest = [
+                max(step) for step in zip(*(seconds[0] for seconds in everyone), strict=True)
+            ]
+            travels = [[Travel(*fields) for fields in theirs] for _, theirs in everyone]
             self._notes.leave("result", json.dumps([slowest, _of_all(travels)]))
         slowest, agreed = json.loads(self._notes.read("result"))
         facts = Facts(
@@ -190,15 +192,15 @@ class Turns:
             buckets=len(agreed),
             turns=self._turns,
         )
-        return _by_turn(slowest, self._turns), facts, [Travel(*one) for one in agreed]
+        return _by_turn(slowest, self._turns), facts, [Travel(*fields) for fields in agreed]
 
     def part(self) -> None:
         """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
         self._notes.leave(f"rank {rank} parts", "")
-        for one in range(size) if rank == 0 else ():
-            self._notes.read(f"rank {one} parts")
+        for other in range(size) if rank == 0 else ():
+            self._notes.read(f"rank {other} parts")
 
 
 def _schedule(turns: int) -> Scheme:
@@ -218,9 +220,9 @@ def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]
     Raises:
         RegistrationError: a block has no step with a time.
     """
-    found: list[dict[str, list[float]]] = []
+    by_turn: list[dict[str, list[float]]] = []
     for turn in range(turns):
-        found.append({})
+        by_turn.append({})
         for place, kind in enumerate(KINDS):
             begin = WARM_UP + (turn * len(KINDS) + place) * BLOCK
             known = [s for s in seconds[begin + 1 : begin + BLOCK] if not math.isnan(s)]
@@ -229,8 +231,8 @@ def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]
                     "headroom: steps have no time of their own, since no forward pass through the "
                     "DistributedDataParallel began them"
                 )
-            found[-1][kind] = known
-    return found
+            by_turn[-1][kind] = known
+    return by_turn
 
 
 def _travel(hook: HookState) -> tuple[list[Travel], int]:
@@ -252,7 +254,7 @@ def _travel(hook: HookState) -> tuple[list[Travel], int]:
             seconds.setdefault((row.bucket, kind), []).append(took)
             nbytes[row.bucket] = row.dense_bytes
             free = max(free, row.done)
-    found = [
+    travels = [
         Travel(
             statistics.median(begun[bucket]),
             _lower(seconds[bucket, "none"]),
@@ -260,7 +262,7 @@ def _travel(hook: HookState) -> tuple[list[Travel], int]:
         )
         for bucket in sorted(begun)
     ]
-    return found, sum(nbytes[bucket] for bucket in begun)
+    return travels, sum(nbytes[bucket] for bucket in begun)
 
 
 def _kind(step: int) -> str:
@@ -278,8 +280,8 @@ def _of_all(travels: Sequence[Sequence[Travel]]) -> list[Travel]:
     return [
         Travel(
             ranks[0].ready_s,
-            min(one.dense_s for one in ranks),
-            min(one.fixed_s for one in ranks),
+            min(travel.dense_s for travel in ranks),
+            min(travel.fixed_s for travel in ranks),
         )
         for ranks in zip(*travels, strict=False)
     ]

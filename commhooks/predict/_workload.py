@@ -136,9 +136,9 @@ class Workload:
             name: shown in tables; the class of the model by default.
         """
         layers = [
-            Layer(key, tuple(one.shape), 2.0 * one.numel())
-            for key, one in module.named_parameters()
-            if one.requires_grad
+            Layer(key, tuple(parameter.shape), 2.0 * parameter.numel())
+            for key, parameter in module.named_parameters()
+            if parameter.requires_grad
         ]
         return cls.of(name or type(module).__name__, layers, forward_s=forward_s)
 
@@ -197,7 +197,7 @@ class Workload:
             alone=[False] * len(self.layers),
             order=order,
         )
-        ready = np.array([max(self.arrivals[index] for index in one) for one in indices])
+        ready = np.array([max(self.arrivals[index] for index in members) for members in indices])
         launch = np.argsort(ready, kind="stable")
         return Buckets(
             tuple(tuple(self.layers[index].name for index in indices[at]) for at in launch),
@@ -237,7 +237,8 @@ def load_workload(path: str | Path) -> Workload:
     try:
         values: dict[str, Any] = from_json(Path(path).read_text(encoding="utf-8"))
         layers = tuple(
-            Layer(one["name"], tuple(one["shape"]), one["flops"]) for one in values.pop("layers")
+            Layer(layer["name"], tuple(layer["shape"]), layer["flops"])
+            for layer in values.pop("layers")
         )
         ready_s = values.pop("ready_s", None)
         return Workload(
@@ -271,13 +272,17 @@ class Recorder:
 
     def __init__(self, model: nn.Module) -> None:
         plain = plain_names(name for name, _ in model.named_parameters())
-        self._names = [plain[name] for name, one in model.named_parameters() if one.requires_grad]
-        self._parameters = [one for one in model.parameters() if one.requires_grad]
-        self._shapes = [tuple(one.shape) for one in self._parameters]
+        self._names = [
+            plain[name] for name, parameter in model.named_parameters() if parameter.requires_grad
+        ]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
+        self._shapes = [tuple(parameter.shape) for parameter in self._parameters]
         self._steps: list[_Times] = []
         self._handles: list[Any] = [
-            one.register_post_accumulate_grad_hook(partial(self._came, index))
-            for index, one in enumerate(self._parameters)
+            parameter.register_post_accumulate_grad_hook(partial(self._came, index))
+            for index, parameter in enumerate(self._parameters)
         ]
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
@@ -311,9 +316,9 @@ class Recorder:
             ValueError: fewer than two steps were recorded, or none had a gradient.
         """
         ended = [
-            (one, after.began - one.began - one.waited_s)
-            for one, after in zip(self._steps, self._steps[1:], strict=False)
-            if one.came
+            (step, after.began - step.began - step.waited_s)
+            for step, after in zip(self._steps, self._steps[1:], strict=False)
+            if step.came
         ]
         if not ended:
             raise ValueError(
@@ -323,12 +328,12 @@ class Recorder:
         used = sorted(ended[-1][0].came)
         arrivals = {
             index: statistics.median(
-                one.came[index] - one.began for one, _ in ended if index in one.came
+                step.came[index] - step.began for step, _ in ended if index in step.came
             )
             for index in used
         }
         first, last = min(arrivals.values()), max(arrivals.values())
-        seconds = [one for _, one in ended]
+        seconds = [duration for _, duration in ended]
         whole = _usual(seconds)
         slowest = seconds if group is None else _slowest(seconds, group)
         return Workload(
@@ -345,7 +350,7 @@ class Recorder:
 def _usual(seconds: Sequence[float]) -> float:
     """Returns the mean of all steps but those that took twice the median: a machine's hiccups."""
     middle = statistics.median(seconds)
-    return statistics.fmean(one for one in seconds if one <= 2 * middle)
+    return statistics.fmean(duration for duration in seconds if duration <= 2 * middle)
 
 
 def _slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:

@@ -139,7 +139,7 @@ def _texts(values: Sequence[object]) -> tuple[list[str], bool]:
     largest = max((abs(number) for number in numbers if math.isfinite(number)), default=0.0) or 1.0
     whole = all(number.is_integer() for number in numbers)
     digits = 0 if whole else min(max(3 - math.floor(math.log10(largest)), 0), 9)
-    return ["" if math.isnan(one) else f"{one:,.{digits}f}" for one in numbers], True
+    return ["" if math.isnan(number) else f"{number:,.{digits}f}" for number in numbers], True
 
 
 def _row(tag: str, texts: Sequence[str], numeric: Sequence[bool]) -> str:

@@ -72,13 +72,15 @@ def _timeline(page: Page, hook: HookState) -> None:
 
 def _tried(page: Page, tried: Sequence[CandidateResult]) -> None:
     columns: dict[str, list[object]] = {
-        "candidate": [one.candidate for one in tried],
-        "measured (ms)": [1e3 * one.measured_s for one in tried],
-        "steps": [one.steps for one in tried],
-        "once more (ms)": [1e3 * one.rerun_s for one in tried],
+        "candidate": [candidate.candidate for candidate in tried],
+        "measured (ms)": [1e3 * candidate.measured_s for candidate in tried],
+        "steps": [candidate.steps for candidate in tried],
+        "once more (ms)": [1e3 * candidate.again_s for candidate in tried],
     }
     # Few choices are compared once more.
-    known = {name: some for name, some in columns.items() if any(one == one for one in some)}
+    known = {
+        name: some for name, some in columns.items() if any(number == number for number in some)
+    }
     page.table(
         list(known),
         zip(*known.values(), strict=True),
@@ -139,7 +141,7 @@ def _errors(page: Page, verification: Verification) -> None:
     if not verification.steps:
         page.text("No step was verified yet.")
         return
-    found = verification.findings[-_MOST:]
+    findings = verification.findings[-_MOST:]
     if rows:
         # What is infinite (a dense mean of zero) comes first, what is not known last.
         order = sorted(rows, key=lambda row: (row.error != row.error, -row.error))
@@ -164,15 +166,24 @@ def _errors(page: Page, verification: Verification) -> None:
             f"{verification.steps} steps verified. There is no error to show: the scheme returns "
             f"no average of gradients."
         )
-    if not found:
+    if not findings:
         page.text("Nothing was found to be wrong.")
         return
     columns = ("step", "kind", "ranks", "bucket", "parameter", "what")
     lines = [
-        (str(one.step), one.kind, listed(one.ranks, 16), _bucket(one), one.parameter, one.text)
-        for one in found
+        (
+            str(finding.step),
+            finding.kind,
+            listed(finding.ranks, 16),
+            _bucket(finding),
+            finding.parameter,
+            finding.text,
+        )
+        for finding in findings
     ]
-    page.table(columns, lines, f"The last {len(found)} of {len(verification.findings)} findings.")
+    page.table(
+        columns, lines, f"The last {len(findings)} of {len(verification.findings)} findings."
+    )
 
 
 def _bucket(finding: Finding) -> str:

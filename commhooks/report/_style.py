@@ -37,12 +37,12 @@ def spread(wanted: Sequence[float], least: float, low: float, high: float) -> li
         ):
             last = groups.pop()
             groups[-1] += last
-    found = [0.0] * len(wanted)
+    places = [0.0] * len(wanted)
     for group in groups:
         begin = _begin(group, wanted, least, low, high)
         for place, index in enumerate(group):
-            found[index] = round(begin + place * least, 12)
-    return found
+            places[index] = round(begin + place * least, 12)
+    return places
 
 
 def _begin(

@@ -39,13 +39,13 @@ class Span(NamedTuple):
 
 def spans(rows: Sequence[RoundRecord]) -> list[Span]:
     """Returns what the buckets of a step did, without what took no time or is not known yet."""
-    found = []
+    drawn = []
     for row in rows:
         collective = f"{row.collective}, round {row.round}"
-        found.append(Span(row.bucket, "encode", "encode", row.resumed, row.yielded))
-        found.append(Span(row.bucket, "collective", collective, row.issued, row.done))
-        found.append(Span(row.bucket, "decode", "decode", row.done, row.finished))
-    return [span for span in found if span.end > span.begin]  # NaN is above nothing
+        drawn.append(Span(row.bucket, "encode", "encode", row.resumed, row.yielded))
+        drawn.append(Span(row.bucket, "collective", collective, row.issued, row.done))
+        drawn.append(Span(row.bucket, "decode", "decode", row.done, row.finished))
+    return [span for span in drawn if span.end > span.begin]  # NaN is above nothing
 
 
 def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None) -> Axes:
@@ -63,7 +63,7 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     with needs("hook.plot()", "matplotlib"):
         from matplotlib.figure import Figure
 
-    known = {at: found for at, rows in ledger.rows_by_step().items() if (found := spans(rows))}
+    known = {at: drawn for at, rows in ledger.rows_by_step().items() if (drawn := spans(rows))}
     if not known:
         raise ValueError("hook.plot: no step with known times is kept; train one, then plot")
     if step is None:
@@ -72,11 +72,11 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
         raise ValueError(
             f"hook.plot(step={step}): its times are not kept; steps {_ranges(sorted(known))} are"
         )
-    found = known[step]
-    buckets = sorted({span.bucket for span in found})
+    drawn = known[step]
+    buckets = sorted({span.bucket for span in drawn})
     figure = Figure(figsize=(6.4, 1.5 + 0.32 * len(buckets)), layout="constrained")
     axes = figure.subplots()
-    _draw(axes, found, ledger.last_launch_time(step))
+    _draw(axes, drawn, ledger.launched_last_at(step))
     axes.set_yticks(buckets, [f"bucket {bucket}" for bucket in buckets])
     axes.set_xlabel(f"milliseconds in step {step}, since its first bucket began")
     if path is not None:
@@ -84,9 +84,9 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     return axes
 
 
-def _draw(axes: Axes, found: Sequence[Span], record_last_launch: float) -> None:
-    zero = min(span.begin for span in found)
-    for span in found:
+def _draw(axes: Axes, drawn: Sequence[Span], launched_last: float) -> None:
+    zero = min(span.begin for span in drawn)
+    for span in drawn:
         axes.barh(
             span.bucket,
             1e3 * (span.end - span.begin),

@@ -191,8 +191,8 @@ def _memory(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
 
 def _same_memory(a: Simulation, b: Simulation) -> bool:
     return all(
-        mine.keys() == theirs.keys() and all(torch.equal(v, theirs[k]) for k, v in mine.items())
-        for mine, theirs in zip(_memory(a), _memory(b), strict=True)
+        first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+        for first, second in zip(_memory(a), _memory(b), strict=True)
     )
 
 

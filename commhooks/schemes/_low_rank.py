@@ -65,7 +65,7 @@ def average_factor(
     payload: Tensor,
     *,
     total: Tensor,
-    own: Tensor | None,
+    local_copy: Tensor | None,
     other: Tensor,
     is_left: bool,
 ) -> Generator[Collective, Tensor, Tensor]:
@@ -75,18 +75,18 @@ def average_factor(
 
     Args:
         total: the sum of gradient and residual.
-        own: a copy of this rank's factor; None without feedback.
+        local_copy: a copy of this rank's factor; None without feedback.
         other: the second factor of each matrix, the same on every rank.
         is_left: the payload has left factors.
     """
     request, unsent = AllReduce(payload), bucket.unsent
-    if own is None or unsent is None:
+    if local_copy is None or unsent is None:
         return (yield request)
 
     def keep_unsent() -> None:
-        factor, tail = own, None  # None: all of the tail
+        factor, tail = local_copy, None  # None: all of the tail
         if request.sent is not None:
-            factor, tail = request.sent.split((own.numel(), plan.tail_numel))
+            factor, tail = request.sent.split((local_copy.numel(), plan.tail_numel))
         left, right = (factor, other) if is_left else (other, factor)
         subtract_low_rank(plan.matrices, total, left, right, unsent, tail=plan.with_tail(tail))
 

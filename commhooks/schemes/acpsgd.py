@@ -90,18 +90,18 @@ class ACPSGD(Scheme):
         payload = fixed.new_empty(sum(sizes))
         factor, tail = payload.split(sizes)
         # The all-reduce works in place, and the residual needs this rank's own factor.
-        own = None if bucket.unsent is None else torch.empty_like(factor)
+        local_copy = None if bucket.unsent is None else torch.empty_like(factor)
         total = work_buffer(bucket)
         multiply = multiply_right if even else multiply_left
         multiply(
             *(matrices, bucket.raw, fixed, factor),
             residual=bucket.residual,
             total=total,
-            own=own,
+            local_copy=local_copy,
             tail=plan.with_tail(tail),
         )
         payload = yield from average_factor(
-            *(bucket, plan, payload), total=total, own=own, other=fixed, is_left=even
+            *(bucket, plan, payload), total=total, local_copy=local_copy, other=fixed, is_left=even
         )
         new, tail = payload.split(sizes)
         finite = all_finite(payload)  # of the mean: the same on every rank

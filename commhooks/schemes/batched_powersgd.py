@@ -112,13 +112,13 @@ class BatchedPowerSGD(Scheme):
         q.zero_()
         for rows, part in parts:
             q[:, : part.shape[1]].addmm_(p[:, rows], part)
-        second, own, unsent = AllReduce(q), q.clone(), bucket.unsent
+        second, local_copy, unsent = AllReduce(q), q.clone(), bucket.unsent
 
         def keep_unsent() -> None:
             assert unsent is not None
             if unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
                 unsent.copy_(gradient)
-            sent = own if second.sent is None else second.sent
+            sent = local_copy if second.sent is None else second.sent
             for rows, part in _square(unsent, side):
                 part.addmm_(p[:, rows].mT, sent[:, : part.shape[1]], alpha=-1)
 

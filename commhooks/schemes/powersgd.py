@@ -129,12 +129,12 @@ class PowerSGD(Scheme):
         orthonormalize(matrices, left)  # the same bits on every rank
 
         # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
-        own = None if bucket.unsent is None else torch.empty_like(q)
-        multiply_left(matrices, total, left, q, own=own)
+        local_copy = None if bucket.unsent is None else torch.empty_like(q)
+        multiply_left(matrices, total, left, q, local_copy=local_copy)
         # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
         # what other ranks sent, and only its sum over ranks would be bounded.
         payload = yield from average_factor(
-            *(bucket, plan, payload), total=total, own=own, other=left, is_left=False
+            *(bucket, plan, payload), total=total, local_copy=local_copy, other=left, is_left=False
         )
         # One check covers both payloads: an entry of P that is not finite makes a whole row of Q
         # NaN (docs/design/kernels.md).

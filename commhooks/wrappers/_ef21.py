@@ -67,8 +67,8 @@ class EF21(Feedback):
             new = bucket.scratch(_VELOCITY, like=old)
             target = torch.lerp(target, old, self.momentum, out=new)
             bucket.write(_VELOCITY, target)
-        own = bucket.read(_OWN)
-        difference = target - own
+        estimate = bucket.read(_OWN)
+        difference = target - estimate
         # An output of its own: ``bucket.output`` is to take the total, not the mean difference.
         inside = bucket.replace(
             raw=difference,  # not overwritten, since ``unsent`` and ``output`` are others
@@ -80,7 +80,7 @@ class EF21(Feedback):
         assert result.unsent is not None
         sent = difference - result.unsent if result.sent is None else result.sent
         # The decoded difference: the mean of G_i over ranks is what ``total`` sums up.
-        bucket.write(_OWN, torch.add(own, sent, out=bucket.scratch(_OWN, like=own)))
+        bucket.write(_OWN, torch.add(estimate, sent, out=bucket.scratch(_OWN, like=estimate)))
         old = bucket.read(_TOTAL)
         total = torch.add(old, result.mean, out=bucket.scratch(_TOTAL, like=old))
         bucket.write(_TOTAL, total)

@@ -59,9 +59,9 @@ class Part:
             assert self.result.unsent is not None
             everything = (0, bucket.raw.numel())
             self._put(self.result.unsent, everything, bucket.unsent, everything)
-        here = self.bucket.own_slice.indices(self.bucket.raw.numel())[:2]
-        own = bucket.own_slice.indices(bucket.raw.numel())[:2]
-        self._put(self.result.mean.view(-1), here, bucket.output, own)
+        here = self.bucket.own.indices(self.bucket.raw.numel())[:2]
+        there = bucket.own.indices(bucket.raw.numel())[:2]
+        self._put(self.result.mean.view(-1), here, bucket.output, there)
 
     def _put(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:
         """Copies what two ranges of entries have in common.

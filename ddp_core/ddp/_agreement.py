@@ -58,14 +58,21 @@ def module_facts(
 
 def _described(tensors: Mapping[str, Tensor]) -> list[str]:
     # Names, too: of two that change places each would take the other's values.
-    return [f"{name!r} with sizes {list(one.shape)}, {one.dtype}" for name, one in tensors.items()]
+    return [
+        f"{name!r} with sizes {list(tensor.shape)}, {tensor.dtype}"
+        for name, tensor in tensors.items()
+    ]
 
 
 def frozen_facts(replica: Replica) -> dict[str, list[str]]:
     """Returns the same of frozen parameters, which ranks take from rank 0 when they begin."""
     named = replica.module.named_parameters()
     ignored = replica.ignored
-    frozen = {name: one for name, one in named if not one.requires_grad and name not in ignored}
+    frozen = {
+        name: parameter
+        for name, parameter in named
+        if not parameter.requires_grad and name not in ignored
+    }
     return {"frozen parameters": _described(frozen)}
 
 
@@ -84,20 +91,20 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def _difference(field: str, values: Sequence[Any], odd: Sequence[int]) -> str:
-    mine, theirs = values[0], values[odd[0]]
+    first, other = values[0], values[odd[0]]
     ranks = f"(ranks that differ from rank 0: {list(odd)})"
-    if isinstance(mine, list) and isinstance(theirs, list):
-        for position in range(max(len(mine), len(theirs))):
-            item = mine[position] if position < len(mine) else "nothing"
-            other = theirs[position] if position < len(theirs) else "nothing"
-            if item != other:
+    if isinstance(first, list) and isinstance(other, list):
+        for position in range(max(len(first), len(other))):
+            value = first[position] if position < len(first) else "nothing"
+            its_value = other[position] if position < len(other) else "nothing"
+            if value != its_value:
                 return (
-                    f"{field} differ between ranks at position {position}: rank 0 has {item}, "
-                    f"rank {odd[0]} has {other} {ranks}"
+                    f"{field} differ between ranks at position {position}: rank 0 has {value}, "
+                    f"rank {odd[0]} has {its_value} {ranks}"
                 )
     verb = "differ" if " and " in field else "differs"
     return (
-        f"{field} {verb} between ranks: rank 0 has {mine!r}, rank {odd[0]} has {theirs!r} {ranks}"
+        f"{field} {verb} between ranks: rank 0 has {first!r}, rank {odd[0]} has {other!r} {ranks}"
     )
 
 
@@ -113,23 +120,30 @@ def verify_across_ranks(
     Raises:
         MismatchError: names the first parameter, or the first fact, that differs.
     """
-    mine: list[_Fact] = [
-        (one.name, tuple(one.parameter.shape), one.parameter.stride(), str(one.parameter.dtype))
-        for one in trained
+    forms: list[_Fact] = [
+        (
+            entry.name,
+            tuple(entry.parameter.shape),
+            entry.parameter.stride(),
+            str(entry.parameter.dtype),
+        )
+        for entry in trained
     ]
     device = trained[0].parameter.device if trained else torch.device("cpu")
-    numbers = [len(mine), _digest([fact[1:] for fact in mine]), _digest(facts)]
+    numbers = [len(forms), _digest([fact[1:] for fact in forms]), _digest(facts)]
     # Three numbers first: names and shapes of a large model travel only where they differ.
-    own = torch.tensor(numbers, device=device)
-    everyone = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(everyone, own, group=group)
-    if all(torch.equal(other, own) for other in everyone):  # equal here on all ranks or on none
+    summary = torch.tensor(numbers, device=device)
+    summaries = [torch.empty_like(summary) for _ in range(group.size())]
+    dist.all_gather(summaries, summary, group=group)
+    if all(
+        torch.equal(other, summary) for other in summaries
+    ):  # equal here on all ranks or on none
         return
-    told: list[Any] = [None] * group.size()
-    with on_device_of(one.parameter for one in trained):
-        dist.all_gather_object(told, (mine, dict(facts)), group=group)
-    _compare([theirs for theirs, _ in told])
-    text = first_difference([theirs for _, theirs in told])
+    facts_of_ranks: list[Any] = [None] * group.size()
+    with on_device_of(entry.parameter for entry in trained):
+        dist.all_gather_object(facts_of_ranks, (forms, dict(facts)), group=group)
+    _compare([theirs for theirs, _ in facts_of_ranks])
+    text = first_difference([theirs for _, theirs in facts_of_ranks])
     if text is not None:
         raise MismatchError(
             f"DistributedDataParallel: {text}. Build the same model, with the same arguments, on "

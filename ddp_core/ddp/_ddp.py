@@ -300,10 +300,10 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         """
         reducer = self._parts.reducer
         # Sparse gradients are always a bucket each, which needs no saving.
-        present = [one.members for one in reducer.buckets if not one.sparse]
+        present = [bucket.members for bucket in reducer.buckets if not bucket.sparse]
         members, limits, order = reducer.plan.to_save(present)
-        parameter_of = [one.parameter for one in reducer.parameters]
-        buckets = [[parameter_of[index] for index in one] for one in members]
+        parameter_of = [entry.parameter for entry in reducer.parameters]
+        buckets = [[parameter_of[index] for index in bucket] for bucket in members]
         arrival = [parameter_of[index] for index in order]
         return buckets, list(limits), arrival
 
@@ -323,13 +323,17 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             agree: called on every rank before that step; raises if they go on from different runs.
         """
         index_of = {
-            id(one.parameter): index for index, one in enumerate(self._parts.reducer.parameters)
+            id(entry.parameter): index for index, entry in enumerate(self._parts.reducer.parameters)
         }
-        known = all(id(one) in index_of for bucket in [*buckets, arrival] for one in bucket)
+        known = all(
+            id(parameter) in index_of for bucket in [*buckets, arrival] for parameter in bucket
+        )
         if not known:  # another model's, or of one that has trained other parameters
             buckets, arrival = (), ()
-        members = tuple(tuple(index_of[id(one)] for one in bucket) for bucket in buckets)
-        order = tuple(index_of[id(one)] for one in arrival)
+        members = tuple(
+            tuple(index_of[id(parameter)] for parameter in bucket) for bucket in buckets
+        )
+        order = tuple(index_of[id(parameter)] for parameter in arrival)
         self._parts.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
 
     def refresh_layout(self) -> None:

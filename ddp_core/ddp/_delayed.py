@@ -62,8 +62,12 @@ class DelayedAllReduce:
 
     def named(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """Returns the parameters by their names in the module."""
-        mine = set(map(id, self._parameters))
-        return {name: one for name, one in module.named_parameters() if id(one) in mine}
+        delayed = set(map(id, self._parameters))
+        return {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if id(parameter) in delayed
+        }
 
     def attach(self, group: dist.ProcessGroup) -> None:
         """Watches the parameters; also after unpickling, which keeps nothing but them."""

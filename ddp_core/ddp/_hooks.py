@@ -118,9 +118,9 @@ class CommHooks:
 
     def _everything(self, buffer_hook: BufferHook | None) -> Iterator[tuple[Registered, str]]:
         """All hooks with their states, and what to do where one cannot follow."""
-        for one in self.registered:
+        for registered in self.registered:
             yield (
-                one,
+                registered,
                 (
                     "Call remove_comm_hook() before, and register a hook with a state of the new "
                     "group after"

@@ -44,7 +44,7 @@ def logging_data(parts: Parts) -> dict[str, Any]:
     """Returns settings, bucket sizes, and times in nanoseconds of the latest recorded step."""
     reducer, replica, settings = parts.reducer, parts.replica, parts.settings
     placement = replica.placement
-    parameters = [one.parameter for one in reducer.parameters]
+    parameters = [entry.parameter for entry in reducer.parameters]
     sizes = _listed(bucket.nbytes for bucket in reducer.buckets)
     members = _listed(" ".join(map(str, bucket.members)) for bucket in reducer.buckets)
     launcher = reducer.launcher

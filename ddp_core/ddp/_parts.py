@@ -75,7 +75,7 @@ class Parts:
         if self.reduces:
             self._make_reducer()
         settings, replica = self.settings, self.replica
-        averaged = {one.name: one.parameter for one in replica.trained()}
+        averaged = {entry.name: entry.parameter for entry in replica.trained()}
         if self.delayed is not None:
             averaged |= self.delayed.named(replica.module)
         self.known = KnownParameters(
@@ -148,7 +148,7 @@ class Parts:
         if self._looked_for_optimizers:
             return
         self._looked_for_optimizers = True
-        parameters = [one.parameter for one in self.reducer.parameters]
+        parameters = [entry.parameter for entry in self.reducer.parameters]
         if has_optimizer_in_backward(parameters):
             take_over(parameters)
             self.reducer.in_flight.optimizer = OptimizersInBackward()
@@ -203,11 +203,11 @@ class Parts:
 
 def _synchronises(model: weakref.ref[Any]) -> bool:
     """Whether a model is outside of ``no_sync`` and ``hold``; trainers set the attribute, too."""
-    found = model()
-    return found is None or bool(found.require_backward_grad_sync)
+    owner = model()
+    return owner is None or bool(owner.require_backward_grad_sync)
 
 
 def _is_shared(model: weakref.ref[Any], parameter: Tensor) -> bool:
     """Whether another wrapper has the parameter, too, or this one is gone."""
-    found = model()
-    return found is None or has_another_wrapper(found, parameter)
+    owner = model()
+    return owner is None or has_another_wrapper(owner, parameter)

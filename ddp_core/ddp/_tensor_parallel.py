@@ -68,11 +68,11 @@ def _distributed(local: Any, spec: Any) -> Any:
     )
 
 
-def _shard_of(value: Tensor, own: torch.Size, spec: Any) -> Tensor:
+def _shard_of(value: Tensor, shape: torch.Size, spec: Any) -> Tensor:
     """Returns this rank's shard of a DTensor or of a whole tensor; other tensors as they are.
 
     Args:
-        own: the shape of the shard.
+        shape: the shape of the shard.
 
     Raises:
         ValueError: the DTensor is on another mesh.
@@ -81,7 +81,7 @@ def _shard_of(value: Tensor, own: torch.Size, spec: Any) -> Tensor:
 
     value = value.detach()
     if not isinstance(value, DTensor):
-        if value.shape == own or value.shape != spec.shape:
+        if value.shape == shape or value.shape != spec.shape:
             return value
         # Not ``distribute_tensor``, which does not know the shards of several mesh dimensions.
         sizes, begins = local_shape(spec)
@@ -204,7 +204,7 @@ def _step_begins(optimizer: Optimizer) -> None:
 
 def _save_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of an optimizer with DTensors in place of values of shards."""
-    parameters = [one for group in optimizer.param_groups for one in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state, others = dict(saved["state"]), set()
     for number, parameter in enumerate(parameters):
         spec = getattr(parameter, _SPEC, None)
@@ -248,9 +248,9 @@ def _load_state(optimizer: Optimizer) -> None:
             continue
 
         def shard(
-            _: str, value: Tensor, own: torch.Size = parameter.shape, spec: Any = spec
+            _: str, value: Tensor, shape: torch.Size = parameter.shape, spec: Any = spec
         ) -> Any:
-            return _shard_of(value, own, spec)
+            return _shard_of(value, shape, spec)
 
         state.update(_with_tensors(state, shard))
 

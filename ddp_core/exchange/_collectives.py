@@ -472,18 +472,20 @@ class SparseSum:
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         self._tensor, self._lock = tensor, threading.Lock()
-        own = tensor.coalesce()
-        indices, values = sparse_indices(own), sparse_values(own)
-        mine = torch.full((1,), number_of_entries(own), dtype=torch.int64, device=values.device)
-        counts, work = _gather(mine, group)
+        entries = tensor.coalesce()
+        indices, values = sparse_indices(entries), sparse_values(entries)
+        count = torch.full(
+            (1,), number_of_entries(entries), dtype=torch.int64, device=values.device
+        )
+        counts, work = _gather(count, group)
         work.wait()
         self._counts: list[int] = counts.view(-1).tolist()
         most = max(self._counts)
         # Every rank sends as many entries; those above its own number are not looked at.
         padded = indices.new_zeros(most, indices.shape[0])
-        padded[: number_of_entries(own)] = indices.t()
+        padded[: number_of_entries(entries)] = indices.t()
         filled = values.new_zeros(most, *values.shape[1:])
-        filled[: number_of_entries(own)] = values
+        filled[: number_of_entries(entries)] = values
         self._parts = [_gather(part, group) for part in (padded, filled)] if most else []
 
     def wait(self, timeout: timedelta | None = None) -> bool:

@@ -208,25 +208,25 @@ def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
     if pool is None:
         pool = _pools[parent] = _Pool()
         weakref.finalize(parent, pool.close)
-    mine = {
+    offer = {
         "new": uuid.uuid4().hex,
         "all": sorted(pool.all),
         "free": {name: lent.issued for name, lent in pool.free.items()},
     }
-    everyone: list[Any] = [None] * parent.size()
-    dist.all_gather_object(everyone, mine, group=parent)
+    offers: list[Any] = [None] * parent.size()
+    dist.all_gather_object(offers, offer, group=parent)
 
     # A group is of use where every rank has it free and has issued as many collectives on it.
-    on_all = set.intersection(*(set(theirs["all"]) for theirs in everyone))
-    alike = set.intersection(*(set(theirs["free"].items()) for theirs in everyone))
-    free_on_all = set.intersection(*(set(theirs["free"]) for theirs in everyone))
-    useless = (set(mine["free"]) - on_all) | (free_on_all - {name for name, _ in alike})
+    on_all = set.intersection(*(set(offer_of_rank["all"]) for offer_of_rank in offers))
+    alike = set.intersection(*(set(offer_of_rank["free"].items()) for offer_of_rank in offers))
+    free_on_all = set.intersection(*(set(offer_of_rank["free"]) for offer_of_rank in offers))
+    useless = (set(offer["free"]) - on_all) | (free_on_all - {name for name, _ in alike})
     for name in useless:
         pool.drop(pool.free[name])
     taken = [pool.free.pop(name) for name, _ in sorted(alike)[:count]]
     if len(taken) < count:
         for number in range(count - len(taken)):
-            name = f"lane/{everyone[0]['new']}/{number}"
+            name = f"lane/{offers[0]['new']}/{number}"
             pool.all[name] = LaneGroup(name, _make(parent, name, store), pool)
             taken.append(pool.all[name])
         # A rank may end at once, but not while another still connects to it.
@@ -239,7 +239,7 @@ def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
     if is_gloo(host_backend(parent)):
         seconds, place = group_limit(parent), (parent.rank(), parent.size(), name)
         limit = timedelta(seconds=seconds)
-        return store.ask(lambda it: private_group(it, *place, _CPU, limit), seconds + _MORE)
+        return store.ask(lambda client: private_group(client, *place, _CPU, limit), seconds + _MORE)
     ranks = dist.get_process_group_ranks(parent)
     return made_in_time(
         parent,

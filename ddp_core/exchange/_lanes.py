@@ -90,8 +90,8 @@ def _give_up(
     # rank is silent. So this thread keeps the lanes, and with them the groups, until then.
     while left:
         left -= isinstance(events.get(), tuple)  # and not a ticket with work
-    for one in lent:
-        one.give_up()
+    for lane_group in lent:
+        lane_group.give_up()
 
 
 def _shut_down(
@@ -104,8 +104,8 @@ def _shut_down(
         if thread is not threading.current_thread():
             thread.join(timeout=_PATIENCE)
             if thread.is_alive():  # it may yet issue something
-                for one in lent:
-                    one.unusable = True
+                for lane_group in lent:
+                    lane_group.unusable = True
     while lent:
         lent.pop().release_group()
 
@@ -146,7 +146,9 @@ class Lanes:
             return
         lent = borrow(self._lanes[0].group, missing)
         self._lent += lent
-        self._lanes += [_Lane(one.group, one, turn=self._tickets) for one in lent]
+        self._lanes += [
+            _Lane(lane_group.group, lane_group, turn=self._tickets) for lane_group in lent
+        ]
 
     def run(self, task: Task) -> torch.futures.Future[Tensor]:
         """Starts ``task`` and returns the future of its result; encodes in the calling thread."""

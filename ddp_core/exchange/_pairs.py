@@ -133,21 +133,21 @@ def exchange_pairs(
     """
     if ranks is None:
         ranks = range(group.size())
-    own, size = ranks.index(group.rank()), len(ranks)
-    if carried_by_host(group, send[own].device):
+    here, size = ranks.index(group.rank()), len(ranks)
+    if carried_by_host(group, send[here].device):
         # Gloo reduces tensors of a GPU, but its messages are read from addresses of the host.
         arrived = [torch.empty_like(tensor, device="cpu") for tensor in receive]
         under_way = exchange_pairs([tensor.cpu() for tensor in send], arrived, group, ranks)
         return Pairs([under_way], send, list(zip(receive, arrived, strict=True)))
     for place in range(size):
-        if ranks[place] == ranks[own]:
+        if ranks[place] == ranks[here]:
             receive[place].copy_(send[place])
     # Each rank receives first from the rank before it, which sends to it first.
-    alone, is_empty = len(set(ranks)) == 1, not send[own].numel()
+    alone, is_empty = len(set(ranks)) == 1, not send[here].numel()
     distances = range(1, 1 if alone or is_empty else size)
-    sources = [(own - distance) % size for distance in distances]
-    targets = [(own + distance) % size for distance in distances]
-    if on_gloo(group, send[own]):
+    sources = [(here - distance) % size for distance in distances]
+    targets = [(here + distance) % size for distance in distances]
+    if on_gloo(group, send[here]):
         # Directly: torch.distributed does not know the groups of lanes.
         works = [group.recv([_real(receive[place])], ranks[place], _TAG) for place in sources]
         works += [group.send([_real(send[place])], ranks[place], _TAG) for place in targets]

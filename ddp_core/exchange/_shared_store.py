@@ -159,9 +159,9 @@ class SharedStore:
             limit: seconds to wait until it is told, unless the store has been silent.
         """
         with contextlib.suppress(RuntimeError):
-            told = self._put(message)
-            if limit and not self.is_silent and not told.answered.wait(limit):
-                self._overdue = told
+            asked = self._put(message)
+            if limit and not self.is_silent and not asked.answered.wait(limit):
+                self._overdue = asked
 
     def wait_for(self, key: str, limit: float) -> str | None:
         """Returns the text of a key once it is set; None after ``limit`` seconds.
@@ -217,8 +217,8 @@ def shared_store(group: dist.ProcessGroup) -> SharedStore | None:
     store, known = group_store(group), _stores.get(group)
     if store is None or (known is not None and known.store is store):
         return known if store is not None else None
-    _stores[group] = found = SharedStore(store)
-    return found
+    _stores[group] = shared = SharedStore(store)
+    return shared
 
 
 @atexit.register
@@ -277,8 +277,10 @@ class MeetingPoint(NamedTuple):
     def who_came(self) -> tuple[list[int], list[int]]:
         """Returns the ranks that have come until now, and the others."""
         keys = {rank: f"{self.key}/{rank}" for rank in range(self.size)}
-        came = self.store.ask(lambda it: [one for one in keys if it.check([keys[one]])], 0.0)
-        return came, [one for one in keys if one not in came]
+        came = self.store.ask(
+            lambda store: [rank for rank in keys if store.check([keys[rank]])], 0.0
+        )
+        return came, [rank for rank in keys if rank not in came]
 
     def forget(self) -> None:
         """Removes the keys, when all ranks have read them."""

@@ -53,7 +53,7 @@ class Backward:
         self._plan, self._history, self._errors = plan, history, errors
         self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
         self.unreduced = LocalGradients(flight.parameters, flight.usage, errors)
-        self.accumulators = Accumulators([one.parameter for one in flight.parameters], self)
+        self.accumulators = Accumulators([entry.parameter for entry in flight.parameters], self)
 
     @property
     def has_raised(self) -> bool:
@@ -140,7 +140,7 @@ class Backward:
             step.unused = self.accumulators.out_of_reach()
             if usage.has_old_marks:
                 every = enumerate(self._parameters)
-                usage.forget_old_marks([i for i, one in every if one.parameter.grad is None])
+                usage.forget_old_marks([i for i, entry in every if entry.parameter.grad is None])
         step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
         # A bucket of nothing else is full by this, and may be launched before any gradient.
         for index in step.unused:

@@ -115,7 +115,7 @@ def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tens
         dtype: of the tensor, where parameters are real; their own by default.
     """
     first = parameters[0]
-    numel = sum(one.numel() for one in parameters)
+    numel = sum(parameter.numel() for parameter in parameters)
     kind = dtype if dtype is not None and first.is_floating_point() else first.dtype
     # Complex parameters lie in the buffer as pairs of reals, as every collective and every scheme
     # understands them; their views are complex again.
@@ -454,11 +454,11 @@ class InstalledBuckets:
         """Takes other buckets, with the gradients that there are now."""
         self.list.clear()  # the old ones go first: not both at a time
         self.place.clear()
-        for number, one in enumerate(members):
-            bucket = self._bucket(number, one)
+        for number, indices in enumerate(members):
+            bucket = self._bucket(number, indices)
             bucket.adopt_gradients()
             self.list.append(bucket)
-            for index in one:
+            for index in indices:
                 self.place[index] = bucket, self._at_once(bucket, index)
 
     def _bucket(self, number: int, members: Sequence[int]) -> BucketBase:

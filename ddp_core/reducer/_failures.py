@@ -78,9 +78,9 @@ class FailureBoard:
         """Tells the other ranks; never raises. The first report of an attempt counts."""
         if self._store is not None and attempt != self._reported:
             self._reported = attempt
-            told = first_decides(self._key(attempt), f"rank {self._rank}: {text}")
+            report = first_decides(self._key(attempt), f"rank {self._rank}: {text}")
             # The process may end at once, so it waits until the others can read it.
-            self._store.tell(told, _SLICE)
+            self._store.tell(report, _SLICE)
 
     def look(self, place: Place) -> str | None:
         """Returns what another rank has reported that will not come to this place.
@@ -174,16 +174,16 @@ def wait_for_future(
 
 
 def failed(
-    error: BaseException, what: str, step: int, bucket: int, told: str | None = None
+    error: BaseException, what: str, step: int, bucket: int, report: str | None = None
 ) -> CollectiveError:
     """Says where a wait ended badly.
 
     Args:
-        told: what another rank has reported, which may be the cause.
+        report: what another rank has reported, which may be the cause.
     """
     place = f"step {step}, bucket {bucket}, "
     round = 0 if place not in str(error) else _round_in(str(error))
-    reported = "" if told is None or isinstance(error, PeerError) else f". Reported by {told}"
+    reported = "" if report is None or isinstance(error, PeerError) else f". Reported by {report}"
     failure = CollectiveError(
         f"{what} failed in step {step}, bucket {bucket}, round {round}: {error}{reported}",
         step=step,
@@ -317,8 +317,8 @@ class AbortAgreement:
             if theirs != self._mine:
                 said = self._difference(who, theirs, self._mine)
         elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
-            mine = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
-            said = f"{self._text(theirs, who)}, rank {self._rank} waits for {mine}"
+            awaited = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
+            said = f"{self._text(theirs, who)}, rank {self._rank} waits for {awaited}"
         if said:
             outcome = point.store.peek(point.decide(said), _SOON)
         if outcome is None or outcome == _ALIKE:
@@ -326,30 +326,30 @@ class AbortAgreement:
         self._error = outcome
         return outcome
 
-    def _outcome(self, mine: _Dropped) -> str:
+    def _outcome(self, dropped: _Dropped) -> str:
         """Tells the others; returns what all ranks then know. Whoever decides first does so."""
         point = self._point(self._number)
         if point is None:
-            return f"{self._text(mine)}, and the group has no store to ask the others"
+            return f"{self._text(dropped)}, and the group has no store to ask the others"
         limit = group_limit(self._group)
         end = time.monotonic() + limit
 
         def decide(outcome: str) -> str:
             return point.store.ask(point.decide(outcome), end - time.monotonic())
 
-        text = f"{self._rank} {mine.step} {mine.launched} {int(mine.told)}"
+        text = f"{self._rank} {dropped.step} {dropped.launched} {int(dropped.told)}"
         who, theirs = _parse(point.store.ask(first_decides(point.key, text), limit))
-        if theirs != mine:
-            return decide(self._difference(who, theirs, mine))
+        if theirs != dropped:
+            return decide(self._difference(who, theirs, dropped))
         outcome = point.wait_for_all(_ALIKE, end)
         if outcome is not None:
             return outcome
         came, missing = point.who_came()
         missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
-        return decide(f"{self._text(mine, *came)}, {missed}")
+        return decide(f"{self._text(dropped, *came)}, {missed}")
 
-    def _difference(self, who: int, theirs: _Dropped, mine: _Dropped) -> str:
-        return f"{self._text(theirs, who)}, {self._text(mine)}"
+    def _difference(self, who: int, theirs: _Dropped, dropped: _Dropped) -> str:
+        return f"{self._text(theirs, who)}, {self._text(dropped)}"
 
     def _text(self, dropped: _Dropped, *who: int) -> str:
         """Says what ranks have dropped; this one by default."""

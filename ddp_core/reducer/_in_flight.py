@@ -211,8 +211,8 @@ class StepExchange:
             return None
         if len(times.buckets) != len(self.buckets):
             times.buckets = [
-                BucketTimes(number, one.nbytes, clock=clock_of(one.buffer.device))
-                for number, one in enumerate(self.buckets)
+                BucketTimes(number, entry.nbytes, clock=clock_of(entry.buffer.device))
+                for number, entry in enumerate(self.buckets)
             ]
         return times.buckets[bucket.number]
 

@@ -36,7 +36,9 @@ class Structure:
     def remember(self, owner: nn.Module) -> None:
         """Takes the present structure for the one that is compared with."""
         # The tables of all modules, empty ones, too: something may be put in. Views are live.
-        tables = [t for one in owner.modules() for t in (children_of(one), one._parameters)]
+        tables = [
+            t for module in owner.modules() for t in (children_of(module), module._parameters)
+        ]
         self._views = [table.values() for table in tables]
         self._objects = [*chain.from_iterable(self._views), _END]
 
@@ -82,10 +84,12 @@ class KnownParameters:
         self._may_lack, self._kind = may_lack, kind
         self._nodes: list[Any] = []
         if watches_nodes:
-            self._nodes = [accumulator_of(one) for one in self._parameters]
+            self._nodes = [accumulator_of(parameter) for parameter in self._parameters]
         self._types = [self._type_of(index) for index in range(len(self._parameters))]
         # Other subclasses of Tensor may have no memory of their own.
-        self._plain = [i for i, one in enumerate(self._parameters) if type(one) is nn.Parameter]
+        self._plain = [
+            i for i, parameter in enumerate(self._parameters) if type(parameter) is nn.Parameter
+        ]
         self._in_memory = [self._parameters[i] for i in self._plain] if watches_nodes else []
         self._turn, self._is_new = 0, False
         # Parameters that are not averaged, and whether they were in the model from the first. Not
@@ -106,7 +110,7 @@ class KnownParameters:
 
     def had(self, parameter: Tensor) -> bool:
         """Whether the model had the parameter from the first."""
-        return self._was_there(parameter) or any(parameter is one for one in self._parameters)
+        return self._was_there(parameter) or any(parameter is known for known in self._parameters)
 
     def _was_there(self, other: Tensor) -> bool:
         """Whether the model had one that is not averaged from the first."""
@@ -154,26 +158,26 @@ class KnownParameters:
         """Finds out what is different in the model's structure."""
         owner = self._owner()
         assert owner is not None  # it runs
-        present = {id(one): name for name, one in owner.named_parameters()}
+        present = {id(parameter): name for name, parameter in owner.named_parameters()}
         known = set(map(id, self._parameters))
         gone = [
             name
-            for name, one in zip(self._names, self._parameters, strict=True)
-            if id(one) not in present
+            for name, parameter in zip(self._names, self._parameters, strict=True)
+            if id(parameter) not in present
         ]
         strange = borrowed = False
         for module in owner.modules():
-            for key, one in module._parameters.items():
-                if one is None or id(one) in known or self._was_there(one):
+            for key, parameter in module._parameters.items():
+                if parameter is None or id(parameter) in known or self._was_there(parameter):
                     continue
                 strange = True
                 # Not of torch.func.functional_call, whose tensors are in their places for a while.
-                borrowed |= not isinstance(one, nn.Parameter)
-                name = present[id(one)].removeprefix(self._prefix)
-                if isinstance(one, nn.Parameter) and id(one) not in self._others:
-                    self._others[id(one)] = one, False
+                borrowed |= not isinstance(parameter, nn.Parameter)
+                name = present[id(parameter)].removeprefix(self._prefix)
+                if isinstance(parameter, nn.Parameter) and id(parameter) not in self._others:
+                    self._others[id(parameter)] = parameter, False
                     if name not in self._ignored:
-                        self._refuse_gradient(owner, module, key, one, name)
+                        self._refuse_gradient(owner, module, key, parameter, name)
         if gone and not strange and not self._may_lack:
             raise self._kind(
                 f"the model has no parameter {listed(gone)} any more (deleted, or tied to another "
@@ -231,16 +235,20 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
     The first time it looks at all objects of the process; after that it knows.
     """
     known = _wrappers.setdefault(owner, {})
-    found = known.get(id(parameter))
-    if found is not None and found() is not None:
+    wrapper = known.get(id(parameter))
+    if wrapper is not None and wrapper() is not None:
         return True
     known.clear()
-    for one in gc.get_objects():
+    for candidate in gc.get_objects():
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
-        if not issubclass(type(one), TorchDDP) or one is owner or not hasattr(one, "module"):
+        if (
+            not issubclass(type(candidate), TorchDDP)
+            or candidate is owner
+            or not hasattr(candidate, "module")
+        ):
             continue
         # All of them at once: each of the others comes here with its own gradient.
-        known |= {id(other): weakref.ref(one) for other in one.module.parameters()}
+        known |= {id(other): weakref.ref(candidate) for other in candidate.module.parameters()}
     return id(parameter) in known
 
 

@@ -206,9 +206,9 @@ class Launcher:
                 elif outcome.work is not None:
                     wait_for_work(outcome.work, bucket.buffer.device, self._board, place)
         except Exception as error:
-            told = self._board.look(place)
+            report = self._board.look(place)
             self._report(bucket, error)
-            raise failed(error, "the exchange", self.step, bucket.number, told) from error
+            raise failed(error, "the exchange", self.step, bucket.number, report) from error
         if times is not None:
             times.mark("wait_ended")
         return result
@@ -424,5 +424,5 @@ class StepEvents:
 
 
 def _method(state: Any, name: str) -> Any:
-    found = getattr(state, name, None)
-    return found if callable(found) else None
+    method = getattr(state, name, None)
+    return method if callable(method) else None

@@ -308,7 +308,7 @@ class LocalGradients:
             )
 
     def _first_with_gradient(self, optimizer: torch.optim.Optimizer) -> str | None:
-        name_of = {id(one.parameter): one.name for one in self._parameters}
+        name_of = {id(entry.parameter): entry.name for entry in self._parameters}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if id(parameter) in name_of and parameter.grad is not None:

@@ -63,9 +63,9 @@ def before_every_step(look: Callable[[Optimizer], None]) -> None:
         look: what it raises keeps the optimizer from stepping.
     """
     _listen()
-    found = weakref.WeakMethod(look) if isinstance(look, MethodType) else lambda: look
+    reference = weakref.WeakMethod(look) if isinstance(look, MethodType) else lambda: look
     with _lock:
-        _looks[:] = [*(one for one in _looks if one() is not None), found]
+        _looks[:] = [*(known for known in _looks if known() is not None), reference]
 
 
 @cache
@@ -77,7 +77,7 @@ def _listen() -> None:
 
 @not_traced
 def _step_begins(optimizer: Optimizer, *_: Any) -> None:
-    for one in list(_looks):
-        look = one()
+    for reference in list(_looks):
+        look = reference()
         if look is not None:
             look(optimizer)

@@ -112,20 +112,20 @@ def broadcast_coalesced(
                 if len(under_way) == 2:  # the messages in flight, and so the memory, are bounded
                     _unpack(*under_way.pop(0), copy=group.rank() != source)
                 under_way.append((work, flat, chunk))
-        for one in under_way:
-            _unpack(*one, copy=group.rank() != source)
+        for message in under_way:
+            _unpack(*message, copy=group.rank() != source)
 
 
 def _chunks(tensors: list[Tensor], nbytes: int) -> Iterable[list[Tensor]]:
     chunk: list[Tensor] = []
     size = 0
     for tensor in tensors:
-        own = tensor.numel() * tensor.element_size()
-        if chunk and size + own > nbytes:
+        tensor_nbytes = tensor.numel() * tensor.element_size()
+        if chunk and size + tensor_nbytes > nbytes:
             yield chunk
             chunk, size = [], 0
         chunk.append(tensor)
-        size += own
+        size += tensor_nbytes
     if chunk:
         yield chunk
 

@@ -70,15 +70,15 @@ class SavedBuckets:
 
     def holds(self, parameters: Sequence[Trained], group_of: BucketGroup | None) -> bool:
         """Whether these buckets hold a model's parameters, and none of different kinds."""
-        dense = [index for index, one in enumerate(parameters) if not one.sparse]
-        if sorted(index for one in self.members for index in one) != dense:
+        dense = [index for index, parameter in enumerate(parameters) if not parameter.sparse]
+        if sorted(index for indices in self.members for index in indices) != dense:
             return False
         kinds = kinds_of(parameters, group_of)
-        return all(len({kinds[index] for index in one}) == 1 for one in self.members)
+        return all(len({kinds[index] for index in indices}) == 1 for indices in self.members)
 
     def with_sparse(self, parameters: Sequence[Trained]) -> list[list[int]]:
         """Returns these buckets, and those of a model's sparse gradients."""
-        sparse = [[index] for index, one in enumerate(parameters) if one.sparse]
+        sparse = [[index] for index, parameter in enumerate(parameters) if parameter.sparse]
         return [*map(list, self.members), *sparse]
 
 
@@ -267,7 +267,7 @@ class BucketPlan:
             return self.arrival, self._arranged(self.arrival)
         order = self._order or self.arrival  # the splits are all that is new
         if not self.splits.buckets:
-            return order, [list(one) for one in present]
+            return order, [list(indices) for indices in present]
         return order, self._arranged(order)
 
     def _to_take_up(self) -> SavedBuckets | None:
@@ -415,8 +415,8 @@ def arrange(
         splits: parameters that are buckets whatever their size (the compiler chose them).
     """
     kinds = kinds_of(parameters, group_of)
-    nbytes = [one.parameter.numel() * one.parameter.element_size() for one in parameters]
-    alone = [one.sparse for one in parameters]
+    nbytes = [entry.parameter.numel() * entry.parameter.element_size() for entry in parameters]
+    alone = [entry.sparse for entry in parameters]
     chosen = {index for split in splits for index in split}
     everything = range(len(parameters)) if order is None else order
     rest = [index for index in everything if index not in chosen] if chosen else order
@@ -437,10 +437,10 @@ def arrange(
 
 def kinds_of(parameters: Sequence[Trained], group_of: BucketGroup | None) -> list[Hashable]:
     """Returns the kind of each parameter; those of different kinds never share a bucket."""
-    kinds: list[Any] = [(one.parameter.dtype, one.parameter.device) for one in parameters]
+    kinds: list[Any] = [(entry.parameter.dtype, entry.parameter.device) for entry in parameters]
     if group_of is None:
         return kinds
-    groups = [group_of(one.name, one.parameter) for one in parameters]
+    groups = [group_of(entry.name, entry.parameter) for entry in parameters]
     return [(*kind, group) for kind, group in zip(kinds, groups, strict=True)]
 
 
@@ -482,7 +482,7 @@ class CompilerSplits:
     """
 
     def __init__(self, parameters: Sequence[Trained]) -> None:
-        self._index_of = {id(one.parameter): index for index, one in enumerate(parameters)}
+        self._index_of = {id(entry.parameter): index for index, entry in enumerate(parameters)}
         self.buckets: list[list[int]] = []
         self.open, self.ignored = True, False
 
@@ -500,8 +500,8 @@ class CompilerSplits:
         # shared parameter is ready at its last use in backward.
         splits = [*new, *self.buckets]
         owner = {index: number for number, split in enumerate(splits) for index in split}
-        own = [
+        disjoint = [
             [index for index in dict.fromkeys(split) if owner[index] == number]
             for number, split in enumerate(splits)
         ]
-        self.buckets = [split for split in own if split]
+        self.buckets = [split for split in disjoint if split]

@@ -61,7 +61,7 @@ class Precision:
         ignored: Collection[str],
     ) -> None:
         self.param_dtype: torch.dtype | None = config.param_dtype
-        self._trained = [one.parameter for one in trained]
+        self._trained = [entry.parameter for entry in trained]
         self._casts = [
             parameter
             for name, parameter in module.named_parameters()
@@ -87,7 +87,7 @@ class Precision:
 
     def full_values(self) -> dict[int, Tensor]:
         """Returns the parameters' own data while they are low-precision, by identity."""
-        return {id(one): data for one, data in zip(self._casts, self._full, strict=False)}
+        return {id(cast): data for cast, data in zip(self._casts, self._full, strict=False)}
 
     # ---- forward
 
@@ -120,13 +120,13 @@ class Precision:
         """Keeps the parameters low until backward, or until the output's graph is dropped."""
         leaves = tree_leaves(output)
         graphs: list[Any] = [
-            one.grad_fn for one in leaves if isinstance(one, Tensor) and one.grad_fn is not None
+            leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None
         ]
         for graph in graphs:
             graph.register_prehook(use.backward_begins)  # and lives as long as the graph
         if graphs:
             return
-        if torch.is_grad_enabled() and not all(isinstance(one, _PLAIN) for one in leaves):
+        if torch.is_grad_enabled() and not all(isinstance(leaf, _PLAIN) for leaf in leaves):
             self._kept.append(use)  # an object of the user's may hold a graph
         else:
             use.end()
@@ -166,7 +166,10 @@ class Precision:
         if dtype is None:
             return value
         return tree_map(
-            lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, value
+            lambda leaf: (
+                leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+            ),
+            value,
         )
 
 

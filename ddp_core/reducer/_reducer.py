@@ -238,7 +238,7 @@ def reduce_at_point(backward: Backward, flight: StepExchange, plan: BucketPlan) 
         RuntimeError: no rank has accumulated anything, or a rank not for all parameters.
     """
     step, unreduced = flight.step, backward.unreduced
-    missing = [i for i, one in enumerate(flight.parameters) if one.parameter.grad is None]
+    missing = [i for i, entry in enumerate(flight.parameters) if entry.parameter.grad is None]
     came = unreduced.came and len(missing) < len(flight.parameters)
     try:
         with explicit_reduce(flight.usage):

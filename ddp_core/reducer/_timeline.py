@@ -263,8 +263,8 @@ def _draw(axes: Axes, times: StepTimes) -> None:
             color = wire[min(record.round, len(wire) - 1)]
             span(bucket.bucket, record.issued, record.done, color)
         span(bucket.bucket, bucket.wait_began, bucket.wait_ended, exposed, height=0.2)
-    labels = ["forward, backward", *(f"bucket {one.bucket}" for one in times.buckets)]
-    axes.set_yticks([-1, *(one.bucket for one in times.buckets)], labels)
+    labels = ["forward, backward", *(f"bucket {bucket.bucket}" for bucket in times.buckets)]
+    axes.set_yticks([-1, *(bucket.bucket for bucket in times.buckets)], labels)
     axes.invert_yaxis()
     axes.set_xlabel(f"milliseconds in step {times.step}")
     legend = {

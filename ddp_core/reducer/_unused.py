@@ -128,8 +128,8 @@ class UsedMap:
 
     def forget_step(self) -> bytearray:
         """Starts anew, with no parameter used. Returns the flags until now."""
-        mine, self._mine = self._mine, bytearray(len(self._mine))
-        return mine
+        used, self._mine = self._mine, bytearray(len(self._mine))
+        return used
 
 
 class Usage:
@@ -237,15 +237,15 @@ class Usage:
             return None
         if self._settings.static_graph and not self.finds:  # the first step's sum tells
             gone = [self.globally_unused(bucket.members) for bucket in buckets]
-            return [one is None or not all(one) for one in gone]
+            return [parameter_gone is None or not all(parameter_gone) for parameter_gone in gone]
         if not self.finds:
             return None
         absent = set(unused)
         # Used before now, under no_sync, or to be used by this backward pass.
-        mine = [
+        needs = [
             self.used.any_used(bucket.members) or not absent.issuperset(bucket.members)
             for bucket in buckets
         ]
-        votes = to_device(torch.tensor(mine, dtype=torch.int32, device="cpu"), self._device)
+        votes = to_device(torch.tensor(needs, dtype=torch.int32, device="cpu"), self._device)
         dist.all_reduce(votes, group=self._group)
         return [bool(count) for count in votes.tolist()]

@@ -71,8 +71,8 @@ def describe(file: str, name: str, architecture: str, nvdisasm: str | None) -> d
     cubin = nvrtc.compile_cubin(file, [name], architecture)
 
     def number(pattern: str) -> int:
-        found = re.search(pattern, cubin.log)
-        return int(found[1]) if found else 0
+        match = re.search(pattern, cubin.log)
+        return int(match[1]) if match else 0
 
     registers, shared = number(r"Used (\d+) registers"), number(r"(\d+) bytes smem")
     threads = resident_threads(registers, shared)
@@ -118,7 +118,8 @@ def main(
     rows = []
     with Progress() as progress, ThreadPoolExecutor(2) as pool:
         for row in progress.track(
-            pool.map(lambda one: describe(*one, architecture, program), named), total=len(named)
+            pool.map(lambda kernel: describe(*kernel, architecture, program), named),
+            total=len(named),
         ):
             rows.append(row)
     table = pd.DataFrame(rows)

@@ -39,8 +39,8 @@ class Loop(NamedTuple):
 
 def find_nvdisasm() -> str | None:
     """Returns the program's path: of an installed CUDA, or of a wheel that has it."""
-    if found := shutil.which("nvdisasm"):
-        return found
+    if program := shutil.which("nvdisasm"):
+        return program
     patterns = ("nvidia/*/bin/nvdisasm", "triton/backends/nvidia/bin/nvdisasm")
     for folder in map(Path, sys.path):
         for pattern in patterns:
@@ -52,8 +52,8 @@ def find_nvdisasm() -> str | None:
 def version_of(program: str) -> str:
     """Returns the release that the program prints."""
     done = subprocess.run([program, "--version"], capture_output=True, text=True, check=True)
-    found = re.search(r"release ([\d.]+)", done.stdout)
-    return found[1] if found else "unknown"
+    match = re.search(r"release ([\d.]+)", done.stdout)
+    return match[1] if match else "unknown"
 
 
 def sass(program: str, cubin: bytes) -> str:
@@ -69,7 +69,7 @@ def loops_of(text: str, mangled: str) -> list[Loop]:
     """Returns the loops of a kernel; a call within one counts the instructions it runs."""
     functions = _functions(text)
     instructions, labels = functions[mangled]
-    lengths = {name: _until_return(found[0]) for name, found in functions.items()}
+    lengths = {name: _until_return(function[0]) for name, function in functions.items()}
     loops = []
     for place, (opcode, operands) in enumerate(instructions):
         target = re.search(r"`\((\.L_x_\d+)\)", operands)
@@ -78,7 +78,11 @@ def loops_of(text: str, mangled: str) -> list[Loop]:
         begin = labels.get(target[1], place + 1)
         if begin > place or begin == place:  # forward, or the loop behind the end
             continue
-        inside = [one for one in instructions[begin : place + 1] if one[0] not in _IDLE]
+        inside = [
+            instruction
+            for instruction in instructions[begin : place + 1]
+            if instruction[0] not in _IDLE
+        ]
         loads = [code for code, _ in inside if _GLOBAL_LOAD.match(code)]
         stores = [code for code, _ in inside if _GLOBAL_STORE.match(code)]
         called = [re.search(r"`\((\$?[\w$]+)\)", rest) for code, rest in inside if "CALL" in code]
@@ -86,7 +90,7 @@ def loops_of(text: str, mangled: str) -> list[Loop]:
             Loop(
                 begin,
                 place,
-                len(inside) + sum(lengths.get(one[1], 0) for one in called if one),
+                len(inside) + sum(lengths.get(target[1], 0) for target in called if target),
                 sum(max(1, _width(code) // 4) for code in loads),
                 sum(max(1, _width(code) // 4) for code in stores),
                 sum(map(_width, loads)),
@@ -98,13 +102,16 @@ def loops_of(text: str, mangled: str) -> list[Loop]:
 
 def main_loop(loops: list[Loop]) -> Loop | None:
     """Returns the loop with most accesses among those without another one that has some."""
-    busy = [one for one in loops if one.loads + one.stores]
+    busy = [loop for loop in loops if loop.loads + loop.stores]
     inner = [
-        one
-        for one in busy
-        if not any(one.begin <= o.begin and o.end <= one.end and o is not one for o in busy)
+        loop
+        for loop in busy
+        if not any(
+            loop.begin <= other.begin and other.end <= loop.end and other is not loop
+            for other in busy
+        )
     ]
-    return max(inner, key=lambda one: one.loads + one.stores, default=None)
+    return max(inner, key=lambda loop: loop.loads + loop.stores, default=None)
 
 
 def _functions(text: str) -> dict[str, tuple[list[tuple[str, str]], dict[str, int]]]:
@@ -119,8 +126,8 @@ def _functions(text: str) -> dict[str, tuple[list[tuple[str, str]], dict[str, in
             else:
                 instructions, labels = [], {}
                 functions[label[1]] = instructions, labels
-        elif found := _INSTRUCTION.match(line):
-            instructions.append((found[1], found[2]))
+        elif match := _INSTRUCTION.match(line):
+            instructions.append((match[1], match[2]))
     return functions
 
 

@@ -77,7 +77,7 @@ def train(
     model: Any = task.model()
     begin = copy.deepcopy(model.tokens.weight.detach())
     parameters = dict(model.named_parameters())
-    shapes = {name: tuple(one.shape) for name, one in parameters.items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters.items()}
     simulation = Simulation(scheme, shapes, world_size=ranks, seed=1, **options)
     optimizer = task.optimizer(model)
     for group in optimizer.param_groups:
@@ -89,12 +89,12 @@ def train(
             x, target = task.batch(rank, step)
             used[x.unique()] = True
             loss = task.loss(model(x), target)
-            found = torch.autograd.grad(loss, list(parameters.values()))
-            gradients.append(torch.cat([one.reshape(-1) for one in found]))
+            by_parameter = torch.autograd.grad(loss, list(parameters.values()))
+            gradients.append(torch.cat([gradient.reshape(-1) for gradient in by_parameter]))
         mean = simulation.step(gradients)[0]
-        sizes = [one.numel() for one in parameters.values()]
-        for one, part in zip(parameters.values(), mean.split(sizes), strict=True):
-            one.grad = part.view_as(one).clone()
+        sizes = [parameter.numel() for parameter in parameters.values()]
+        for parameter, part in zip(parameters.values(), mean.split(sizes), strict=True):
+            parameter.grad = part.view_as(parameter).clone()
         optimizer.step()
         yield None
     moved = (model.tokens.weight.detach() - begin).square().mean(1)

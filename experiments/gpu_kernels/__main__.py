@@ -73,7 +73,7 @@ def main(
     ),
 ) -> None:
     """Runs parts of the study, and says what is left of them."""
-    wanted = part or [name for name, one in PARTS.items() if one.unasked]
+    wanted = part or [name for name, study in PARTS.items() if study.unasked]
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"--part is one of {', '.join(PARTS)}, got {sorted(unknown)}")
     begin = time.monotonic()
@@ -99,9 +99,9 @@ def main(
 
 def _run_all(wanted: list[str], setting: Setting, until: float, architecture: str) -> None:
     for name in wanted:
-        one = PARTS[name]
-        table = Table(setting.out / f"{name}.csv", one.columns)
-        steps = cubins.steps(architecture) if name == "cubins" else one.steps(setting)
+        study = PARTS[name]
+        table = Table(setting.out / f"{name}.csv", study.columns)
+        steps = cubins.steps(architecture) if name == "cubins" else study.steps(setting)
         listed = [step for step in steps if setting.only in step.name]
         with Progress() as progress:
             bar = progress.add_task(name, total=len(listed))
@@ -110,7 +110,7 @@ def _run_all(wanted: list[str], setting: Setting, until: float, architecture: st
                 progress.advance(bar)  # type: ignore[arg-type]
                 progress.console.print(text, markup=False, highlight=False)
 
-            outcome = run_steps(table, listed, until=until, workers=one.workers, report=report)
+            outcome = run_steps(table, listed, until=until, workers=study.workers, report=report)
         left = f"; {len(outcome.left)} are left: run the command again" if outcome.left else ""
         failed = f", {outcome.failed} of them failed" if outcome.failed else ""
         typer.echo(f"{name}: {outcome.done} cases{failed}{left} ({setting.out / name}.csv)")

@@ -24,7 +24,7 @@ COLUMNS = ("file", "NVRTC", "bytes")
 
 def kernels() -> dict[str, list[str]]:
     """Returns the kernels that tests launch, by file."""
-    return {file: list(names) for one in FAMILIES for file, names in one.KERNELS.items()}
+    return {file: list(names) for family in FAMILIES for file, names in family.KERNELS.items()}
 
 
 def all_kernels() -> dict[str, list[str]]:
@@ -35,10 +35,10 @@ def all_kernels() -> dict[str, list[str]]:
         for step in (*share.steps(setting), *exchange.steps(setting)):
             with suppress(Exception):  # a case that fails does so where it is timed
                 step.run()
-    found = kernels()
+    by_file = kernels()
     for file, names in launches.kernels.items():
-        found[file] = list(dict.fromkeys([*found.get(file, ()), *sorted(names)]))
-    return found
+        by_file[file] = list(dict.fromkeys([*by_file.get(file, ()), *sorted(names)]))
+    return by_file
 
 
 def steps(architecture: str, which: Mapping[str, Sequence[str]] | None = None) -> Iterator[Step]:

@@ -133,8 +133,8 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
         counts = counts_of(scheme, SHAPES, world_size=ranks)
     except Exception as error:  # the counts are of a pretended GPU, and no reason to lose the times
         return row | {"own kernels": f"{type(error).__name__}", "operations of torch": ""}
-    own, others = counts.kernels.total(), counts.operations.total()
-    return row | {"own kernels": own, "operations of torch": others}
+    kernel_count, others = counts.kernels.total(), counts.operations.total()
+    return row | {"own kernels": kernel_count, "operations of torch": others}
 
 
 def _times(call: Callable[[], Any], setting: Setting) -> dict[str, float]:

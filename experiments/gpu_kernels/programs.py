@@ -99,8 +99,8 @@ def _run(
     lines = log.read_text(errors="replace").strip().splitlines() or ["nothing printed"]
     row: dict[str, Any] = {"result": lines[-1][:200]}
     for what in ("passed", "failed", "skipped"):
-        found = re.search(rf"(\d+) {what}", lines[-1])
-        row[what] = int(found[1]) if found else ""
+        match = re.search(rf"(\d+) {what}", lines[-1])
+        row[what] = int(match[1]) if match else ""
     if done.returncode:
         row["error"] = f"exit {done.returncode}, see {log.name}"
     return row

@@ -66,7 +66,7 @@ def _step(
             if len(group) == 1:
                 took = timing.replayed(case.run, setting.repeats)
             else:
-                took = timing.milliseconds([one.run for one in group], setting.repeats)
+                took = timing.milliseconds([case.run for case in group], setting.repeats)
             row = {
                 "op": case.name,
                 "bucket": size,

@@ -80,13 +80,13 @@ def _few(call: Callable[[], Any]) -> float:
 
 def _launch_cost() -> float:
     x = torch.zeros(32, device="cuda")
-    found = torch.ones((), dtype=torch.bool, device="cuda")
-    arguments = (x, x.numel(), found)
+    finite = torch.ones((), dtype=torch.bool, device="cuda")
+    arguments = (x, x.numel(), finite)
     return _few(lambda: cuda.launch("finite.cu", "finite<float>", x.device, 1, arguments))
 
 
 def _op_cost() -> float:
     x = torch.zeros(32, device="cuda")
-    found = torch.ones((), dtype=torch.bool, device="cuda")
+    finite = torch.ones((), dtype=torch.bool, device="cuda")
     with use_kernels("native"):
-        return _few(lambda: finite_op(x, found))
+        return _few(lambda: finite_op(x, finite))

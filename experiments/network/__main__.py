@@ -220,7 +220,7 @@ def _of_turns(workload: Workload, noop: list[float]) -> Workload:
         forward_s=factor * workload.forward_s,
         backward_s=factor * workload.backward_s,
         optimizer_s=factor * workload.optimizer_s,
-        ready_s=tuple(factor * one for one in workload.ready_s),
+        ready_s=tuple(factor * seconds for seconds in workload.ready_s),
         behind_s=0.0,
     )
 
@@ -231,8 +231,8 @@ def _behind_s(runs: dict[str, _Run], workload: Workload, **links: Any) -> float:
     They are what a step with one value per bucket takes longer than one without communication,
     less what the links take for these values.
     """
-    noop, one = runs[_NOOP].times, runs[_ONE].times
-    longer = statistics.median(a - b for a, b in zip(one, noop, strict=True))
+    noop, one_value = runs[_NOOP].times, runs[_ONE].times
+    longer = statistics.median(a - b for a, b in zip(one_value, noop, strict=True))
     built = runs[_ONE].hook.scheme
     on_links = predict_step(built, workload, cap_mb=CAP_MB, **links).step_s - workload.compute_s
     return max(longer - on_links, 0.0) / len(workload.buckets(cap_mb=CAP_MB).ready)
@@ -249,7 +249,7 @@ def _predicted(
     device = ThisDevice("cpu", contention=measure_contention("cpu"))
     links: dict[str, Any] = {"ranks": group.size(), "fabric": fabric, "device": device}
     workload = replace(workload, behind_s=_behind_s(runs, workload, **links))
-    found = {}
+    rows = {}
     for scheme in runs:
         if scheme in TORCH and scheme not in SAME:  # its arithmetic is another one than ours
             continue
@@ -263,10 +263,10 @@ def _predicted(
             cap_mb = runs["auto"].hook.bucket_cap_mb or CAP_MB
         dist.barrier()  # all ranks time the same scheme at once, as in training
         step = predict_step(built, workload, cap_mb=cap_mb, first_mb=first_mb, **links)
-        found[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
+        rows[scheme] = {"predicted": step.step_s, "wire": step.wire_s, "codec": step.codec_s}
     link = fabric.between
-    found[_NOOP] |= {"latency": link.latency, "bandwidth": link.bandwidth}
-    return found
+    rows[_NOOP] |= {"latency": link.latency, "bandwidth": link.bandwidth}
+    return rows
 
 
 def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
@@ -284,9 +284,9 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
     for row in rows:
         # In pairs, turn by turn: a machine that gets slower for a while slows both.
         pairs = zip(row["times"], noop["times"], strict=True)
-        ratios = [own / other for own, other in pairs]
+        ratios = [taken / without for taken, without in pairs]
         row["over"] = statistics.median(ratios)
-        spread = statistics.median(abs(one - row["over"]) for one in ratios)
+        spread = statistics.median(abs(ratio - row["over"]) for ratio in ratios)
         # Of the median: 1.48 and 1.25 as in a normal distribution.
         row["over_se"] = 1.48 * 1.25 * spread / math.sqrt(len(ratios))
         row["step"] = row["over"] * statistics.median(noop["times"])

@@ -67,7 +67,11 @@ def _gradients(name: str) -> dict[str, Tensor]:
     model = MODELS[name]
     network = model.build()
     network(model.make_input(model.batch)).float().square().mean().backward()
-    return {key: one.grad for key, one in network.named_parameters() if one.grad is not None}
+    return {
+        key: parameter.grad
+        for key, parameter in network.named_parameters()
+        if parameter.grad is not None
+    }
 
 
 def fronts(table: pd.DataFrame) -> Iterator[tuple[str, Figure]]:

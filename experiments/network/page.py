@@ -54,9 +54,9 @@ class AutoRatio(NamedTuple):
     choice: float
 
     def __str__(self) -> str:
-        own = "" if math.isnan(self.choice) else f" (and of its own choice: {self.choice:.3f})"
+        choice = "" if math.isnan(self.choice) else f" (and of its own choice: {self.choice:.3f})"
         fastest = f"{self.fastest:.3f} of the fastest fixed hook's"
-        return f"{self.cell}: a step of auto took {fastest}{own}."
+        return f"{self.cell}: a step of auto took {fastest}{choice}."
 
 
 def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
@@ -65,16 +65,17 @@ def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
     Args:
         table: with the columns "cell", "hook_name" (with options) and "step_ms".
     """
-    found = []
+    ratios_of_cells = []
     for cell, rows in table.groupby("cell", sort=False):
         steps = rows.set_index("hook_name").step_ms
         if "auto" in steps:
             fixed = [name for name in steps.index if _is_fixed(name)]
             ratios = (
-                steps["auto"] / one for one in (steps[fixed].min(), steps.get(CHOICE, math.nan))
+                steps["auto"] / step_ms
+                for step_ms in (steps[fixed].min(), steps.get(CHOICE, math.nan))
             )
-            found.append(AutoRatio(str(cell), *map(float, ratios)))
-    return found
+            ratios_of_cells.append(AutoRatio(str(cell), *map(float, ratios)))
+    return ratios_of_cells
 
 
 def _is_fixed(name: str) -> bool:
@@ -174,7 +175,7 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
     for cell, some in table.groupby("cell", sort=False):
         page.section(str(cell))
         columns = ("step_ms", "over_noop", "exposed_ms", "sent_mb", "predicted_ms")
-        errors = [f"{100 * one:+.0f} %" if one == one else "" for one in some.error]
+        errors = [f"{100 * error:+.0f} %" if error == error else "" for error in some.error]
         values = [some.hook_name, *(some[name] for name in columns), errors]
         page.table(
             (

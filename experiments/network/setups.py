@@ -39,12 +39,12 @@ def setup_of(text: str) -> Setup:
     Raises:
         ValueError: it asks for copies on our class, which has no other way here.
     """
-    found = _TEXT.fullmatch(text)
-    if found is None or (found["copies"] and not found["torch"]):
+    match = _TEXT.fullmatch(text)
+    if match is None or (match["copies"] and not match["torch"]):
         raise ValueError(
             f"{text!r} is no setup: a scheme, then ' on torch', ' in 2 MiB' and, on torch, "
             f"' by copies' as you like"
         )
-    on_torch, cap = found["torch"] is not None, found["cap"]
+    on_torch, cap = match["torch"] is not None, match["cap"]
     cap_mb = float(cap) if cap else ONE_BUCKET_MB if on_torch else None
-    return Setup(found["scheme"], on_torch, cap_mb, found["copies"] is not None)
+    return Setup(match["scheme"], on_torch, cap_mb, match["copies"] is not None)

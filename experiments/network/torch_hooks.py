@@ -40,10 +40,10 @@ class _OfBuckets:
 
 
 def _power_sgd(state: _OfBuckets, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    own = state.states[bucket.index()]
-    own.iter = state.step
+    state_of_bucket = state.states[bucket.index()]
+    state_of_bucket.iter = state.step
     state.step += bucket.is_last()
-    return powerSGD_hook.powerSGD_hook(own, bucket)
+    return powerSGD_hook.powerSGD_hook(state_of_bucket, bucket)
 
 
 def register_of_torch(ddp: DistributedDataParallel, name: str) -> None:

@@ -64,8 +64,8 @@ def summary(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
                     "goal": next(
                         (
                             f"{what} {limit:.0%}"
-                            for name, one, what, limit in _ERRORS
-                            if name == study and one in (None, group)
+                            for name, group_of_limit, what, limit in _ERRORS
+                            if name == study and group_of_limit in (None, group)
                         ),
                         "no wrong sign" if ratios else "",
                     ),
@@ -82,20 +82,20 @@ def main(
     if fit_first:
         fit()
     tables = {study: tabulated(study) for study in STUDIES}
-    found = summary(tables)
+    errors = summary(tables)
     console = Console()
-    console.print(_shown(found))
+    console.print(_shown(errors))
     out.mkdir(parents=True, exist_ok=True)
     pd.concat(tables.values()).to_csv(out / "points.csv", index=False, float_format="%.4g")
-    found.to_csv(out / "summary.csv", index=False, float_format="%.3g")
+    errors.to_csv(out / "summary.csv", index=False, float_format="%.3g")
     unseen().to_csv(out / "diloco_unseen.csv", index=False, float_format="%.5g")
     figure = plotted(tables)
     figure.savefig(out / "predictions.png", dpi=120)
-    _page(found, tables, figure).write(out / "predictions.html")
+    _page(errors, tables, figure).write(out / "predictions.html")
     console.print(f"all points, a plot and a page are in {out}")
 
 
-def _page(found: pd.DataFrame, tables: dict[str, pd.DataFrame], figure: Figure) -> Page:
+def _page(errors: pd.DataFrame, tables: dict[str, pd.DataFrame], figure: Figure) -> Page:
     page = Page("Predictions beside what others measured")
     page.text(
         "One file of parameters for all studies. Points by which it was fitted are not judged."
@@ -109,7 +109,7 @@ def _page(found: pd.DataFrame, tables: dict[str, pd.DataFrame], figure: Figure) 
             "" if pd.isna(row.wrong_signs) else f"{row.wrong_signs:.0f}",
             row.goal,
         )
-        for row in found.itertuples()
+        for row in errors.itertuples()
     ]
     page.table(("study", "points", "median error", "largest", "wrong signs", "goal"), rows)
     page.figure(figure, "measured and predicted")
@@ -122,16 +122,16 @@ def _page(found: pd.DataFrame, tables: dict[str, pd.DataFrame], figure: Figure) 
     return page
 
 
-def _shown(found: pd.DataFrame) -> Table:
+def _shown(errors: pd.DataFrame) -> Table:
     table = Table(title="predictions beside what others measured")
     table.add_column("study", no_wrap=True)
     for name in ("judged", "median", "max", "signs"):
         table.add_column(name, justify="right")
     table.add_column("goal", no_wrap=True)
-    for row in found.itertuples():
+    for row in errors.itertuples():
         signs = "" if pd.isna(row.wrong_signs) else f"{row.wrong_signs:.0f}"
-        errors = (f"{row.median:.1%}", f"{row.largest:.1%}")
-        table.add_row(_NAMES[row.study, row.group], str(row.judged), *errors, signs, row.goal)
+        figures = (f"{row.median:.1%}", f"{row.largest:.1%}")
+        table.add_row(_NAMES[row.study, row.group], str(row.judged), *figures, signs, row.goal)
     return table
 
 

@@ -41,19 +41,19 @@ def published(name: str) -> pd.DataFrame:
 
 def parameters() -> dict[str, Any]:
     """Returns what :func:`fit` wrote."""
-    found: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
-    return found
+    values: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return values
 
 
 def fit() -> None:
     """Fits all parameters, and writes them to ``parameters.json``."""
-    found = {
+    values = {
         "all_reduce": _fit_all_reduce(),
         "diloco": _fit_diloco(),
         "grace": _fit_grace(),
         "quickreduce": _fit_quickreduce(),
     }
-    _FILE.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    _FILE.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
 def fitted_rows(table: pd.DataFrame) -> pd.Series:
@@ -97,10 +97,10 @@ def _link(rows: pd.DataFrame, fabric: Fabric) -> dict[str, float]:
     measured = np.log(seconds(rows))
 
     def distance(point: tuple[float, ...]) -> float:
-        found = replace(fabric, between=Link(*(10.0**one for one in point)))
+        candidate = replace(fabric, between=Link(*(10.0**exponent for exponent in point)))
         total = 0.0
         for ranks, some in rows.groupby("ranks"):
-            times = collective_seconds("all_reduce", some.bytes, ranks=int(ranks), fabric=found)
+            times = collective_seconds("all_reduce", some.bytes, ranks=int(ranks), fabric=candidate)
             total += float(
                 np.abs(np.log(times) - measured[rows.index.get_indexer(some.index)]).sum()
             )
@@ -108,8 +108,8 @@ def _link(rows: pd.DataFrame, fabric: Fabric) -> dict[str, float]:
 
     best = _least(distance, ((-5.5, -3.0), (10.0, 12.5), (-7.0, -4.0)))
     return {
-        name: float(f"{10.0**one:.4g}")
-        for name, one in zip(("latency", "bandwidth", "chunk_s"), best, strict=True)
+        name: float(f"{10.0**exponent:.4g}")
+        for name, exponent in zip(("latency", "bandwidth", "chunk_s"), best, strict=True)
     }
 
 
@@ -136,16 +136,16 @@ def _fit_diloco() -> dict[str, float]:
     table = published("diloco")
     nbytes = 4 * table.parameters.iloc[0]
     once = table[(table.algorithm == "diloco") & (table.period == 1)]
-    found = {}
+    values = {}
     for rate, bits in (("50m", 50e6), ("1g", 1e9)):
         measured = once[once.rate == rate].exchange_ms.median() / 1e3
-        found[f"share_{rate}"] = float(f"{1.5 * nbytes / (bits / 8) / measured:.4g}")
+        values[f"share_{rate}"] = float(f"{1.5 * nbytes / (bits / 8) / measured:.4g}")
     rows = table[(table.period == 128) & (table.rate == "1g") & (table.repeat == 0)]
     first = rows[rows.algorithm == "diloco"].exchange_ms.iloc[0]
     usual = once[once.rate == "1g"].exchange_ms.median()
-    found["start_s"] = float(f"{(first - usual) / 1e3:.3g}")
-    found["tree_nbytes"] = 100_000_000
-    return found
+    values["start_s"] = float(f"{(first - usual) / 1e3:.3g}")
+    values["tree_nbytes"] = 100_000_000
+    return values
 
 
 def _fit_grace() -> dict[str, Any]:
@@ -171,19 +171,19 @@ def _fit_quickreduce() -> dict[str, Any]:
     dense = 1e-6 * table.dense[[2, 4]].to_numpy()
     slope = (dense[1] - dense[0]) / 2**21
     # A ring of 4: each of 6 steps takes the latency and a quarter of the bytes.
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "latency": float(f"{(dense[0] - slope * sizes[0]) / 6:.4g}"),
         "bandwidth": float(f"{1.5 / slope:.4g}"),
     }
     for method in ("int8", "int6", "int4"):
-        wire = quantised_seconds(method, sizes, found)
+        wire = quantised_seconds(method, sizes, values)
         codec = 1e-6 * table[method][[2, 4]].to_numpy() - wire
         per_byte = (codec[1] - codec[0]) / 2**21
-        found[method] = {
+        values[method] = {
             "s": float(f"{codec[0] - per_byte * sizes[0]:.4g}"),
             "s_per_byte": float(f"{per_byte:.4g}"),
         }
-    return found
+    return values
 
 
 def quantised_seconds(
@@ -196,8 +196,8 @@ def quantised_seconds(
         sizes: bytes of the float16 tensor.
         link: "latency" and "bandwidth" between two GPUs.
     """
-    one = Link(link["latency"], link["bandwidth"])
-    fabric = Fabric("mi300", one, inside=one, ranks_per_node=4)
+    pair = Link(link["latency"], link["bandwidth"])
+    fabric = Fabric("mi300", pair, inside=pair, ranks_per_node=4)
     codes = sizes * (int(method[3:]) + 0.5) / 16
     scatter = collective_seconds("all_to_all", codes, ranks=4, fabric=fabric)
     return scatter + collective_seconds("all_gather", codes / 4, ranks=4, fabric=fabric)

@@ -54,10 +54,10 @@ def plotted(tables: dict[str, pd.DataFrame]) -> Figure:
         else:
             axis.loglog()
             if high < 10 * low:
-                for one in (axis.xaxis, axis.yaxis):
-                    one.set_major_locator(FixedLocator([300, 500, 1000, 2000]))
-                    one.set_major_formatter(StrMethodFormatter("{x:.0f}"))
-                    one.set_minor_formatter(NullFormatter())
+                for scale in (axis.xaxis, axis.yaxis):
+                    scale.set_major_locator(FixedLocator([300, 500, 1000, 2000]))
+                    scale.set_major_formatter(StrMethodFormatter("{x:.0f}"))
+                    scale.set_minor_formatter(NullFormatter())
         unit = UNITS[study]
         axis.set(title=_TITLES[study], xlabel=f"measured ({unit})", ylabel=f"predicted ({unit})")
         axis.legend(fontsize=8, loc="upper left")

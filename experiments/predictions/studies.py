@@ -112,16 +112,16 @@ def unseen() -> pd.DataFrame:
 
 def _limited(bits: float) -> Fabric:
     """Returns four machines on lines that ``tc`` limits: TCP reaches a share of the rate."""
-    found = parameters()["diloco"]
+    fitted = parameters()["diloco"]
     # Measured at two rates; in between by the logarithm of the rate.
-    measured = [found["share_50m"], found["share_1g"]]
+    measured = [fitted["share_50m"], fitted["share_1g"]]
     share = np.interp(math.log(bits), [math.log(50e6), math.log(1e9)], measured)
     if bits == _BITS["unshaped"]:
         share = _UNSHAPED
     return Fabric(
         "four machines",
         Link(50e-6, bits / 8 * float(share)),
-        tree_nbytes=found["tree_nbytes"],
+        tree_nbytes=fitted["tree_nbytes"],
     )
 
 
@@ -169,13 +169,13 @@ def grace_signs() -> Iterator[Row]:
     """Yields the times of methods over those without compression, at 10 Gbit/s."""
     rows = list(_grace("mpi_10g", 10e9))
     _, dense, images = rows[0]
-    for method, predicted, own in rows[1:]:
+    for method, predicted, kernel_s in rows[1:]:
         yield {
             "group": "compressed over dense",
             "case": method,
             "fitted": False,
             "predicted": predicted / dense,
-            "measured": images / own,
+            "measured": images / kernel_s,
         }
 
 
@@ -185,24 +185,24 @@ def _grace(column: str, bits: float) -> Iterator[tuple[str, float, float]]:
     Horovod over MPI on TCP, without overlap with backward (the published steps are as long as
     computing and communicating one after the other); one tensor is encoded while another travels.
     """
-    found = parameters()["grace"]
+    fitted = parameters()["grace"]
     fabric = Fabric("8 machines", Link(50e-6, bits / 8), library="mpi")
     for row in published("grace").itertuples():
         wire = float(collective_seconds(row.collective, row.nbytes, ranks=8, fabric=fabric))
-        codec = found["codec_s"].get(row.method, 0.0)
-        yield row.method, found["compute_s"] + max(wire, codec), getattr(row, column)
+        codec = fitted["codec_s"].get(row.method, 0.0)
+        yield row.method, fitted["compute_s"] + max(wire, codec), getattr(row, column)
 
 
 def quickreduce() -> Iterator[Row]:
     """Yields the times of quantised all-reduces over dense ones, on 4 GPUs of one machine."""
-    table, found = published("quickreduce"), parameters()["quickreduce"]
-    one = Link(found["latency"], found["bandwidth"])
-    fabric = Fabric("mi300", one, inside=one, ranks_per_node=4, library="gloo")  # a ring
+    table, fitted = published("quickreduce"), parameters()["quickreduce"]
+    pair = Link(fitted["latency"], fitted["bandwidth"])
+    fabric = Fabric("mi300", pair, inside=pair, ranks_per_node=4, library="gloo")  # a ring
     sizes = table.mb.to_numpy() * 2**20
     dense = collective_seconds("all_reduce", sizes, ranks=4, fabric=fabric)
     for method in ("int8", "int6", "int4"):
-        codec = found[method]["s"] + found[method]["s_per_byte"] * sizes
-        times = quantised_seconds(method, sizes, found) + codec
+        codec = fitted[method]["s"] + fitted[method]["s_per_byte"] * sizes
+        times = quantised_seconds(method, sizes, fitted) + codec
         for mb, predicted, measured in zip(
             table.mb, times / dense, table[method] / table.dense, strict=True
         ):

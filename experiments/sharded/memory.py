@@ -58,7 +58,7 @@ def formula(scheme: Scheme, modules: Sequence[Sequence[int]], ranks: int) -> Mem
         modules: number of entries of a rank's piece of each parameter, filled up, by module.
         ranks: over which parameters are sharded.
     """
-    (codec,) = (one for one in walk(scheme) if isinstance(one, PackedCodec))
+    (codec,) = (part for part in walk(scheme) if isinstance(part, PackedCodec))
     entries = [ranks * sum(pieces) for pieces in modules]
     # What is sent to all ranks, and what comes from them.
     rows = [codec.segments([pieces] * ranks) for pieces in modules]
@@ -71,7 +71,7 @@ def formula(scheme: Scheme, modules: Sequence[Sequence[int]], ranks: int) -> Mem
                 # Twice: the values of the last step, and room for those of the next.
                 kept += 2 * ranks * shape.numel() * (slot.dtype or torch.float32).itemsize
     if isinstance(scheme, AveragedFeedback):  # the memory in 32 bits, and what was not sent
-        scratch = [one + 8.0 * n for one, n in zip(scratch, entries, strict=True)]
+        scratch = [nbytes + 8.0 * n for nbytes, n in zip(scratch, entries, strict=True)]
     return Memory(kept, max(scratch))
 
 
@@ -111,9 +111,10 @@ def _run_rank(rank: int, world_size: int, send: Send, name: str, width: int, dep
     for module in [*model.blocks, model]:
         fully_shard(module, mesh=mesh)
     scratch: list[int] = []
-    groups = [one._get_fsdp_state()._fsdp_param_groups[0] for one in [*model.blocks, model]]
+    groups = [module._get_fsdp_state()._fsdp_param_groups[0] for module in [*model.blocks, model]]
     modules = [
-        [one.padded_sharded_param_size.numel() for one in group.fsdp_params] for group in groups
+        [parameter.padded_sharded_param_size.numel() for parameter in group.fsdp_params]
+        for group in groups
     ]
     if name != NATIVE:
         commhooks.register(model, SCHEMES[name])
@@ -167,10 +168,10 @@ def main(
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LD_PRELOAD"] = _built(folder)
         for width in map(int, widths.split(",")):
-            found = {}
+            by_name = {}
             for name in (NATIVE, *SCHEMES):
-                (found[name],) = run_ranks(_run_rank, ranks, name, width, depth)
-            rows += _rows(found, ranks, width=width, ranks=ranks)
+                (by_name[name],) = run_ranks(_run_rank, ranks, name, width, depth)
+            rows += _rows(by_name, ranks, width=width, ranks=ranks)
         del os.environ["LD_PRELOAD"]
     out.parent.mkdir(parents=True, exist_ok=True)
     frame = pd.DataFrame(rows)
@@ -182,12 +183,12 @@ def main(
     Console(width=160).print(table)
 
 
-def _rows(found: dict[str, Any], count: int, **where: Any) -> list[dict[str, Any]]:
-    native = found[NATIVE]
+def _rows(by_name: dict[str, Any], count: int, **where: Any) -> list[dict[str, Any]]:
+    native = by_name[NATIVE]
     rows = []
     for name in SCHEMES:
-        one, wanted = found[name], formula(SCHEMES[name], native["modules"], count)
-        kept = one["kept"] - native["kept"]
+        measured, wanted = by_name[name], formula(SCHEMES[name], native["modules"], count)
+        kept = measured["kept"] - native["kept"]
         rows.append(
             {
                 **where,
@@ -195,10 +196,10 @@ def _rows(found: dict[str, Any], count: int, **where: Any) -> list[dict[str, Any
                 "entries": count * sum(map(sum, native["modules"])),
                 "kept_mb": kept / 1e6,
                 "kept_formula_mb": wanted.kept / 1e6,
-                "scratch_mb": one["scratch"] / 1e6,
+                "scratch_mb": measured["scratch"] / 1e6,
                 "scratch_formula_mb": wanted.scratch / 1e6,
-                "both_over_formula": (kept + one["scratch"]) / sum(wanted),
-                "step_peak_mb": one["peak"] / 1e6,
+                "both_over_formula": (kept + measured["scratch"]) / sum(wanted),
+                "step_peak_mb": measured["peak"] / 1e6,
                 "step_peak_fsdp2_mb": native["peak"] / 1e6,
             }
         )

@@ -99,19 +99,19 @@ def run_rank(rank: int, world_size: int, send: Send, **fields: Any) -> None:
         for _ in range(3):
             case.step(timed=False)
     in_turns({name: case.step for name, case in cases.items()}, settings.turns)
-    entries = sum(one.numel() for one in cases[NOOP].model.parameters())
+    entries = sum(parameter.numel() for parameter in cases[NOOP].model.parameters())
     if rank == 0:
         for name, case in cases.items():
             row = {"case": name, "times": case.times, "sent": case.sent}
             send(row | {"kept": case.kept_nbytes(), "entries": entries})
 
 
-def _rows(found: list[dict[str, Any]], **where: Any) -> list[dict[str, Any]]:
-    by_name = {row["case"]: row for row in found}
+def _rows(measured: list[dict[str, Any]], **where: Any) -> list[dict[str, Any]]:
+    by_name = {row["case"]: row for row in measured}
 
     def exposed(row: dict[str, Any]) -> float:
         pairs = zip(row["times"], by_name[NOOP]["times"], strict=True)
-        return statistics.median(own - other for own, other in pairs)
+        return statistics.median(seconds - other for seconds, other in pairs)
 
     base = exposed(by_name[NATIVE16])
     return [
@@ -124,7 +124,7 @@ def _rows(found: list[dict[str, Any]], **where: Any) -> list[dict[str, Any]]:
             "sent_mb": statistics.median(row["sent"]) / 1e6,
             "kept_bytes_per_entry": row["kept"] / row["entries"],
         }
-        for row in found
+        for row in measured
     ]
 
 

@@ -25,14 +25,14 @@ REPEATS = 9
 
 def schemes(count: int = 50) -> dict[str, Scheme]:
     """Returns different schemes: all registered ones, with the settings of the trade-off study."""
-    found = {
+    by_name = {
         case.label: make(case.name, **case.options)
         for case in cases_of(name for name in scheme_names() if name not in SAME)
     }
     for name in ("int8", "int4", "onebit", "fp8", "powersgd", "topk", "random_k"):
-        found[f"{name} coalesce"] = make(name, coalesce=True)
-    assert len(set(found.values())) >= count
-    return dict(list(found.items())[:count])
+        by_name[f"{name} coalesce"] = make(name, coalesce=True)
+    assert len(set(by_name.values())) >= count
+    return dict(list(by_name.items())[:count])
 
 
 def main() -> None:

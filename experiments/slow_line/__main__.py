@@ -37,26 +37,28 @@ KEYS = ["mbit", "round_trip_ms", "loss", "dilation", "plan", "codec", "every"]
 START_S = 12  # of a line: processes start, codecs are measured
 
 
-def _rows(line: Line, cell: Cell, found: dict[str, Any], asked: list[Cell]) -> list[dict[str, Any]]:
+def _rows(
+    line: Line, cell: Cell, measured: dict[str, Any], asked: list[Cell]
+) -> list[dict[str, Any]]:
     """Returns the rows that a measured cell gives, one for each of ``asked`` that it stands for."""
-    seconds, periods = found["times"][-1], found["periods"]
+    seconds, periods = measured["times"][-1], measured["periods"]
     rows = []
-    for one in asked:
-        if source(one) != cell:
+    for wanted in asked:
+        if source(wanted) != cell:
             continue
         # What a period takes beside its sleeps does not depend on their number.
-        own = seconds + periods * (one.every - cell.every) * line.compute_s
+        own_s = seconds + periods * (wanted.every - cell.every) * line.compute_s
         rows.append(
             {
                 **line._asdict(),
-                "plan": one.plan,
-                "codec": one.codec,
-                "every": one.every,
-                "share": share(one.every, periods, own, line.compute_s),
-                "predicted": found["predicted"][str(one.every)],
-                "published": dense_share(line, one),
-                "waiting_ms": 1e3 * (own / periods - one.every * line.compute_s),
-                "outer_ms": 1e3 * found["outer_s"],
+                "plan": wanted.plan,
+                "codec": wanted.codec,
+                "every": wanted.every,
+                "share": share(wanted.every, periods, own_s, line.compute_s),
+                "predicted": measured["predicted"][str(wanted.every)],
+                "published": dense_share(line, wanted),
+                "waiting_ms": 1e3 * (own_s / periods - wanted.every * line.compute_s),
+                "outer_ms": 1e3 * measured["outer_s"],
                 "periods": periods,
                 "measured_every": cell.every,
             }
@@ -70,16 +72,19 @@ def _missing(out: Path, asked: dict[Line, list[Cell]]) -> dict[Line, list[Cell]]
         return asked
     have = {tuple(row) for row in pd.read_csv(out)[KEYS].itertuples(index=False)}
     return {
-        line: [one for one in cells if (*line, one.plan, one.codec, one.every) not in have]
+        line: [cell for cell in cells if (*line, cell.plan, cell.codec, cell.every) not in have]
         for line, cells in asked.items()
     }
 
 
 def _measure(line: Line, cells: list[Cell], periods: int, out: Path, progress: Progress) -> None:
     """Measures the cells of a line; writes each row when it is there."""
-    sources = list(dict.fromkeys(source(one) for one in cells))
+    sources = list(dict.fromkeys(source(wanted_cell) for wanted_cell in cells))
     # The measured cell predicts for all periods that it stands for.
-    wanted = [[one.every for one in cells if source(one) == cell] for cell in sources]
+    wanted = [
+        [wanted_cell.every for wanted_cell in cells if source(wanted_cell) == cell]
+        for cell in sources
+    ]
     task = [
         [cell.plan, cell.codec, cell.every, *planned_periods(line, cell, periods), every]
         for cell, every in zip(sources, wanted, strict=True)
@@ -153,7 +158,8 @@ def main(
     total = 0.0
     for line, cells in missing.items():
         seconds = START_S + sum(
-            planned_s(line, cell, periods) for cell in dict.fromkeys(source(one) for one in cells)
+            planned_s(line, cell, periods)
+            for cell in dict.fromkeys(source(wanted) for wanted in cells)
         )
         console.print(f"{line}: {len(cells)} cells, about {seconds:.0f} s")
         total += seconds
@@ -209,7 +215,7 @@ def _asked(rates: str, only: str, kinds: str) -> dict[Line, list[Cell]]:
         raise typer.BadParameter(f"rates are {', '.join(map(str, GOALS))}, not {unknown}")
     some = set(filter(None, only.split(",")))
     return {
-        line: [one for one in cells if not some or some & {one.plan, one.codec}]
+        line: [cell for cell in cells if not some or some & {cell.plan, cell.codec}]
         for line, cells in lines(set(kinds.split(","))).items()
         if line.mbit in wanted
     }

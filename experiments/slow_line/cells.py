@@ -108,14 +108,14 @@ def lines(kinds: set[str]) -> dict[Line, list[Cell]]:
         kinds: "near" (all codecs and periods), "fast" (the periods of the goals, in slow motion),
             "far" (the same, with long round trips and losses).
     """
-    found = {Line(mbit): _cells(mbit) for mbit in GOALS} if "near" in kinds else {}
+    cells_of = {Line(mbit): _cells(mbit) for mbit in GOALS} if "near" in kinds else {}
     for kind, there in (("fast", (0.0, 0.0)), ("far", FAR)):
         if kind in kinds:
             for mbit, every in GOALS.items():
                 line = Line(mbit, *there, dilation=DILATION[mbit])
                 codecs = ("int4" if mbit >= 5000 else "eden:bits=2", "powersgd:rank=4")
-                found[line] = [Cell("overlapped", codec, every) for codec in codecs]
-    return found
+                cells_of[line] = [Cell("overlapped", codec, every) for codec in codecs]
+    return cells_of
 
 
 def _cells(mbit: float) -> list[Cell]:

@@ -173,7 +173,8 @@ def run_rank(
     for plan, codec, every, before, periods, lengths in cells:
         cell = Cell(plan, codec, every)
         predicted = {
-            one: predicted_share(where, replace(cell, every=one), device) for one in lengths
+            length: predicted_share(where, replace(cell, every=length), device)
+            for length in lengths
         }
         torch.manual_seed(0)
         run = (_DenseRun if plan == "ddp" else _LocalRun)(cell, where.compute_s)

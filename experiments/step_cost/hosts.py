@@ -132,7 +132,7 @@ def time_hosts(rank: int, world_size: int, send: Send, pairs: int) -> None:
         times = in_turns(calls, pairs)
         ratios = [pair[True] / pair[False] for pair in times]
         if rank == 0:
-            spread = statistics.median(abs(one - statistics.median(ratios)) for one in ratios)
+            spread = statistics.median(abs(ratio - statistics.median(ratios)) for ratio in ratios)
             send(
                 {
                     "host": name,
@@ -154,5 +154,5 @@ def main(
     out: Annotated[Path, typer.Option(help="The table.")] = Path("results/step_cost/hosts.csv"),
 ) -> None:
     """Prints the step time with ``none`` over the host's own."""
-    found = run_ranks(time_hosts, RANKS, pairs, own_cores=True)
-    printed(list(track(found, "hosts", total=len(HOSTS))), out)
+    rows = run_ranks(time_hosts, RANKS, pairs, own_cores=True)
+    printed(list(track(rows, "hosts", total=len(HOSTS))), out)

@@ -69,7 +69,7 @@ def compare(rank: int, world_size: int, send: Send, model: str, turns: int) -> N
         plain, added = _turns(rank, model, scheme, turns)
         row: dict[str, Any] = {"model": model, "scheme": scheme}
         row["plain_ms"] = 1e3 * statistics.median(plain)
-        low, middle, high = (1e3 * BLOCK * one for one in quartiles(added))
+        low, middle, high = (1e3 * BLOCK * seconds for seconds in quartiles(added))
         row |= {"verified_ms": middle, "verified_q1": low, "verified_q3": high}
         row["added"] = middle / (EVERY * row["plain_ms"])
         if rank == 0:
@@ -81,10 +81,10 @@ def _rows(model: str, mbit: float, turns: int) -> Iterator[dict[str, Any]]:
     if mbit:
         task = {"model": model, "turns": turns}
         messages = messages_from_hosts(compare, task, rate=f"{mbit:g}mbit", timeout=900)
-        found: Iterator[dict[str, Any]] = (message.content for message in messages)
+        rows: Iterator[dict[str, Any]] = (message.content for message in messages)
     else:
-        found = run_ranks(compare, 2, model, turns, own_cores=True)
-    for row in found:
+        rows = run_ranks(compare, 2, model, turns, own_cores=True)
+    for row in rows:
         yield {"mbit": mbit} | row
 
 
@@ -111,7 +111,7 @@ def _turns(rank: int, model: str, scheme: str, turns: int) -> tuple[list[float],
     assert verification.steps == 1 + turns, "one verified step in each block"
     for hook in hooks.values():
         hook.close()
-    return [one["plain"] for one in times], [one["verified"] - one["plain"] for one in times]
+    return [turn["plain"] for turn in times], [turn["verified"] - turn["plain"] for turn in times]
 
 
 def main(

@@ -73,21 +73,23 @@ class _Counting(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name.removeprefix("aten::")
-        outputs = [one for one in _flat(result) if isinstance(one, Tensor)]
-        inputs = [one for one in _flat(args) if isinstance(one, Tensor)]
-        if not any(one.is_meta for one in [*outputs, *inputs]):
+        outputs = [tensor for tensor in _flat(result) if isinstance(tensor, Tensor)]
+        inputs = [tensor for tensor in _flat(args) if isinstance(tensor, Tensor)]
+        if not any(tensor.is_meta for tensor in [*outputs, *inputs]):
             return result
         # A number may lie on the host: it travels with the launch.
-        between = any(one.is_cpu and one.dim() for one in [*outputs, *inputs])
+        between = any(tensor.is_cpu and tensor.dim() for tensor in [*outputs, *inputs])
         if between and not self._counts.may_copy:
             raise RuntimeError(
                 f"{name}: copies between host and device, which waits for the device"
             )
         # A view shares memory with an argument that it does not write to.
         aliases = [returned.alias_info for returned in func._schema.returns]
-        is_view = bool(aliases) and all(one is not None and not one.is_write for one in aliases)
-        if not is_view and any(one.numel() for one in [*outputs, *inputs]):
-            if any(one is None for one in aliases):
+        is_view = bool(aliases) and all(
+            alias is not None and not alias.is_write for alias in aliases
+        )
+        if not is_view and any(tensor.numel() for tensor in [*outputs, *inputs]):
+            if any(alias is None for alias in aliases):
                 self._counts.allocations += len(outputs)
             if name not in _FREE:
                 self._counts.operations[name] += 1

@@ -69,10 +69,10 @@ def predict_local(
     overlaps, later = others[::2], others[1::2]
     seconds = sum(later)
     for message, overlap in zip(exchange.messages, overlaps, strict=True):
-        one = collective_seconds(
+        message_s = collective_seconds(
             message.collective, message.nbytes, ranks=ranks, fabric=fabric, part=message.ranks
         )
-        seconds += max(float(one), overlap)
+        seconds += max(float(message_s), overlap)
     outer = Work(_OUTER_NBYTES * workload.numel, _OUTER_CALLS * len(shapes))
     waits = first + max(0.0, seconds - delay * workload.compute_s)
     exposed = waits + device.seconds(outer)

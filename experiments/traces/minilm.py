@@ -64,8 +64,8 @@ def minilm(
     Raises:
         MissingPackageError: ``folder`` is None, and the package is not installed.
     """
-    found = minilm_folder() if folder is None else folder
-    words = WordPiece((found / "vocab.txt").read_text(encoding="utf-8").split("\n"))
+    files = minilm_folder() if folder is None else folder
+    words = WordPiece((files / "vocab.txt").read_text(encoding="utf-8").split("\n"))
     pairs = [
         torch.stack([words.encode(text, length) for text in pair]) for pair in _docstring_pairs()
     ]
@@ -86,7 +86,7 @@ def minilm(
     def model() -> nn.Module:
         from safetensors.torch import load_file
 
-        return MiniLm(load_file(found / "model.safetensors"))
+        return MiniLm(load_file(files / "model.safetensors"))
 
     return Task("minilm", model, batch, evaluate, lr=5e-5, adam=True)
 
@@ -198,17 +198,17 @@ class WordPiece:
     def _pieces(self, word: str) -> list[str]:
         # BERT's tokenizer cuts words at underscores, too: they are punctuation to it.
         if "_" in word and word != "_":
-            return [one for part in re.findall(r"[^_]+|_", word) for one in self._pieces(part)]
-        found, begin = [], 0
+            return [piece for part in re.findall(r"[^_]+|_", word) for piece in self._pieces(part)]
+        pieces, begin = [], 0
         while begin < len(word):
             start = "##" * (begin > 0)
             ends = range(len(word), begin, -1)
             end = next((end for end in ends if start + word[begin:end] in self._ids), None)
             if end is None:
                 return ["[UNK]"]
-            found.append(start + word[begin:end])
+            pieces.append(start + word[begin:end])
             begin = end
-        return found
+        return pieces
 
 
 def _docstring_pairs() -> list[tuple[str, str]]:

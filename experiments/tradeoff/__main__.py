@@ -70,8 +70,8 @@ def page_with_errors(page: str, means: Sequence[Point]) -> str:
         means: see :func:`means_of`.
     """
 
-    def table(found: re.Match[str]) -> str:
-        names = found[2].split(", ")
+    def table(match: re.Match[str]) -> str:
+        names = match[2].split(", ")
         rows = ["| scheme | gradients | bits | " + " | ".join(FIGURES.values()) + " |"]
         rows.append("|---" * (len(FIGURES) + 3) + "|")
         for point in means:
@@ -79,7 +79,7 @@ def page_with_errors(page: str, means: Sequence[Point]) -> str:
                 figures = " | ".join(f"{getattr(point, name):.2g}" for name in FIGURES)
                 shown = f"`{point.scheme}` | {point.gradients} | {point.bits:.2f} | {figures}"
                 rows.append(f"| {shown} |")
-        return f"{found[1]}\n" + "\n".join(rows) + f"\n\n{found[3]}"
+        return f"{match[1]}\n" + "\n".join(rows) + f"\n\n{match[3]}"
 
     return _PLACE.sub(table, page)
 
@@ -118,10 +118,10 @@ def main(
     ] = None,
 ) -> None:
     """Prints the tables, and draws the fronts."""
-    found = traces_in(traces, [int(n) for n in ranks.split(",")])
-    if not found:
+    traces_found = traces_in(traces, [int(n) for n in ranks.split(",")])
+    if not traces_found:
         typer.echo(f"no traces in {traces}: python -m experiments.traces records some")
-    points = _commands.tradeoff(which or [], found, out, _picture)
+    points = _commands.tradeoff(which or [], traces_found, out, _picture)
     means = means_of(points)
     write_csv(means, out / "means.csv")
     for path in pages.glob("*.md") if pages else ():

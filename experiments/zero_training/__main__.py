@@ -58,10 +58,10 @@ def train(rank: int, world_size: int, send: Any, how: str, seed: int, steps: int
         task.loss(model(x), target).backward()
         optimizer.step()
         optimizer.zero_grad()
-    kept = sum(v.numel() for one in optimizer.state.values() for v in one.values() if v.dim())
+    kept = sum(v.numel() for state in optimizer.state.values() for v in state.values() if v.dim())
     if rank == 0:
         loss, _ = task.evaluate(model.module)
-        numel = sum(one.numel() for one in model.parameters())
+        numel = sum(parameter.numel() for parameter in model.parameters())
         send((how, seed, loss, hook.ledger.wire_bytes / steps, kept / numel))
 
 

@@ -233,7 +233,9 @@ def wide(name: str) -> _DtypeOf:
 def _parameters_of(function: Callable[..., Any]) -> tuple[list[str], bool]:
     """Returns the names of parameters, and whether ``*rest`` comes after them."""
     parameters = inspect.signature(function).parameters.values()
-    names = [one.name for one in parameters if one.kind is not one.VAR_POSITIONAL]
+    names = [
+        parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_POSITIONAL
+    ]
     return names, len(names) < len(parameters)
 
 
@@ -301,14 +303,16 @@ class Arguments:
         self.declared = takes is not None
         self.beyond: Callable[..., bool] = lambda *args: False
         # Numbers and tables first, which numbers of entries depend on.
-        rules = sorted((takes or {}).items(), key=lambda one: isinstance(one[1], Entries))
+        rules = sorted(
+            (takes or {}).items(), key=lambda name_and_rule: isinstance(name_and_rule[1], Entries)
+        )
         self._takes = dict(rules)
         self._own: Callable[..., None] | None = None
         self._kinds = [str(argument.type) for argument in schema]
         aliases = [argument.alias_info for argument in schema]
         written = [alias is not None and alias.is_write for alias in aliases]
         self._tensors = [i for i, kind in enumerate(self._kinds) if "Tensor" in kind]
-        pairs = [(self.names.index(one), self.names.index(other)) for one, other in same]
+        pairs = [(self.names.index(name), self.names.index(other)) for name, other in same]
         # The last first, so that the places of the others stay as they are when it is left out.
         self._same = sorted(pairs, key=lambda pair: -pair[1])
         # For each pair of which at least one is written to: whether both may be the same tensor.
@@ -339,7 +343,7 @@ class Arguments:
 
     def new_form(self, args: tuple[Any, ...]) -> Form:
         """Returns the form of a call, of any types."""
-        own = _parameters_of(self._own)[0] if self._own is not None else []
+        own_names = _parameters_of(self._own)[0] if self._own is not None else []
         tensors: list[int] = []
         tables: list[int] = []
         others: list[int] = []
@@ -348,7 +352,9 @@ class Arguments:
             if args[i] is None:
                 continue
             if "Tensor" not in kind:
-                if kind != "float" or name in own:  # factors change, and hardly any check sees one
+                if (
+                    kind != "float" or name in own_names
+                ):  # factors change, and hardly any check sees one
                     others.append(i)
                 continue
             (tables if callable(rule) else tensors).append(i)
@@ -461,8 +467,8 @@ class Arguments:
                 getattr(tables[name], attribute, None) if attribute else given[name].numel()
             )
             return count
-        found: int = self._call(n, given)
-        return found
+        number: int = self._call(n, given)
+        return number
 
     def _call(self, function: Callable[..., Any], given: dict[str, Any]) -> Any:
         """Calls a function of the arguments that its parameters name."""

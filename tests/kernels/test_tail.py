@@ -119,8 +119,8 @@ def test_wrong_arguments_are_named() -> None:
             "a table and a tensor, or neither",
         ),
         (
-            lambda: multiply_right(MATRICES, x, right, left, own=torch.ones(3)),
-            r"own\): \d+ entries, got 3",
+            lambda: multiply_right(MATRICES, x, right, left, local_copy=torch.ones(3)),
+            r"local_copy\): \d+ entries, got 3",
         ),
     ):
         with pytest.raises(ValueError, match=words):

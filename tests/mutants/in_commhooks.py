@@ -140,8 +140,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "EF21 books 2 % less than it sent",
-            "torch.add(own, sent, out=",
-            "torch.add(own, sent, alpha=0.98, out=",
+            "torch.add(estimate, sent, out=",
+            "torch.add(estimate, sent, alpha=0.98, out=",
             f"{FEEDBACK}::test_ef21_of_topk",
         ),
         (

@@ -702,7 +702,7 @@ MUTANTS: list[Mutant] = [
         "AbortAgreement._outcome",
         (
             "a rank that dropped a step elsewhere goes on",
-            "        if theirs != mine:\n            return decide",
+            "        if theirs != dropped:\n            return decide",
             "        if False:\n            return decide",
             f"{UNIT}/test_abandonments.py::test_only_ranks_that_have_dropped_alike_go_on",
         ),

@@ -251,7 +251,8 @@ MUTANTS: list[Mutant] = [
         "has_another_wrapper",
         (
             "a module that is wrapped again is refused by the first wrapper",
-            "        known |= {id(other): weakref.ref(one) for other in one.module.parameters()}\n",
+            "        known |= {id(other): weakref.ref(candidate) "
+            "for other in candidate.module.parameters()}\n",
             "",
             f"{FINE}[DistributedDataParallel-int8_1-wrapped_again]",
         ),

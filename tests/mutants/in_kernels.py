@@ -120,13 +120,13 @@ MUTANTS: list[Mutant] = [
         "kernels/low_rank.cu",
         (
             "a rank's own left factor is not kept",
-            "left[i] = all;\n        if (own) own[i] = all;",
+            "left[i] = all;\n        if (local_copy) local_copy[i] = all;",
             "left[i] = all;",
             f"{KERNELS}/test_low_rank.py::test_kernels_of_all_machines_agree_bit_for_bit",
         ),
         (
             "a rank's own right factor is not kept",
-            "right[i] = all;\n        if (own) own[i] = all;",
+            "right[i] = all;\n        if (local_copy) local_copy[i] = all;",
             "right[i] = all;",
             f"{KERNELS}/test_low_rank.py::test_kernels_of_all_machines_agree_bit_for_bit",
         ),

@@ -190,8 +190,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "the smallest sizes seem to show the bandwidth",
-            "shows = seconds >= _SHOWS * sum(found[_SIZES[0]].seconds)",
-            "shows = seconds >= sum(found[_SIZES[0]].seconds)",
+            "shows = seconds >= _SHOWS * sum(by_nbytes[_SIZES[0]].seconds)",
+            "shows = seconds >= sum(by_nbytes[_SIZES[0]].seconds)",
             FAR,
         ),
     ),
@@ -304,8 +304,8 @@ MUTANTS: list[Mutant] = [
         "shared",
         (
             "messages that follow each other are taken to share their latency",
-            "2 - statistics.median(two / one",
-            "3 - statistics.median(two / one",
+            "2 - statistics.median(both / alone",
+            "3 - statistics.median(both / alone",
             f"{UNIT}/test_link.py::"
             "test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common",
         ),
@@ -314,8 +314,8 @@ MUTANTS: list[Mutant] = [
         "fabrics_of",
         (
             "two files of commhooks link keep the one name that both have",
-            "if names.count(one.name) > 1 else one",
-            "if False else one",
+            "if names.count(network.name) > 1 else network",
+            "if False else network",
             f"{UNIT}/test_simulate.py::test_two_files_of_link_are_told_apart",
         ),
     ),

@@ -158,8 +158,8 @@ MUTANTS: list[Mutant] = [
         "average_factor.keep_unsent",
         (
             "low-rank schemes keep the difference to the mean, not to a rank's own share",
-            "factor, tail = own, None",
-            "factor, tail = payload[: own.numel()], None",
+            "factor, tail = local_copy, None",
+            "factor, tail = payload[: local_copy.numel()], None",
             f"{LOW_RANK}::test_powersgd",
         ),
         (
@@ -197,8 +197,8 @@ MUTANTS: list[Mutant] = [
         "BatchedPowerSGD.exchange.keep_unsent",
         (
             "feedback of one matrix misses the rounding of a cast",
-            "sent = own if second.sent is None else second.sent",
-            "sent = own",
+            "sent = local_copy if second.sent is None else second.sent",
+            "sent = local_copy",
             f"{UNIT}/test_wrappers.py::test_feedback_knows_what_a_cast_rounds",
         ),
         (
