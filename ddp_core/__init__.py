@@ -24,7 +24,7 @@ from ddp_core.exchange._collectives import (
     overlapped,
 )
 from ddp_core.exchange._devices import (
-    Turns,
+    StreamOrder,
     completed,
     future_on,
     on_device,
@@ -45,7 +45,7 @@ from ddp_core.exchange._errors import (
 )
 from ddp_core.exchange._lane_groups import (
     LaneGroup,
-    borrow,
+    acquire_lane_groups,
     host_backend,
     is_gloo,
     made_in_time,
@@ -87,13 +87,13 @@ __all__ = [
     "RoundsError",
     "SharedStore",
     "SilentStoreError",
+    "StreamOrder",
     "Streams",
     "Task",
     "Timeline",
     "Timestamp",
-    "Turns",
+    "acquire_lane_groups",
     "as_request",
-    "borrow",
     "call_after_backward",
     "clock_of",
     "completed",

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import commhooks
 import experiments
-from experiments.gpu_kernels import exchange, share
-from experiments.gpu_kernels.rehearsal import rehearsed
+from experiments.gpu_kernels import copy_ratio, exchange
+from experiments.gpu_kernels.dry_run import rehearsed
 from experiments.gpu_launches import __main__ as gpu_launches
 from experiments.sharded import memory, speed
 from experiments.slow_line.cells import Cell
@@ -95,7 +95,7 @@ def test_launches_are_counted_without_a_gpu() -> None:
     assert counts_of(commhooks.make("int8"), [(64, 64)], world_size=8).launches > 0
 
 
-@pytest.mark.parametrize("part", [share, exchange])
+@pytest.mark.parametrize("part", [copy_ratio, exchange])
 def test_a_step_of_a_part_is_rehearsed(part: Any, tmp_path: Path) -> None:
     with rehearsed() as small:
         assert next(part.steps(small(tmp_path))).run()

@@ -25,7 +25,7 @@ from commhooks.hook._running import Running
 from commhooks.hook._state import CandidateResult
 from commhooks.wrappers._make import make
 
-__all__ = ["Candidate", "Entry", "Race", "Stage", "Trials", "chosen"]
+__all__ = ["Candidate", "CandidateTiming", "CandidateTimings", "Stage", "Trials", "chosen"]
 
 LOG = logging.getLogger("commhooks")
 
@@ -34,7 +34,7 @@ _WON = 0.98
 # Schemes within this share of the fastest one are as fast: the one with the smallest error is kept.
 _SAME = 0.01
 # After so many times the steps of a trial, the choice is compared with dense steps once more.
-_WATCHED = 5
+_VALIDATE_FACTOR = 5
 _CLOSE = 0.01  # differences below this share of a step do not matter
 _SURE = 2.0  # standard errors of a difference, from which it is no chance
 _MOST_ROUNDS = 6
@@ -43,7 +43,7 @@ _MOST_ROUNDS = 6
 class Stage(Enum):
     FIRST = "first steps, which are dense and do not count"
     TRIAL = "steps with a candidate"
-    KEPT = "steps with the choice"
+    VALIDATE = "steps with the choice"
     DONE = "decided"
 
 
@@ -86,8 +86,10 @@ class Trials:
         self._times: list[float] = []
         self._last = (-1, 0.0)  # the latest step, and when it began
         self._dense_s = 0.0
-        self._race = Race(candidates)
-        self._before: list[Entry] | None = None  # of the first race, if there is another one
+        self._timings = CandidateTimings(candidates)
+        self._before: list[CandidateTiming] | None = (
+            None  # of the first race, if there is another one
+        )
 
     @property
     def over(self) -> bool:
@@ -96,15 +98,17 @@ class Trials:
     @property
     def candidates(self) -> list[CandidateResult]:
         """Returns all candidates with what was measured so far, the fastest first."""
-        first = self._race.entries if self._before is None else self._before
+        first = self._timings.entries if self._before is None else self._before
         again = (
-            {} if self._before is None else {entry.what.name: entry for entry in self._race.entries}
+            {}
+            if self._before is None
+            else {entry.candidate.name: entry for entry in self._timings.entries}
         )
         rows = [
             Tried(
-                entry.what.name,
+                entry.candidate.name,
                 entry.median,
-                _median_of(again.get(entry.what.name)),
+                _median_of(again.get(entry.candidate.name)),
                 len(entry.times),
             )
             for entry in first
@@ -117,7 +121,11 @@ class Trials:
 
     def begin(self) -> None:
         """Begins the trials anew: after a state without a decision was loaded."""
-        self._last, self._race, self._before = (-1, 0.0), Race(self._candidates), None
+        self._last, self._timings, self._before = (
+            (-1, 0.0),
+            CandidateTimings(self._candidates),
+            None,
+        )
         self._enter(Stage.FIRST, make("none"))
 
     def forward_begins(self) -> None:
@@ -132,18 +140,18 @@ class Trials:
         # Two steps warm up: buckets are rebuilt, and memory is made.
         if before == self._hook.step - 1 and since > 2:
             self._times.append(now - began)
-        if since == self._steps * (_WATCHED if self._stage is Stage.KEPT else 1) + 2:
+        if since == self._steps * (_VALIDATE_FACTOR if self._stage is Stage.VALIDATE else 1) + 2:
             self._end_stage()
             now = time.perf_counter()  # the next step begins after what was decided
         self._last = (self._hook.step, now)
 
     def _end_stage(self) -> None:
         times = self._times_of_slowest()
-        if self._stage is Stage.KEPT:
-            self._keep_or_race_again(statistics.median(times))
+        if self._stage is Stage.VALIDATE:
+            self._keep_or_compare_again(statistics.median(times))
             return
         if self._stage is Stage.TRIAL:
-            self._race.add(times)
+            self._timings.add(times)
         self._try_next()
 
     def _enter(self, stage: Stage, scheme: Scheme) -> None:
@@ -151,15 +159,15 @@ class Trials:
         self._install(scheme)
 
     def _try_next(self) -> None:
-        entry = self._race.next()
+        entry = self._timings.next()
         if entry is None:
             self._decide()
         else:
-            self._enter(Stage.TRIAL, entry.what.scheme)
+            self._enter(Stage.TRIAL, entry.candidate.scheme)
 
     def _decide(self) -> None:
         """Takes the fastest scheme of those that were tried, or none."""
-        tried = [(entry.median, entry.what) for entry in self._race.entries]
+        tried = [(entry.median, entry.candidate) for entry in self._timings.entries]
         self._dense_s = next(took for took, candidate in tried if candidate.name == "none")
         best = chosen(tried, self._dense_s)
         if best is None:
@@ -167,14 +175,14 @@ class Trials:
             verdict = "auto runs none: do not compress, nothing that was tried is faster"
         else:
             seconds, self.choice = best
-            self._enter(Stage.KEPT if self._before is None else Stage.DONE, self.choice.scheme)
+            self._enter(Stage.VALIDATE if self._before is None else Stage.DONE, self.choice.scheme)
             less = 100 * (1 - seconds / self._dense_s)
             verdict = f"auto runs {self.choice.name}: {less:.0f} % less time"
         lines = [f"{candidate.name}: {1e3 * took:.1f} ms per step" for took, candidate in tried]
         self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
         LOG.info("%s", self.plan)
 
-    def _keep_or_race_again(self, seconds: float) -> None:
+    def _keep_or_compare_again(self, seconds: float) -> None:
         """Ends the trials, or races the choice against dense steps if it seems to have lost."""
         self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
         if seconds <= self._dense_s:
@@ -184,9 +192,15 @@ class Trials:
         # The machine may have become slower for all schemes: only turns can tell.
         LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
         choice = self.choice
-        dense = [entry.what for entry in self._race.entries if entry.what.name == "none"]
+        dense = [
+            entry.candidate for entry in self._timings.entries if entry.candidate.name == "none"
+        ]
         assert choice is not None
-        self._before, self._race, self.choice = self._race.entries, Race([choice, *dense]), None
+        self._before, self._timings, self.choice = (
+            self._timings.entries,
+            CandidateTimings([choice, *dense]),
+            None,
+        )
         self._try_next()
 
     # ---- what ranks tell each other
@@ -231,7 +245,7 @@ def chosen(
 
 
 @dataclass
-class Entry:
+class CandidateTiming:
     """Holds one candidate of a race.
 
     Attributes:
@@ -240,7 +254,7 @@ class Entry:
         runs: whether it takes part in further rounds.
     """
 
-    what: Candidate
+    candidate: Candidate
     times: list[float] = field(default_factory=list)
     runs: bool = True
 
@@ -260,7 +274,7 @@ class Entry:
         return 1.48 * 1.25 * spread / math.sqrt(len(self.times))
 
 
-class Race:
+class CandidateTimings:
     """Runs candidates in rounds and drops those that are slower than the fastest.
 
     Args:
@@ -275,11 +289,11 @@ class Race:
     """
 
     def __init__(self, candidates: Sequence[Candidate]) -> None:
-        self.entries = [Entry(candidate) for candidate in candidates]
+        self.entries = [CandidateTiming(candidate) for candidate in candidates]
         self._order = list(self.entries)
         self._rounds = 0
 
-    def next(self) -> Entry | None:
+    def next(self) -> CandidateTiming | None:
         """Returns the candidate to run next; None: the race is over."""
         return self._order[0] if self._order else None
 
@@ -314,5 +328,5 @@ class Race:
                 self._order.reverse()
 
 
-def _median_of(entry: Entry | None) -> float:
+def _median_of(entry: CandidateTiming | None) -> float:
     return math.nan if entry is None else entry.median

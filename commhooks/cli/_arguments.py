@@ -17,9 +17,9 @@ from torch import nn
 from commhooks import Scheme, make, scheme_names
 from commhooks.core._settings import shown
 from commhooks.predict._device import DEVICES, Device
+from commhooks.predict._exchange_plan import PredictionError
 from commhooks.predict._fabric import Fabric, fabric
-from commhooks.predict._models import MODELS, Model, counted, model
-from commhooks.predict._planned import PredictionError
+from commhooks.predict._models import MODELS, Model, model, model_of
 from commhooks.predict._workload import Workload, load_workload
 
 __all__ = [
@@ -256,7 +256,7 @@ def _own(target: str) -> Model | Workload:
             f"commhooks.predict, got {type(result).__name__}"
         )
     try:
-        return counted(module, *inputs)
+        return model_of(module, *inputs)
     except PredictionError:
         raise
     except Exception as error:  # a user's forward pass may raise anything

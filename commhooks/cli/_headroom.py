@@ -17,10 +17,10 @@ from typing import Any
 import typer
 
 import commhooks
-from commhooks.cli import on_start
+from commhooks.cli import site
 from commhooks.cli._arguments import check_folders
 from commhooks.core._settings import shown
-from commhooks.predict._in_script import ORDER
+from commhooks.predict._headroom_agent import ORDER
 
 __all__ = ["headroom"]
 
@@ -81,8 +81,8 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
 
 
 def _environment(order: dict[str, Any]) -> dict[str, str]:
-    """Returns the environment in which Python runs ``on_start/sitecustomize.py`` first."""
-    folder = str(Path(on_start.__file__).parent)
+    """Returns the environment in which Python runs ``site/sitecustomize.py`` first."""
+    folder = str(Path(site.__file__).parent)
     path = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
     return os.environ | {
         ORDER: json.dumps(order),

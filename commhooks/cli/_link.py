@@ -115,10 +115,10 @@ def _show(report: LinkReport) -> None:
         f"{report.seconds:.1f} s in all",
         highlight=False,
     )
-    if report.misfit > _POOR:
+    if report.fit_error > _POOR:
         console.print(
             f"The fit is poor: half of these measurements are off by a factor of "
-            f"{report.misfit:.1f} or more, and so are predictions for this link. Measure again "
+            f"{report.fit_error:.1f} or more, and so are predictions for this link. Measure again "
             f"while nothing else runs, and longer (--budget)",
             highlight=False,
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.kernels import restore
-from ddp_core import Turns, record_stream
+from ddp_core import StreamOrder, record_stream
 
 __all__ = ["FlatValues", "Initial", "Memory", "Place", "share_storage", "staged_in"]
 
@@ -158,7 +158,7 @@ class Memory:
         self._staged: dict[Place, Tensor | None] = {}
         self._notes: dict[Place, Tensor] = {}
         # Of one old tensor, values go to several buckets, exchanged on several streams.
-        self._moves = Turns()
+        self._moves = StreamOrder()
         # Keys of the slots of the scheme that runs, which ``Bucket.write`` accepts. None: any key.
         self.declared: frozenset[str] | None = None
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.core._memory import share_storage
-from ddp_core import Exchange, Turns, future_on
+from ddp_core import Exchange, StreamOrder, future_on
 
 __all__ = ["Coalescer", "Group"]
 
@@ -35,7 +35,8 @@ class _HeldBucket:
     gate: torch.futures.Future[Tensor]
     waits_for: int = 0  # number of groups that have some of its parameters
     error: Exception | None = None
-    turns: Turns = field(default_factory=Turns)  # of its groups, exchanged on several streams
+    # Of its groups, exchanged on several streams.
+    turns: StreamOrder = field(default_factory=StreamOrder)
 
     # The error is raised here, in ``then``, and not set by ``Future.set_exception``, which only
     # Python sees: torch's reducer would take the exception for the result. The gate completes with

@@ -3,12 +3,12 @@
 # Modules, in the order in which to read them:
 #
 # _headroom           what compression could save at most, measured in a job
-# _in_script, _turns  the same for a script that knows nothing of it
+# _headroom_agent, _headroom_steps the same for a script that knows nothing of it
 # _link               what joins the ranks, measured
 # _fabric             what joins the ranks, described
 # _models, _workload  a training step without communication
 # _device             how fast a device encodes and decodes
-# _planned            what a scheme sends and computes
+# _exchange_plan      what a scheme sends and computes
 # _collectives        how long a collective takes
 # _step               how long a step takes
 # _simulate           steps of schemes compared
@@ -24,11 +24,17 @@ from commhooks.predict._device import (
     device,
     measure_contention,
 )
+from commhooks.predict._exchange_plan import (
+    ExchangePlan,
+    Message,
+    PredictionError,
+    Work,
+    trace_exchange,
+)
 from commhooks.predict._fabric import PRESETS, Fabric, Link, fabric, load_fabric, save_fabric
 from commhooks.predict._headroom import Headroom
 from commhooks.predict._link import measure_link
-from commhooks.predict._models import MODELS, Model, counted, model
-from commhooks.predict._planned import Message, Planned, PredictionError, Work, planned
+from commhooks.predict._models import MODELS, Model, model, model_of
 from commhooks.predict._simulate import Comparison, Row, compare
 from commhooks.predict._step import Step, Steps, predict_step, predict_steps
 from commhooks.predict._workload import (
@@ -50,6 +56,7 @@ __all__ = [
     "Comparison",
     "Contention",
     "Device",
+    "ExchangePlan",
     "Fabric",
     "Headroom",
     "Layer",
@@ -57,7 +64,6 @@ __all__ = [
     "Message",
     "Model",
     "Option",
-    "Planned",
     "PredictionError",
     "Recorder",
     "Row",
@@ -70,7 +76,6 @@ __all__ = [
     "best_of",
     "collective_seconds",
     "compare",
-    "counted",
     "device",
     "error_of",
     "fabric",
@@ -79,10 +84,11 @@ __all__ = [
     "measure_contention",
     "measure_link",
     "model",
-    "planned",
+    "model_of",
     "predict_step",
     "predict_steps",
     "record",
     "save_fabric",
     "save_workload",
+    "trace_exchange",
 ]

@@ -13,8 +13,8 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._settings import shown
 from commhooks.errors import OptionError
 from commhooks.predict._device import Device
+from commhooks.predict._exchange_plan import PredictionError
 from commhooks.predict._fabric import Fabric
-from commhooks.predict._planned import PredictionError
 from commhooks.predict._step import Step, predict_step
 from commhooks.predict._workload import Workload
 from commhooks.research._simulation import Simulation

@@ -20,7 +20,7 @@ from commhooks.core._layout import Layout
 from commhooks.core._scheme import Scheme
 from commhooks.core._settings import shown
 from commhooks.hook._engine import Engine
-from commhooks.predict._planned import LATE, Work, answered, planned
+from commhooks.predict._exchange_plan import STEADY_STEP, Work, meta_result, trace_exchange
 from ddp_core import as_request
 
 __all__ = [
@@ -245,7 +245,7 @@ def time_parts(
     *,
     repeats: int = 3,
 ) -> tuple[float, ...]:
-    """Returns the seconds of each part of a bucket's exchange, in the order of ``Planned.work``.
+    """Returns the seconds of each part of a bucket's exchange, as ``ExchangePlan.work`` has them.
 
     The exchange runs on random gradients, and gets results of the right shape from collectives
     that do not take place. On a GPU the times include the launches.
@@ -259,11 +259,11 @@ def time_parts(
     """
     layout = Layout([f"p{i}" for i in range(len(shapes))], shapes)
     engine = Engine(scheme, rank=0, world_size=ranks)
-    engine.step = LATE
+    engine.step = STEADY_STEP
     gradient = torch.randn(layout.numel, device=device, dtype=torch.float32)
     runs = []
     for turn in range(repeats + 2):
-        engine.step = LATE + turn
+        engine.step = STEADY_STEP + turn
         moments = list(_moments(engine, gradient.clone(), layout))
         if turn >= 2:
             runs.append([end - begin for begin, end in moments])
@@ -295,7 +295,7 @@ def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple
             begin = now()
             request.run_overlap()  # what it reads is still in the cache, as in training
             yield begin, now()
-            result = answered(request, engine.world_size)
+            result = meta_result(request, engine.world_size)
             if result is not request.tensor:
                 # What every rank would have sent is what this one sends.
                 result.copy_(request.tensor.expand(result.shape))
@@ -379,8 +379,8 @@ class Device:
     def parts(
         self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
     ) -> tuple[float, ...]:
-        """Returns the seconds of each part of a bucket's exchange, as ``Planned.work`` has them."""
-        return tuple(self.seconds(work) for work in planned(scheme, shapes, ranks).work)
+        """Returns the seconds of each part of an exchange, as ``ExchangePlan.work`` has them."""
+        return tuple(self.seconds(work) for work in trace_exchange(scheme, shapes, ranks).work)
 
 
 class ThisDevice(Device):
@@ -412,7 +412,7 @@ class ThisDevice(Device):
     def parts(
         self, scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int
     ) -> tuple[float, ...]:
-        work = planned(scheme, shapes, ranks).work
+        work = trace_exchange(scheme, shapes, ranks).work
         rates: list[_Rate] = self._rates(scheme, min(ranks, _RANKS))  # type: ignore[attr-defined]
         # A bucket of vectors alone may have another number of parts: the last rate is of them all.
         known = rates[:-1] if len(work) == len(rates) - 1 else [rates[-1]] * len(work)
@@ -433,7 +433,7 @@ _SMALL, _LARGE = ((torch.Size([256, 256]),), (torch.Size([1024, 2048]),))
 
 def _rates(device: torch.device, scheme: Scheme, ranks: int) -> list[_Rate]:
     """Returns the seconds per call and per byte of each part of an exchange, then of all parts."""
-    work = [planned(scheme, shapes, ranks).work for shapes in (_SMALL, _LARGE)]
+    work = [trace_exchange(scheme, shapes, ranks).work for shapes in (_SMALL, _LARGE)]
     times = [time_parts(scheme, shapes, ranks, device) for shapes in (_SMALL, _LARGE)]
     if len(work[0]) != len(work[1]):  # only large buckets are compressed
         work[0], times[0] = work[1], times[1]

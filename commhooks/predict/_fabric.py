@@ -81,7 +81,7 @@ class Fabric:
     library: Library = "nccl"
     multicast: Bound | None = None
     tree_nbytes: Bound | None = None
-    core_s_per_byte: float = 0.0
+    cpu_s_per_byte: float = 0.0
     overlap: float = 0.0
     source: str = ""
 
@@ -93,10 +93,10 @@ class Fabric:
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
-        if not 0 <= self.core_s_per_byte <= MOST_SECONDS:
+        if not 0 <= self.cpu_s_per_byte <= MOST_SECONDS:
             raise ValueError(
                 f"Fabric(core_s_per_byte=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
-                f"{self.core_s_per_byte!r}"
+                f"{self.cpu_s_per_byte!r}"
             )
         if self.multicast is not None and not self.multicast >= 1:
             raise ValueError(

@@ -15,9 +15,17 @@ from torch import nn
 from commhooks.errors import RegistrationError
 from commhooks.hook._ledger import size_of
 from commhooks.hook._parameters import find_ddp
-from commhooks.predict._turns import KINDS, Facts, Travel, Turns
+from commhooks.predict._headroom_steps import VARIANTS, BucketTransfer, Facts, InterleavedRun
 
-__all__ = ["Gap", "Headroom", "Kind", "Verdict", "gap_of", "headroom", "kind_of"]
+__all__ = [
+    "Difference",
+    "Headroom",
+    "StepTimes",
+    "Verdict",
+    "difference_of",
+    "headroom",
+    "step_times_of",
+]
 
 
 # A difference below this share of a step is called none, however exactly it was measured: a
@@ -29,7 +37,7 @@ _WORTH = 0.1
 
 
 @dataclass(frozen=True)
-class Kind:
+class StepTimes:
     """Holds the step times of one kind of communication.
 
     Attributes:
@@ -45,7 +53,7 @@ class Kind:
 
 
 @dataclass(frozen=True)
-class Gap:
+class Difference:
     """Holds a difference of step times.
 
     Attributes:
@@ -57,32 +65,34 @@ class Gap:
     seconds: float
     noise_s: float
 
-    def is_large(self, kind: Kind) -> bool:
+    def is_large(self, kind: StepTimes) -> bool:
         """Whether it is more than chance, and than what is worth a word, beside a step."""
         return self.seconds > max(self.noise_s, _SMALL * kind.median_s)
 
-    def may_be_worth(self, kind: Kind) -> bool:
+    def may_be_worth(self, kind: StepTimes) -> bool:
         """Whether the noise is such that it may be a good part of a step."""
         return self.seconds + self.noise_s > _WORTH * kind.median_s
 
-    def is_impossible(self, kind: Kind) -> bool:
+    def is_impossible(self, kind: StepTimes) -> bool:
         """Whether sending less took longer by more than chance: something else took the time."""
         return self.seconds < -max(self.noise_s, _SMALL * kind.median_s)
 
 
-def kind_of(seconds: Sequence[float]) -> Kind:
+def step_times_of(seconds: Sequence[float]) -> StepTimes:
     """Returns the median of step times, and the middle half."""
     low, _, high = statistics.quantiles(seconds, n=4)
-    return Kind(statistics.median(seconds), low, high, len(seconds))
+    return StepTimes(statistics.median(seconds), low, high, len(seconds))
 
 
-def gap_of(durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str) -> Gap:
+def difference_of(
+    durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str
+) -> Difference:
     """Returns the difference of two kinds of steps, with its noise."""
     gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
     # Turns that differ by the same each time say little if there are two of them: not below what
     # the steps by themselves leave open.
     parts = [_error([s for turn in durations for s in turn[variant]]) for variant in (kind, base)]
-    return Gap(statistics.median(gaps), 2 * max(_error(gaps), math.hypot(*parts)))
+    return Difference(statistics.median(gaps), 2 * max(_error(gaps), math.hypot(*parts)))
 
 
 def _error(values: Sequence[float]) -> float:
@@ -107,12 +117,12 @@ class Headroom:
     """Holds what compression could save; ``print`` it for words and numbers.
 
     Attributes:
-        dense, bf16, one, noop: step times with a dense all-reduce, one of bf16, one of a single
-            value per bucket, and none. A step takes as long as its slowest rank.
+        dense, bf16, one_value, noop: step times with a dense all-reduce, a bf16 all-reduce, one
+            value per bucket, and no communication. A step takes as long as its slowest rank.
         exposed: ``dense - noop``: what communication costs.
-        beside_dense: ``dense - one``: the most that compression can save where there is none. The
-            rest of ``exposed`` is latency, and waiting for each other.
-        beside_bf16: ``bf16 - one``: the most that it can save where bf16 is used already.
+        savable_over_dense: ``dense - one_value``: the most that compression can save over a dense
+            all-reduce. The rest of ``exposed`` is latency, and waiting for other ranks.
+        savable_over_bf16: ``bf16 - one_value``: the most that it can save over bf16.
         facts: ranks, backend, bytes, buckets.
         travel: how each bucket travels, in the order in which they begin.
 
@@ -120,22 +130,22 @@ class Headroom:
         >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))
     """
 
-    dense: Kind
-    bf16: Kind
-    one: Kind
-    noop: Kind
-    exposed: Gap
-    beside_dense: Gap
-    beside_bf16: Gap
+    dense: StepTimes
+    bf16: StepTimes
+    one_value: StepTimes
+    noop: StepTimes
+    exposed: Difference
+    savable_over_dense: Difference
+    savable_over_bf16: Difference
     facts: Facts
-    travel: tuple[Travel, ...]
+    travel: tuple[BucketTransfer, ...]
 
     @classmethod
     def of(
         cls,
         durations: Sequence[Mapping[str, Sequence[float]]],
         facts: Facts,
-        travel: Sequence[Travel],
+        travel: Sequence[BucketTransfer],
     ) -> Headroom:
         """Returns the headroom of measured steps.
 
@@ -144,21 +154,23 @@ class Headroom:
             facts: of the job.
             travel: of each bucket.
         """
-        kinds = {kind: kind_of([s for turn in durations for s in turn[kind]]) for kind in KINDS}
+        kinds = {
+            kind: step_times_of([s for turn in durations for s in turn[kind]]) for kind in VARIANTS
+        }
         return cls(
             dense=kinds["none"],
             bf16=kinds["bf16"],
-            one=kinds["one"],
+            one_value=kinds["one"],
             noop=kinds["noop"],
-            exposed=gap_of(durations, "none", "noop"),
-            beside_dense=gap_of(durations, "none", "one"),
-            beside_bf16=gap_of(durations, "bf16", "one"),
+            exposed=difference_of(durations, "none", "noop"),
+            savable_over_dense=difference_of(durations, "none", "one"),
+            savable_over_bf16=difference_of(durations, "bf16", "one"),
             facts=facts,
             travel=tuple(sorted(travel, key=lambda bucket: bucket.ready_s)),
         )
 
     @property
-    def best(self) -> Kind:
+    def best(self) -> StepTimes:
         """Returns dense or bf16: what a scheme has to beat."""
         return min(self.dense, self.bf16, key=lambda kind: kind.median_s)
 
@@ -170,16 +182,16 @@ class Headroom:
         what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
         "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
         """
-        if self.beside_dense.is_impossible(self.dense):
+        if self.savable_over_dense.is_impossible(self.dense):
             return "unclear"
-        if not self.beside_dense.is_large(self.dense):
-            if self.beside_dense.may_be_worth(self.dense):
+        if not self.savable_over_dense.is_large(self.dense):
+            if self.savable_over_dense.may_be_worth(self.dense):
                 return "unclear"
             exposed = self.exposed.is_large(self.dense), self.exposed.may_be_worth(self.dense)
             return "latency" if any(exposed) else "hidden"
-        if self.beside_bf16.is_large(self.bf16):
+        if self.savable_over_bf16.is_large(self.bf16):
             return "compress"
-        return "unclear" if self.beside_bf16.may_be_worth(self.bf16) else "bf16"
+        return "unclear" if self.savable_over_bf16.may_be_worth(self.bf16) else "bf16"
 
     def step_s(self, ratio: float) -> float:
         """Predicts the step time at a ratio of compression, if its computations took no time.
@@ -190,11 +202,11 @@ class Headroom:
         """
         least, most = self._tail(math.inf), self._tail(1)
         share = (self._tail(ratio) - least) / (most - least) if most > least else 1 / ratio
-        return self.dense.median_s - max(self.beside_dense.seconds, 0.0) * (1 - share)
+        return self.dense.median_s - max(self.savable_over_dense.seconds, 0.0) * (1 - share)
 
     def ratio_to_hide(self) -> float:
         """Returns the ratio that saves nine tenths of what compression can save."""
-        goal = self.dense.median_s - (1 - _LEFT) * max(self.beside_dense.seconds, 0.0)
+        goal = self.dense.median_s - (1 - _LEFT) * max(self.savable_over_dense.seconds, 0.0)
         return self._first(lambda ratio: self.step_s(ratio) <= goal) or _HIGHEST
 
     def break_even(self, cost_s: float, *, over: str = "none") -> float | None:
@@ -264,8 +276,8 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
     """
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
         raise ValueError(f"headroom(steps=...) is a whole number, 10 or more, got {steps!r}")
-    turns = Turns(find_ddp(ddp_model), steps)
-    while not turns.mark():
+    turns = InterleavedRun(find_ddp(ddp_model), steps)
+    while not turns.step_begins():
         before = turns.step
         step_fn()
         if turns.step != before + 1:
@@ -285,7 +297,7 @@ def _measured(headroom: Headroom) -> list[str]:
     kinds = (
         ("dense", headroom.dense),
         ("bf16", headroom.bf16),
-        ("1 value a bucket", headroom.one),
+        ("1 value a bucket", headroom.one_value),
         ("none (no-op)", headroom.noop),
     )
     return [
@@ -305,8 +317,9 @@ def _measured(headroom: Headroom) -> list[str]:
 def _answer(headroom: Headroom) -> list[str]:
     lines = [
         f"Exposed communication:               {_shown(headroom.exposed, headroom.dense)}",
-        f"The most that compression can save:  {_shown(headroom.beside_dense, headroom.dense)}",
-        f"The same beside bf16:                {_shown(headroom.beside_bf16, headroom.bf16)}",
+        "The most that compression can save:  "
+        f"{_shown(headroom.savable_over_dense, headroom.dense)}",
+        f"The same beside bf16:                {_shown(headroom.savable_over_bf16, headroom.bf16)}",
         "",
     ]
     return [*lines, *_WORDS[headroom.verdict](headroom)]
@@ -315,14 +328,14 @@ def _answer(headroom: Headroom) -> list[str]:
 def _hidden(headroom: Headroom) -> list[str]:
     return [
         "Do not compress. Backward hides the communication: no compression can save more",
-        f"than {_at_most(headroom.beside_dense, headroom.dense)}, and it computes for that.",
+        f"than {_at_most(headroom.savable_over_dense, headroom.dense)}, and it computes for that.",
     ]
 
 
 def _latency(headroom: Headroom) -> list[str]:
     return [
         "Do not compress: it can save no more than "
-        f"{_at_most(headroom.beside_dense, headroom.dense)}.",
+        f"{_at_most(headroom.savable_over_dense, headroom.dense)}.",
         "What else is exposed is latency, or waiting for other ranks, which one value per",
         "bucket costs as well. Fewer buckets (bucket_cap_mb), larger batches and gradient",
         "accumulation help against it.",
@@ -332,16 +345,19 @@ def _latency(headroom: Headroom) -> list[str]:
 def _bf16(headroom: Headroom) -> list[str]:
     return [
         "Use bf16, and do not compress more: no compression can save more beside it than",
-        f"{_at_most(headroom.beside_bf16, headroom.bf16)}.",
+        f"{_at_most(headroom.savable_over_bf16, headroom.bf16)}.",
         '    commhooks.register(ddp_model, "bf16")',
     ]
 
 
 def _unclear(headroom: Headroom) -> list[str]:
-    if headroom.beside_dense.is_large(headroom.dense):
-        saves, stay = f"{_shown(headroom.beside_bf16, headroom.bf16)}, beside bf16", _name(headroom)
+    if headroom.savable_over_dense.is_large(headroom.dense):
+        saves, stay = (
+            f"{_shown(headroom.savable_over_bf16, headroom.bf16)}, beside bf16",
+            _name(headroom),
+        )
     else:
-        saves, stay = _shown(headroom.beside_dense, headroom.dense), "dense"
+        saves, stay = _shown(headroom.savable_over_dense, headroom.dense), "dense"
     return [
         "No answer: the times of the steps differ by more than what is to be measured. What",
         f"compression can save was {saves}.",
@@ -387,12 +403,12 @@ def _spare(headroom: Headroom, ratio: float) -> str:
     return f"{1e3 * spare:.2f}" if spare > 0 else "loses"
 
 
-def _shown(gap: Gap, kind: Kind) -> str:
+def _shown(gap: Difference, kind: StepTimes) -> str:
     share = gap.seconds / kind.median_s
     return f"{_ms(gap.seconds)} +- {_ms(gap.noise_s)}, {share:.0%} of a step"
 
 
-def _at_most(gap: Gap, kind: Kind) -> str:
+def _at_most(gap: Difference, kind: StepTimes) -> str:
     most = max(gap.seconds + gap.noise_s, 0.0)
     return f"{_ms(most)}, {most / kind.median_s:.0%} of a step"
 

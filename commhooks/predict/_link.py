@@ -311,7 +311,7 @@ class LinkReport:
         return {**about, "rounds": self.rounds, "times": [time._asdict() for time in self.times]}
 
     @property
-    def misfit(self) -> float:
+    def fit_error(self) -> float:
         """Returns by what factor the fit misses the measurements, in the median: 1 is perfect."""
         pairs = [(modelled(self.layout, time, self.fabric), time.seconds) for time in self.times]
         return statistics.median(max(pair) / min(pair) for pair in pairs)
@@ -440,7 +440,7 @@ class _Measurement:
             fit,
             between=Link(*between),
             inside=inside and Link(*inside),
-            core_s_per_byte=self._core_seconds(cells),
+            cpu_s_per_byte=self._core_seconds(cells),
         )
         seconds = time.perf_counter() - self._begin
         AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # nobody leaves before all have it

@@ -20,10 +20,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from commhooks._torch import tree_map
 from commhooks.core._settings import shown
 from commhooks.predict._device import Device
-from commhooks.predict._planned import PredictionError
+from commhooks.predict._exchange_plan import PredictionError
 from commhooks.predict._workload import Layer, Workload
 
-__all__ = ["MODELS", "Model", "counted", "model"]
+__all__ = ["MODELS", "Model", "model", "model_of"]
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def model(name: str) -> Model:
 # ---- models of the user
 
 
-def counted(module: nn.Module, *inputs: Any, name: str = "") -> Model:
+def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
     """Returns a model with the shapes of a module's parameters and the operations that use them.
 
     The forward pass runs on tensors without data (PyTorch's "meta" device), so that a model of any

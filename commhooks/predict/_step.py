@@ -15,8 +15,8 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._settings import shown
 from commhooks.predict._collectives import collective_seconds, shared_seconds
 from commhooks.predict._device import Contention, Device
+from commhooks.predict._exchange_plan import ExchangePlan, Message, trace_exchange
 from commhooks.predict._fabric import Fabric
-from commhooks.predict._planned import Message, Planned, planned
 from commhooks.predict._workload import Buckets, Layer, Workload
 
 __all__ = [
@@ -241,10 +241,10 @@ class Steps:
 
 def exchanges_of(
     scheme: Scheme, workload: Workload, ranks: int, *, cap_mb: float = 25.0
-) -> tuple[Buckets, list[Planned]]:
+) -> tuple[Buckets, list[ExchangePlan]]:
     """Returns the buckets of a step under a scheme, and the exchange of each."""
     buckets = _Buckets(workload, cap_mb, 1.0, None).of(scheme)
-    return buckets, [planned(scheme, shapes, ranks) for shapes in buckets.shapes]
+    return buckets, [trace_exchange(scheme, shapes, ranks) for shapes in buckets.shapes]
 
 
 def predict_step(
@@ -321,7 +321,7 @@ def predict_steps(
     buckets = _Buckets(workload, cap_mb, first_mb, layout)
     exchanges = [
         [
-            [planned(scheme, shapes, count) for shapes in buckets.of(scheme).shapes]
+            [trace_exchange(scheme, shapes, count) for shapes in buckets.of(scheme).shapes]
             for count in ranks
         ]
         for scheme in schemes
@@ -348,7 +348,7 @@ def predict_steps(
     communicating = np.count_nonzero(parts.rounds, axis=0)
     return Steps(
         compute_s=workload.compute_s,
-        step_s=ends + workload.optimizer_s + workload.behind_s * communicating,
+        step_s=ends + workload.optimizer_s + workload.per_bucket_overhead_s * communicating,
         wire_s=parts.wire.sum(axis=(0, 1)),
         codec_s=(parts.codec + parts.overlap).sum(axis=(0, 1)),
         payload_nbytes=_summed(exchanges, lambda message: message.nbytes).astype(np.int64),
@@ -383,7 +383,7 @@ class _Buckets:
         return scheme.bucket_group(layer.name, torch.Size(layer.shape), torch.float32)
 
 
-_Exchanges = list[list[list[Planned]]]  # by scheme, number of ranks, bucket
+_Exchanges = list[list[list[ExchangePlan]]]  # by scheme, number of ranks, bucket
 
 
 def _summed(exchanges: _Exchanges, value: Callable[[Message], float]) -> Times:
@@ -403,7 +403,7 @@ def _fill_wire(
     parts: Parts, exchanges: _Exchanges, ranks: Sequence[int], fabrics: Sequence[Fabric]
 ) -> None:
     """Fills in the times of messages, those of all schemes of a kind at once."""
-    core_s = np.array([fabric.core_s_per_byte for fabric in fabrics])
+    core_s = np.array([fabric.cpu_s_per_byte for fabric in fabrics])
     for r, count in enumerate(ranks):
         places = [
             (b, m, s, message)

@@ -100,12 +100,12 @@ class Workload:
     backward_s: float
     optimizer_s: float = 0.0
     ready_s: tuple[float, ...] | None = None
-    behind_s: float = 0.0
+    per_bucket_overhead_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
-        for name in ("forward_s", "backward_s", "optimizer_s", "behind_s"):
+        for name in ("forward_s", "backward_s", "optimizer_s", "per_bucket_overhead_s"):
             if not 0 <= getattr(self, name) <= MOST_SECONDS:
                 raise ValueError(
                     f"Workload({name}=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
@@ -343,7 +343,7 @@ class Recorder:
             backward_s=last - first,
             optimizer_s=max(whole - last, 0.0),
             ready_s=tuple(arrivals[index] - first for index in used),
-            behind_s=max(_usual(slowest) - whole, 0.0),
+            per_bucket_overhead_s=max(_usual(slowest) - whole, 0.0),
         )
 
 

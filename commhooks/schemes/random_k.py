@@ -10,15 +10,15 @@ from torch import Tensor
 from commhooks.core._bucket import Bucket, nan_unless
 from commhooks.core._registry import register_scheme
 from commhooks.kernels import RandomBits, all_finite, gather_random, random_places, scatter_random
-from commhooks.schemes._agreed import Agreed, IndexExchange, spoil_unless
 from commhooks.schemes._ratio import number_kept
+from commhooks.schemes._shared_indices import IndexExchange, SharedIndices, spoil_unless
 
 __all__ = ["RandomK"]
 
 
 @register_scheme("random_k")
 @dataclass(frozen=True)
-class RandomK(Agreed):
+class RandomK(SharedIndices):
     """Sends random entries of a bucket; all ranks draw the same ones, so no indices are sent.
 
     The bucket is cut into k equal stretches, and one entry of each is sent. Biased: use with
@@ -30,7 +30,7 @@ class RandomK(Agreed):
     Reference: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018.
     """
 
-    def agree(self, bucket: Bucket) -> IndexExchange:
+    def choose_indices(self, bucket: Bucket) -> IndexExchange:
         return bucket.random("random_k", shared=True), bucket.step
         yield
 

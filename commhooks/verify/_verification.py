@@ -31,7 +31,7 @@ from commhooks.verify._judge import (
     judge_shards,
 )
 from commhooks.verify._measure import Measurement, ShardMeasurement
-from ddp_core import AllReduce, LaneGroup, borrow, host_backend, is_gloo, needs
+from ddp_core import AllReduce, LaneGroup, acquire_lane_groups, host_backend, is_gloo, needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -141,8 +141,8 @@ class Verification:
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
         # GPU the order of collectives of one group is that of the host, the same on all ranks.
         if devices <= {"cpu"} and is_gloo(host_backend(group)):
-            (self._lane_group,) = borrow(group, 1)
-            self._group = self._lane_group.group
+            (self._lent,) = acquire_lane_groups(group, 1)
+            self._group = self._lent.group
         # At interpreter exit before Gloo's threads lose the interpreter.
         self._cancel_finalizer = weakref.finalize(owner, self.close).detach
 
@@ -211,13 +211,10 @@ class Verification:
         with contextlib.suppress(CollectiveError):
             self._collect(wait=False)
         if self._group is not None:
-            _warn_findings(self._unraised_findings, self._group.rank(), "warn", self._warned)
-        if self._lane_group is not None:
-            works = [work for pending in self._pending for work in pending.works]
-            if works:
-                self._lane_group.give_up(works)  # waits for no peer
-            else:
-                self._lane_group.release_group()
+            _warn_of(self._unraised, self._group.rank(), "warn", self._warned)
+        if self._lent is not None:
+            works = [work for one in self._pending for work in one.works]
+            self._lent.discard(works) if works else self._lent.release_group()  # waits for no peer
         self._pending.clear()
         self._group = self._lane_group = None
 
@@ -228,10 +225,10 @@ class Verification:
         """
         works = [work for pending in self._pending for work in pending.works]
         self._pending.clear()
-        if self._lane_group is not None:
-            self._lane_group.give_up(works)
-        self._cancel_finalizer()
-        self._group = self._lane_group = None
+        if self._lent is not None:
+            self._lent.discard(works)
+        self._disarm()
+        self._group = self._lent = None
 
     # ---- results
 
@@ -426,8 +423,8 @@ def _finish(work: Any, lane_group: LaneGroup | None, step: int, number: int) -> 
             bucket=number,
             round=0,
         ) from error
-    if lane_group is not None:
-        lane_group.answered += 1
+    if lent is not None:
+        lent.completed += 1
 
 
 # ---- words and numbers

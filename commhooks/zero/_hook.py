@@ -23,7 +23,7 @@ Future = torch.futures.Future
 class ZeroHook(HookState):
     """Reduces buckets to shards, and passes the means to the optimizer."""
 
-    takes_gradients = True  # ``ddp_core`` leaves ``.grad`` as it is
+    owns_gradients = True  # ``ddp_core`` leaves ``.grad`` as it is
     _shards: Sequence[BucketShard] = ()
     _optimizer_ref: weakref.ref[Any] | None = None
 

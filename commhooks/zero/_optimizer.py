@@ -64,7 +64,7 @@ def check_model(model: nn.Module) -> CoreDDP:
             "ZeroOptimizer: this model has a hook already; give the optimizer the scheme: "
             "ZeroOptimizer(model, optimizer, scheme=...)"
         )
-    if ddp._parts.delayed is not None or ddp.reducer.in_flight.optimizer is not None:
+    if ddp._parts.delayed is not None or ddp.reducer.exchange.optimizer is not None:
         raise RegistrationError(
             "ZeroOptimizer: not with delay_all_reduce_named_params, nor with an optimizer in "
             "backward (_apply_optimizer_in_backward)"

@@ -19,7 +19,7 @@ from ddp_core.ddp._delayed import DelayedAllReduce
 from ddp_core.ddp._forward import ForwardPass, before_forward
 from ddp_core.ddp._logging_data import log_construction, log_recorded_steps
 from ddp_core.ddp._parts import Parts
-from ddp_core.ddp._replica import BufferHook, Buffers, Plans
+from ddp_core.ddp._replica import BufferHook, Buffers, JoinFlags
 from ddp_core.ddp._tensor_parallel import localize
 from ddp_core.ddp._torch_names import TorchNames
 from ddp_core.reducer._autograd import NO_BACKWARD, backward_number
@@ -153,8 +153,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             arguments = [f"takes rank 0's buffers: {not own_buffers}"]
             facts = module_facts(self, taken=not own_buffers, arguments=arguments)
             verify_across_ranks(trained, facts | frozen_facts(replica), group)
-            replica.take_from(0, buffers=not own_buffers)
-        self._parts.put_together(self)
+            replica.broadcast_from(0, buffers=not own_buffers)
+        self._parts.build(self)
         log_recorded_steps(self._parts)
         if trained and static_graph and find_unused_parameters:
             _construct.warn_that_static_finds_unused(stacklevel=3)
@@ -248,8 +248,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
         ``backward_finished()``: backward has ended well, so no bucket follows. A hook that holds
         buckets back starts their exchange now at the latest; nothing was waited for yet.
-        ``gradients_written(left_alone)``: the averaged gradients are in ``.grad``, but for those of
-        the parameters in ``left_alone``: no rank has used them, and DistributedDataParallel
+        ``gradients_written(unwritten)``: the averaged gradients are in ``.grad``, but for those of
+        the parameters in ``unwritten``: no rank has used them, and DistributedDataParallel
         leaves their ``.grad`` as it was. What the hook sent for those has not arrived.
         ``step_aborted()``: the step has begun and its results will not be used: backward, the
         hook or an exchange raised, or parameters got no gradient. It comes before the reducer
@@ -257,7 +257,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
         A rank without inputs (``join``) hears the same of the steps of the others.
 
-        A state whose ``takes_gradients`` is True keeps what its hook averages: the future may hold
+        A state whose ``owns_gradients`` is True keeps what its hook averages: the future may hold
         any tensor, and ``.grad`` stays as it is (a rank then needs a part of the mean only).
 
         Raises:
@@ -402,7 +402,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if not self._parts.reduces:  # all parameters are delayed
             return False
         unreduced = self._parts.reducer.backward.unreduced
-        before, unreduced.holding = unreduced.holding, holds
+        before, unreduced.in_hold = unreduced.in_hold, holds
         return before
 
     @not_traced
@@ -425,11 +425,11 @@ class DistributedDataParallel(TorchNames, TorchDDP):
                 held = self._set_holding(False)
                 try:
                     step = ForwardPass(parts, self)
-                    step.begin_step(Plans(grads=True, sync=True, at_point=True))
+                    step.begin_step(JoinFlags(grads=True, sync=True, at_point=True))
                     step.end_step(sync=True)
                     reducer = parts.reducer
                     reducer.begin_step()
-                    reduce_at_point(reducer.backward, reducer.in_flight, reducer.plan)
+                    reduce_at_point(reducer.backward, reducer.exchange, reducer.plan)
                 finally:
                     self._set_holding(held)
             if parts.delayed is not None:
@@ -442,8 +442,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self._parts.revive()
-        self._parts.put_together(self)
+        self._parts.restore()
+        self._parts.build(self)
         log_recorded_steps(self._parts)
 
     # ---- what users look at

@@ -12,7 +12,7 @@ from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ddp_core._torch import in_join, not_traced, tree_flatten, tree_unflatten, will_run
 from ddp_core.ddp._parts import Parts
-from ddp_core.ddp._replica import Plans, announce, hear_of_plans
+from ddp_core.ddp._replica import JoinFlags, recv_join_flags, send_join_flags
 from ddp_core.reducer._backward import Backward
 from ddp_core.reducer._precision import Use
 
@@ -56,7 +56,7 @@ class ForwardPass:
         """Does what comes before the inner module computes; returns what that gets."""
         precision = self._parts.precision
         if not self._is_recomputed:
-            self.begin_step(Plans(torch.is_grad_enabled(), self._synchronises()))
+            self.begin_step(JoinFlags(torch.is_grad_enabled(), self._synchronises()))
         if precision is None:
             return inputs, kwargs
         self._low = precision.begin_forward()
@@ -70,13 +70,13 @@ class ForwardPass:
         """Whether a backward pass averages gradients."""
         return torch.is_grad_enabled() and self._module.require_backward_grad_sync
 
-    def begin_step(self, plans: Plans) -> None:
+    def begin_step(self, plans: JoinFlags) -> None:
         """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
         parts, reducer = self._parts, self._parts.reducer
         if plans.grads:
             parts.known.check()
         parts.find_optimizers()
-        if reducer.backward.unreduced.holding:  # nothing travels, see `hold`
+        if reducer.backward.unreduced.in_hold:  # nothing travels, see `hold`
             if plans.grads:
                 reducer.prepare_for_forward()
             return
@@ -84,7 +84,7 @@ class ForwardPass:
             parts.buffers.sync_next = True  # whatever ran within `hold`
         if plans.grads or in_join(self._module) or parts.buffers.are_due:
             parts.before_collectives()
-        work = announce(self._module, parts.replica, plans)
+        work = send_join_flags(self._module, parts.replica, plans)
         if plans.grads:
             reducer.prepare_for_forward()
             if plans.sync:
@@ -130,7 +130,7 @@ class ForwardPass:
     def end_step(self, *, sync: bool) -> None:
         """Does what all ranks do alike after the module has computed."""
         buffers = self._parts.buffers
-        if self._parts.reducer.backward.unreduced.holding:
+        if self._parts.reducer.backward.unreduced.in_hold:
             return
         if buffers.are_due_when(after_forward=True):
             self._synchronise_buffers(awaits=sync)
@@ -226,7 +226,7 @@ class ShadowHook(JoinHook):
         """Takes part in one step of the others."""
         parts, buffers = self._parts, self._parts.buffers
         parts.before_collectives()
-        plans = hear_of_plans(parts.replica)
+        plans = recv_join_flags(parts.replica)
         if plans.grads:
             parts.reducer.prepare_for_forward()
         if plans.sync:

@@ -85,7 +85,7 @@ def logging_data(parts: Parts) -> dict[str, Any]:
     for variable in _VARIABLES:
         data[variable.lower()] = os.environ.get(variable, "N/A")
     data["torch_distributed_debug"] = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A")
-    steps = [times for times in reducer.timeline.steps if times.settle()]
+    steps = [times for times in reducer.timeline.steps if times.resolve()]
     if steps:
         rows = [_durations(times) for times in steps]
         for field, value in rows[-1].items():

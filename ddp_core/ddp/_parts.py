@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ddp_core.ddp._construct import refuse_sync_batch_norm
 from ddp_core.ddp._delayed import DelayedAllReduce
 from ddp_core.ddp._hooks import CommHooks
-from ddp_core.ddp._replica import Buffers, Replica, UnevenInputs, common_rank
+from ddp_core.ddp._replica import Buffers, Replica, UnevenInputs, max_candidate_rank
 from ddp_core.ddp._torch_reducer import TorchReducer
 from ddp_core.reducer._known import KnownParameters, has_another_wrapper
 from ddp_core.reducer._launch import ReducerSettings
@@ -67,7 +67,7 @@ class Parts:
         self.uneven = UnevenInputs()
         self._looked_for_optimizers = False
 
-    def put_together(self, model: nn.Module) -> None:
+    def build(self, model: nn.Module) -> None:
         """Makes what belongs to a module that was constructed, or unpickled."""
         # Held weakly, for the module holds its hooks: no cycle keeps a model alive.
         self._model: weakref.ref[Any] = weakref.ref(model)
@@ -103,7 +103,7 @@ class Parts:
         )
         of_group.append(weakref.ref(self.reducer))
         unreduced = self.reducer.backward.unreduced
-        unreduced.synchronises = partial(_synchronises, self._model)
+        unreduced.is_syncing = partial(_synchronises, self._model)
         unreduced.is_shared = partial(_is_shared, self._model)
         self.hooks.attach(self.reducer)
         if self.precision is not None:
@@ -151,7 +151,7 @@ class Parts:
         parameters = [entry.parameter for entry in self.reducer.parameters]
         if has_optimizer_in_backward(parameters):
             take_over(parameters)
-            self.reducer.in_flight.optimizer = OptimizersInBackward()
+            self.reducer.exchange.optimizer = OptimizersInBackward()
 
     def before_collectives(self) -> None:
         """Raises after a backward pass that raised, unless all ranks raised at the same place.
@@ -172,7 +172,7 @@ class Parts:
             awaits: a backward pass follows; what a hook started is awaited at its end.
             candidate: whether this rank's buffers may be those that all take.
         """
-        source = common_rank(self.replica, candidate=candidate) if joins else 0
+        source = max_candidate_rank(self.replica, candidate=candidate) if joins else 0
         futures = self.buffers.synchronise(source)
         if awaits:
             self.reducer.await_futures(futures)
@@ -181,8 +181,8 @@ class Parts:
 
     def take_model_of(self, *, candidate: bool) -> None:
         """Takes, as all ranks do, the model of a rank that is a candidate."""
-        source = common_rank(self.replica, candidate=candidate)
-        self.replica.take_from(source, buffers=self.buffers.enabled)
+        source = max_candidate_rank(self.replica, candidate=candidate)
+        self.replica.broadcast_from(source, buffers=self.buffers.enabled)
 
     # ---- pickling
 
@@ -193,9 +193,9 @@ class Parts:
             state.pop(name, None)
         return state
 
-    def revive(self) -> None:
+    def restore(self) -> None:
         """Goes on with the default process group, after unpickling."""
-        self.replica.join_world()
+        self.replica.use_default_group()
         if self.delayed is not None:
             self.delayed.attach(self.replica.group)
         self.buffers.find()

@@ -17,13 +17,13 @@ from ddp_core.reducer._parameters import Trained, broadcast_coalesced, trained_p
 __all__ = [
     "BufferHook",
     "Buffers",
+    "JoinFlags",
     "Placement",
-    "Plans",
     "Replica",
     "UnevenInputs",
-    "announce",
-    "common_rank",
-    "hear_of_plans",
+    "max_candidate_rank",
+    "recv_join_flags",
+    "send_join_flags",
 ]
 
 
@@ -73,7 +73,7 @@ class Replica:
         """Returns the buffers that ranks share, by name."""
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignored}
 
-    def take_from(self, source: int, *, buffers: bool) -> None:
+    def broadcast_from(self, source: int, *, buffers: bool) -> None:
         """Takes the parameters of rank ``source``, and its buffers on request."""
         # Frozen parameters, too: ranks would compute different things with different ones.
         tensors: list[Tensor] = [*self.parameters()]
@@ -95,7 +95,7 @@ class Replica:
             )
         return {name: value for name, value in vars(self).items() if name != "group"}
 
-    def join_world(self) -> None:
+    def use_default_group(self) -> None:
         """Goes on with the default group, after unpickling.
 
         Raises:
@@ -190,7 +190,7 @@ class UnevenInputs:
     needs_all: bool = False  # an optimizer steps with the hook, in shards of all ranks
 
 
-class Plans(NamedTuple):
+class JoinFlags(NamedTuple):
     """Says what the ranks with inputs do in this forward pass, all alike."""
 
     grads: bool  # it records a graph
@@ -198,7 +198,7 @@ class Plans(NamedTuple):
     at_point: bool = False  # it is no pass but `reduce`
 
 
-def announce(joinable: Any, replica: Replica, plans: Plans) -> dist.Work | None:
+def send_join_flags(joinable: Any, replica: Replica, plans: JoinFlags) -> dist.Work | None:
     """Lets ranks without inputs know; all ranks with inputs call it in forward.
 
     Args:
@@ -214,14 +214,14 @@ def announce(joinable: Any, replica: Replica, plans: Plans) -> dist.Work | None:
     return work
 
 
-def hear_of_plans(replica: Replica) -> Plans:
+def recv_join_flags(replica: Replica) -> JoinFlags:
     """Returns what the others plan; a rank without inputs calls it where they announce."""
-    flags = torch.zeros(len(Plans._fields), dtype=torch.float32, device=replica.device)
+    flags = torch.zeros(len(JoinFlags._fields), dtype=torch.float32, device=replica.device)
     dist.all_reduce(flags, group=replica.group)
-    return Plans(*(bool(flag) for flag in flags.tolist()))
+    return JoinFlags(*(bool(flag) for flag in flags.tolist()))
 
 
-def common_rank(replica: Replica, *, candidate: bool) -> int:
+def max_candidate_rank(replica: Replica, *, candidate: bool) -> int:
     """Returns the largest rank that is a candidate, the same answer on all ranks.
 
     Raises:

@@ -16,7 +16,7 @@ from ddp_core.ddp._construct import warn_that_static_finds_unused
 from ddp_core.ddp._forward import ShadowHook
 from ddp_core.ddp._logging_data import logging_data
 from ddp_core.ddp._parts import Parts
-from ddp_core.ddp._replica import common_rank
+from ddp_core.ddp._replica import max_candidate_rank
 from ddp_core.ddp._torch_reducer import TorchReducer, refusing
 from ddp_core.reducer._launch import CommHook
 from ddp_core.reducer._parameters import broadcast_coalesced
@@ -221,7 +221,7 @@ class TorchNames:
         )
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        return common_rank(self._parts.replica, candidate=rank_cond)
+        return max_candidate_rank(self._parts.replica, candidate=rank_cond)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
         self._parts.take_model_of(candidate=is_last_joiner)

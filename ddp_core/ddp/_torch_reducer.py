@@ -64,7 +64,7 @@ class TorchReducer(Reducer):
 
     def _set_static_graph(self) -> None:
         self.settings.static_graph = self.plan.static_graph = self.plan.follows_arrival = True
-        self.in_flight.step.calls = self.usage.calls()  # its forward may be over already
+        self.exchange.step.hook_calls_left = self.usage.calls()  # its forward may be over already
 
     def _ddp_graph_static(self) -> bool:
         return self.history.same_unused

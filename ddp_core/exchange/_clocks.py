@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOST", "UNKNOWN", "Clock", "Timed", "Timestamp", "clock_of", "event_after", "put"]
+__all__ = ["HOST", "UNKNOWN", "Clock", "Timed", "Timestamp", "clock_of", "event_after", "set_time"]
 
 # Elapsed times are float32: within seconds of the event that they count from they are exact to
 # microseconds.
@@ -103,7 +103,7 @@ class Timed:
     __slots__ = ()
     moments: dict[str, Timestamp]
 
-    def settle(self) -> bool:
+    def resolve(self) -> bool:
         """Fills in the times that are known by now; whether all are."""
         for name, moment in list(self.moments.items()):
             seconds = moment.seconds()
@@ -113,7 +113,7 @@ class Timed:
         return not self.moments
 
 
-def put(record: Timed, name: str, now: float | Timestamp) -> None:
+def set_time(record: Timed, name: str, now: float | Timestamp) -> None:
     """Sets a time of a record, which may become known later."""
     if isinstance(now, Timestamp):
         record.moments[name] = now

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "Turns",
+    "StreamOrder",
     "as_bytes",
     "completed",
     "future_on",
@@ -79,7 +79,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return flat.contiguous().view(torch.uint8)
 
 
-class Turns:
+class StreamOrder:
     """Orders what several streams do to the same tensors, where that is rare.
 
     What is enqueued in a turn happens after all that was enqueued in the turns before, on whatever

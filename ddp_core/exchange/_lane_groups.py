@@ -36,8 +36,8 @@ from ddp_core.exchange._shared_store import SharedStore, group_limit, group_time
 
 __all__ = [
     "LaneGroup",
+    "acquire_lane_groups",
     "backend_for",
-    "borrow",
     "host_backend",
     "is_gloo",
     "is_nccl",
@@ -90,17 +90,17 @@ class LaneGroup:
     group: Any  # dist.ProcessGroup; None once it is dropped
     pool: _Pool
     issued: int = 0
-    answered: int = 0
+    completed: int = 0
     unusable: bool = False
 
     def release_group(self) -> None:
         """Lets the next hook have it."""
-        if self.unusable or self.issued != self.answered or self.pool.closed:
+        if self.unusable or self.issued != self.completed or self.pool.closed:
             self.pool.drop(self)
         else:
             self.pool.free[self.name] = self
 
-    def give_up(self, works: Sequence[Any] = ()) -> None:
+    def discard(self, works: Sequence[Any] = ()) -> None:
         """Drops it without waiting for other ranks, which may be gone.
 
         Args:
@@ -109,7 +109,7 @@ class LaneGroup:
         self.unusable = True
         ends = [_end_of(work) for work in works]
         if ends:
-            self.pool.bury(self, lambda: [end.wait() for end in ends])
+            self.pool.drop_later(self, lambda: [end.wait() for end in ends])
         else:
             self.pool.drop(self)
 
@@ -143,7 +143,7 @@ class _Pool:
             elif group is not None:
                 group.shutdown()
 
-    def bury(self, lent: LaneGroup, ended: Callable[[], object]) -> None:
+    def drop_later(self, lent: LaneGroup, ended: Callable[[], object]) -> None:
         """Drops a group once ``ended`` has returned, on a thread of its own.
 
         Gloo knows no abort: a group that is dropped with a collective under way makes its dropper
@@ -152,7 +152,7 @@ class _Pool:
         self.all.pop(lent.name, None)
         self.free.pop(lent.name, None)
         threading.Thread(
-            target=_bury, args=(self, lent, ended), name="commhooks-bury", daemon=True
+            target=_drop_later, args=(self, lent, ended), name="commhooks-bury", daemon=True
         ).start()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class _Pool:
             self.drop(lent)
 
 
-def _bury(pool: _Pool, lent: LaneGroup, ended: Callable[[], object]) -> None:
+def _drop_later(pool: _Pool, lent: LaneGroup, ended: Callable[[], object]) -> None:
     ended()
     pool.drop(lent)
 
@@ -190,7 +190,7 @@ if sys.platform != "win32":
     os.register_at_fork(after_in_child=_keep)
 
 
-def borrow(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
+def acquire_lane_groups(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
     """Returns ``count`` groups of the ranks of ``parent``, the same on all ranks; a collective.
 
     Raises:

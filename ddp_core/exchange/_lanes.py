@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange._collectives import Collective
-from ddp_core.exchange._lane_groups import LaneGroup, borrow
+from ddp_core.exchange._lane_groups import LaneGroup, acquire_lane_groups
 from ddp_core.exchange._task import Task, clock
 
 __all__ = ["Lanes"]
@@ -36,17 +36,17 @@ __all__ = ["Lanes"]
 # issued, and it has work meanwhile. An event: all is to be given up, and the event to be set then.
 _Event = tuple[int, Exception | None] | int | threading.Event
 _Completion = torch.futures.Future[None]
-_PATIENCE = 5.0  # seconds for the driver thread to come to what it is told
+_JOIN_TIMEOUT = 5.0  # seconds for the driver thread to come to what it is told
 
 
 @dataclass(eq=False)
 class _Lane:
     group: dist.ProcessGroup
     lent: LaneGroup | None = None  # of what lane 1 and up hold
-    turn: int = 0  # the ticket that issues next
+    next_ticket: int = 0  # the ticket that issues next
     issuing: bool = False  # a thread is at it, and goes on with all that is ready
     waiting: dict[int, Task] = field(default_factory=dict)
-    passed: set[int] = field(default_factory=set)
+    skipped: set[int] = field(default_factory=set)
 
 
 def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
@@ -61,13 +61,13 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
         alive, completion = lanes(), None
         if isinstance(event, threading.Event):
             if alive is not None:
-                _give_up(alive, event, events)
+                _discard(alive, event, events)
             return
         if event is None:
             stops = True
         elif isinstance(event, int):
             if alive is not None:
-                alive._work_beside(event)
+                alive._run_overlap(event)
         elif alive is not None:
             completion = alive._resume(*event)
         done = stops and (alive is None or not alive._under_way)
@@ -79,19 +79,19 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
             return
 
 
-def _give_up(
-    lanes: Lanes, given_up: threading.Event, events: queue.SimpleQueue[_Event | None]
+def _discard(
+    lanes: Lanes, discarded: threading.Event, events: queue.SimpleQueue[_Event | None]
 ) -> None:
     """Fails what is under way, and drops the groups once their last collectives have ended."""
     lent, left = list(lanes._lent), lanes._fail_all()
     lanes._lent.clear()
-    given_up.set()
+    discarded.set()
     # Whoever drops a group with a collective under way waits for it, until the timeout if another
     # rank is silent. So this thread keeps the lanes, and with them the groups, until then.
     while left:
         left -= isinstance(events.get(), tuple)  # and not a ticket with work
     for lane_group in lent:
-        lane_group.give_up()
+        lane_group.discard()
 
 
 def _shut_down(
@@ -102,7 +102,7 @@ def _shut_down(
     events.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
-            thread.join(timeout=_PATIENCE)
+            thread.join(timeout=_JOIN_TIMEOUT)
             if thread.is_alive():  # it may yet issue something
                 for lane_group in lent:
                     lane_group.unusable = True
@@ -144,10 +144,10 @@ class Lanes:
         missing = rounds - len(self._lanes)
         if missing <= 0:  # a group that torch.distributed does not know has one lane all the same
             return
-        lent = borrow(self._lanes[0].group, missing)
+        lent = acquire_lane_groups(self._lanes[0].group, missing)
         self._lent += lent
         self._lanes += [
-            _Lane(lane_group.group, lane_group, turn=self._tickets) for lane_group in lent
+            _Lane(lane_group.group, lane_group, next_ticket=self._tickets) for lane_group in lent
         ]
 
     def run(self, task: Task) -> torch.futures.Future[Tensor]:
@@ -205,16 +205,16 @@ class Lanes:
         """
         if self._finalizer.detach() is None:
             return
-        given_up = threading.Event()
+        discarded = threading.Event()
         if self._threads:
-            self._events.put(given_up)
+            self._events.put(discarded)
             # For decoding, and work beside collectives, at most; only with
             # TORCH_DISTRIBUTED_DEBUG=DETAIL does that thread wait for other ranks, and it then
             # drops the groups by itself, later.
-            if not given_up.wait(_PATIENCE):
+            if not discarded.wait(_JOIN_TIMEOUT):
                 return
         while self._lent:
-            self._lent.pop().give_up()
+            self._lent.pop().discard()
 
     def _fail_all(self) -> int:
         """Fails all exchanges under way; returns how many collectives have yet to end."""
@@ -222,10 +222,10 @@ class Lanes:
         self._under_way.clear()
         waiting = sum(len(lane.waiting) for lane in self._lanes)
         for task in tasks:
-            task.give_up()
+            task.abort()
         return len(tasks) - waiting
 
-    def _work_beside(self, ticket: int) -> None:
+    def _run_overlap(self, ticket: int) -> None:
         """Does the work that an exchange has while its collective is under way."""
         request = self._under_way[ticket].request
         assert request is not None
@@ -236,7 +236,7 @@ class Lanes:
         task = self._under_way[ticket]
         lent = self._lanes[task.round].lent
         if lent is not None:
-            lent.answered += 1
+            lent.completed += 1
             lent.unusable |= error is not None
         return self._go_on(task, task.advance(None if error is None else task.failed(error)))
 
@@ -254,7 +254,7 @@ class Lanes:
         # Also after an error: later buckets must not wait for this one.
         for lane in self._lanes[len(task.rows) :]:
             with self._lock:
-                lane.passed.add(task.ticket)
+                lane.skipped.add(task.ticket)
             self._issue_ready(lane)
         del self._under_way[task.ticket]
         return task.completion
@@ -265,17 +265,17 @@ class Lanes:
             self._issue(lane, task)
             with self._lock:
                 lane.issuing = False
-                lane.turn += 1
+                lane.next_ticket += 1
 
     def _next(self, lane: _Lane) -> Task | None:
         """Whose turn it is, if it has come; to be issued by the caller alone."""
         with self._lock:
             if lane.issuing:
                 return None
-            while lane.turn in lane.passed:
-                lane.passed.remove(lane.turn)
-                lane.turn += 1
-            task = lane.waiting.pop(lane.turn, None)
+            while lane.next_ticket in lane.skipped:
+                lane.skipped.remove(lane.next_ticket)
+                lane.next_ticket += 1
+            task = lane.waiting.pop(lane.next_ticket, None)
             lane.issuing = task is not None
             return task
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_core.exchange._clocks import put
+from ddp_core.exchange._clocks import set_time
 from ddp_core.exchange._devices import future_on
 from ddp_core.exchange._lanes import Lanes
 from ddp_core.exchange._task import Task
@@ -127,14 +127,14 @@ class Streams:
         while request is not None:
             error: BaseException | None = None
             row = task.rows[-1]
-            put(row, "issued", task.clock.now())
+            set_time(row, "issued", task.clock.now())
             try:
                 work = request.issue(self._group)
                 request.run_overlap()
                 work.wait()
             except Exception as raised:
                 error = task.failed(raised)
-            put(row, "done", task.clock.now())
+            set_time(row, "done", task.clock.now())
             request = task.advance(error)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, put
+from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, set_time
 from ddp_core.exchange._collectives import Collective, as_request
 from ddp_core.exchange._errors import CollectiveError, RoundsError
 
@@ -123,8 +123,8 @@ class Task:
                 waited_for=self.waited_for,
             )
         )
-        put(self.rows[-1], "resumed", resumed)
-        put(self.rows[-1], "yielded", self.clock.now())
+        set_time(self.rows[-1], "resumed", resumed)
+        set_time(self.rows[-1], "yielded", self.clock.now())
         self.round = len(self.rows) - 1
         return self.request
 
@@ -141,7 +141,7 @@ class Task:
         failure.__cause__ = error
         return failure
 
-    def give_up(self) -> None:
+    def abort(self) -> None:
         """Ends the exchange without an answer: its result is an error."""
         self.exchange.close()
         self.error = CollectiveError(
@@ -155,9 +155,9 @@ class Task:
 
     def _end(self) -> None:
         if self.rows:
-            put(self.rows[-1], "finished", self.clock.now())
+            set_time(self.rows[-1], "finished", self.clock.now())
         for row in self.rows[:-1]:
-            put(row, "finished", row.moments.get("done", row.done))
+            set_time(row, "finished", row.moments.get("done", row.done))
         if self.record is not None:
             for row in self.rows:
                 self.record(row)

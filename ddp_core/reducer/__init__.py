@@ -9,7 +9,7 @@
 # _autograd     autograd's accumulators, which report gradients
 # _backward     a backward pass: which gradients come
 # _unused       which parameters a step uses
-# _in_flight    the buckets of a step, launched and waited for in order
+# _step_exchange    the buckets of a step, launched and waited for in order
 # _launch       one bucket to the hook or to an all-reduce
 # _grad_bucket  what a hook is given
 # _failures     reports between ranks, and waits with a limit

@@ -16,12 +16,12 @@ from ddp_core.reducer._autograd import (
     call_after_backward,
     is_nested,
 )
-from ddp_core.reducer._buckets import BucketBase, InstalledBuckets
-from ddp_core.reducer._in_flight import StepExchange
+from ddp_core.reducer._buckets import BucketBase, BucketSet
 from ddp_core.reducer._launch import Step
 from ddp_core.reducer._misuse import GraphErrors, LocalGradients
 from ddp_core.reducer._plan import BucketPlan
 from ddp_core.reducer._precision import Precision
+from ddp_core.reducer._step_exchange import StepExchange
 from ddp_core.reducer._timeline import StepTimes, Timeline
 
 __all__ = ["Backward", "History"]
@@ -40,36 +40,36 @@ class Backward:
 
     def __init__(
         self,
-        flight: StepExchange,
-        installed: InstalledBuckets,
+        exchange: StepExchange,
+        installed: BucketSet,
         *,
         plan: BucketPlan,
         history: History,
         errors: GraphErrors,
         precision: Precision | None,
     ) -> None:
-        self._flight, self._place = flight, installed.place
-        self._parameters, self._usage = flight.parameters, flight.usage
+        self._exchange, self._location = exchange, installed.location
+        self._parameters, self._usage = exchange.parameters, exchange.usage
         self._plan, self._history, self._errors = plan, history, errors
         self._precision, self._opened_in = precision, NO_BACKWARD  # number of the open pass
-        self.unreduced = LocalGradients(flight.parameters, flight.usage, errors)
-        self.accumulators = Accumulators([entry.parameter for entry in flight.parameters], self)
+        self.unreduced = LocalGradients(exchange.parameters, exchange.usage, errors)
+        self.accumulators = Accumulators([entry.parameter for entry in exchange.parameters], self)
 
     @property
     def has_raised(self) -> bool:
         """Whether the step's backward pass began and will not end: it is not the one of now."""
-        return self._flight.step.is_open and self._opened_in != backward_number()
+        return self._exchange.step.is_open and self._opened_in != backward_number()
 
     # ---- gradients
 
     def arrived(self, index: int) -> None:
         """Takes note that the gradient of a parameter has come, or turned out undefined."""
-        step = self._flight.step
-        if step.is_plain:
+        step = self._exchange.step
+        if step.fast_path:
             self.mark_ready(step, index)
             return
         usage = self._usage
-        if usage.tracks and self._parameters[index].parameter.grad is not None:
+        if usage.records_use and self._parameters[index].parameter.grad is not None:
             usage.used.mark(index)
         if not step.is_open and (step.expecting or self._precision is not None):
             self._open(step)
@@ -85,22 +85,22 @@ class Backward:
             return
         if not step.unused_marked:
             self._mark_unused(step)
-        times = self._flight.times_of(self._place[index][0])
+        times = self._exchange.times_of(self._location[index][0])
         if times is not None:
             times.gradient_came()
         self.mark_ready(step, index)
 
     def came_elsewhere(self, index: int) -> None:
         """Raises if a gradient came for the parameter with full precision, too late to be sent."""
-        if self._flight.step.expecting and self._flight.is_low:
+        if self._exchange.step.expecting and self._exchange.is_low:
             self._errors.full_precision(index)
 
     def begins(self) -> None:
         """Opens the step at the start of backward, where outputs pass through the sink."""
-        step = self._flight.step
+        step = self._exchange.step
         if step.expecting and not step.is_open:
             self._open(step)
-        if step.expecting and not self._usage.learns and not step.unused_marked:
+        if step.expecting and not self._usage.is_first_static_step and not step.unused_marked:
             self._mark_unused(step)
 
     def _open(self, step: Step) -> None:
@@ -108,7 +108,7 @@ class Backward:
         step.is_open = True  # still open at the next forward: it has raised
         self._opened_in = backward_number()
         call_after_backward(self._ended)
-        if step.prepared_in == self._opened_in != NO_BACKWARD:
+        if step.forward_in_pass == self._opened_in != NO_BACKWARD:
             # It ran again here, for activations only: the graph is that of one under no_sync.
             step.expecting, step.complete = False, True
             self.unreduced.forward_was_recomputed()
@@ -117,17 +117,19 @@ class Backward:
         self.unreduced.pass_averages()
         if self._plan.loaded:
             self._errors.loaded()
-        self._flight.settle_scale()
+        self._exchange.settle_scale()
         # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
-        step.is_plain = step.times is None and not self._usage.tracks and not self._usage.is_static
+        step.fast_path = (
+            step.times is None and not self._usage.records_use and not self._usage.is_static
+        )
 
     def _is_last_call(self, step: Step, index: int) -> bool:
         """Of a static graph: whether the parameter's hook will not be called again in this step."""
         if self._usage.counts is None:
-            step.calls[index] += 1
-            step.called.append(index)
+            step.hook_calls_left[index] += 1
+            step.hook_call_order.append(index)
             return False
-        left = step.calls[index] = step.calls[index] - 1
+        left = step.hook_calls_left[index] = step.hook_calls_left[index] - 1
         if left < 0:
             self._errors.changed([index], came=True)
         return left == 0
@@ -136,31 +138,31 @@ class Backward:
         """Parameters that this backward pass will not come to count as arrived."""
         usage = self._usage
         step.unused_marked = True
-        if usage.finds:
+        if usage.finds_unused:
             step.unused = self.accumulators.out_of_reach()
             if usage.has_old_marks:
                 every = enumerate(self._parameters)
                 usage.forget_old_marks([i for i, entry in every if entry.parameter.grad is None])
-        step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        step.needed_buckets = usage.agree_on_needed(self._exchange.buckets, step.unused)
         # A bucket of nothing else is full by this, and may be launched before any gradient.
         for index in step.unused:
             self.mark_ready(step, index)
 
     def mark_ready(self, step: Step, index: int) -> None:
         """Counts a parameter's gradient as there; launches buckets that are full by it."""
-        step.marked.append(index)
-        bucket, copies = self._place[index]
+        step.ready.append(index)
+        bucket, copies = self._location[index]
         if copies is not None:
             copies.take_large(index, step.scale)
         bucket.pending -= 1
         if bucket.pending <= 0:
-            self._flight.launch_ready()
+            self._exchange.launch_ready()
 
     # ---- the end
 
     def _ended(self) -> None:
-        step, flight = self._flight.step, self._flight
-        step.is_open = step.is_plain = False
+        step, exchange = self._exchange.step, self._exchange
+        step.is_open = step.fast_path = False
         if not step.expecting:
             if self._precision is not None:
                 self._precision.restore()
@@ -168,20 +170,20 @@ class Backward:
         try:
             if self._usage.is_static and not self._end_static(step):
                 return
-            if step.launched == len(flight.buckets):
+            if step.launched == len(exchange.buckets):
                 step.was_nested = is_nested()
                 self.finish(step)
         except BaseException:
-            flight.step.is_open = True  # it raises
-            flight.tell_abandoned()
+            exchange.step.is_open = True  # it raises
+            exchange.report_abort()
             raise
 
     def _end_static(self, step: Step) -> bool:
         """Whether the pass was the step's whole one, not a reentrant one within it."""
-        launched_all = step.launched == len(self._flight.buckets)
-        if is_nested() and step.prepared_in == NO_BACKWARD and not launched_all:
+        launched_all = step.launched == len(self._exchange.buckets)
+        if is_nested() and step.forward_in_pass == NO_BACKWARD and not launched_all:
             return False
-        if self._usage.learns:
+        if self._usage.is_first_static_step:
             self._learn_static_graph(step)
         elif not launched_all:
             self._errors.changed(self.missing(), came=False)
@@ -190,46 +192,46 @@ class Backward:
     def _learn_static_graph(self, step: Step) -> None:
         """The first step of a static graph: everything is launched now, and counted for later."""
         usage = self._usage
-        contradictions = usage.learn(step.calls)
+        contradictions = usage.learn(step.hook_calls_left)
         if contradictions:
             self._errors.changed(contradictions, came=True)
-        step.unused, step.unused_marked = list(usage.never), True
-        step.needed = usage.agree_on_needed(self._flight.buckets, step.unused)
+        step.unused, step.unused_marked = list(usage.never_used), True
+        step.needed_buckets = usage.agree_on_needed(self._exchange.buckets, step.unused)
         # A parameter that is used several times is ready when its hook is called the last time.
-        by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]
+        by_last_call = list(dict.fromkeys(reversed(step.hook_call_order)))[::-1]
         for index in by_last_call + step.unused:
             self.mark_ready(step, index)
 
     def finish(self, step: Step) -> None:
         """Waits for all buckets in order and writes the averaged gradients."""
-        flight = self._flight
+        exchange = self._exchange
         step.expecting = False
         if step.times is not None:
             step.times.mark("backward_ended")
-        flight.launcher.events.backward_finished()
+        exchange.launcher.events.backward_finished()
         if self._precision is not None:
             self._precision.restore()
-        flight.finish_all()
-        flight.wait_for_futures()
-        if self._usage.finds:
+        exchange.finish_all()
+        exchange.wait_for_futures()
+        if self._usage.finds_unused:
             step.used = self._usage.used.finish_step()
         self._land(step)
 
     def _land(self, step: Step) -> None:
         unused = set(step.unused)
-        arrived = [index for index in step.marked if index not in unused]
+        arrived = [index for index in step.ready if index not in unused]
         self._plan.step_ended(arrived + step.unused)
         self._history.gradients_written(step)
         step.outcomes = []  # their tensors are not needed any more, the step is kept
         self.unreduced.gradients_written(step)
-        self._flight.launcher.step += 1
+        self._exchange.launcher.step += 1
         # The state is told last, when the reducer is between two steps.
-        self._flight.begin(Step())
-        self._flight.launcher.events.gradients_written(step.left_alone)
+        self._exchange.begin(Step())
+        self._exchange.launcher.events.gradients_written(step.unwritten)
 
     def missing(self) -> list[int]:
         """Returns the parameters whose gradients have not come in this step."""
-        return sorted(set(range(len(self._parameters))) - set(self._flight.step.marked))
+        return sorted(set(range(len(self._parameters))) - set(self._exchange.step.ready))
 
 
 class History:

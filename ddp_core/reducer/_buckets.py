@@ -17,8 +17,8 @@ from ddp_core.reducer._parameters import Trained
 
 __all__ = [
     "BucketBase",
+    "BucketSet",
     "FlatBucket",
-    "InstalledBuckets",
     "SparseBucket",
     "as_numbers",
     "flat_buffer",
@@ -417,7 +417,7 @@ def _no_entries(like: Tensor) -> Tensor:
 # ---- all buckets
 
 
-class InstalledBuckets:
+class BucketSet:
     """Holds a model's buckets, which are exchanged for others as the plan says.
 
     Args:
@@ -443,7 +443,7 @@ class InstalledBuckets:
         self._parameters, self._dtype, self._as_view = parameters, dtype, as_view
         self._copies_at_once = copies_at_once
         self.list: list[BucketBase] = []
-        self.place: dict[int, tuple[BucketBase, FlatBucket | None]] = {}
+        self.location: dict[int, tuple[BucketBase, FlatBucket | None]] = {}
 
     @property
     def members(self) -> list[list[int]]:
@@ -453,13 +453,13 @@ class InstalledBuckets:
     def install(self, members: Sequence[Sequence[int]]) -> None:
         """Takes other buckets, with the gradients that there are now."""
         self.list.clear()  # the old ones go first: not both at a time
-        self.place.clear()
+        self.location.clear()
         for number, indices in enumerate(members):
             bucket = self._bucket(number, indices)
             bucket.adopt_gradients()
             self.list.append(bucket)
             for index in indices:
-                self.place[index] = bucket, self._at_once(bucket, index)
+                self.location[index] = bucket, self._at_once(bucket, index)
 
     def _bucket(self, number: int, members: Sequence[int]) -> BucketBase:
         if self._parameters[members[0]].sparse:

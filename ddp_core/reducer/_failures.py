@@ -28,12 +28,12 @@ from ddp_core.exchange._shared_store import (
 )
 
 __all__ = [
-    "SLICE",
+    "POLL_INTERVAL",
     "AbortAgreement",
+    "DeviceWatchdog",
     "FailureBoard",
     "FutureNotDone",
-    "Place",
-    "Watch",
+    "WaitPoint",
     "failed",
     "never_completed",
     "peer_error",
@@ -44,14 +44,14 @@ __all__ = [
 
 
 # So long nobody looks at the board; most waits are over by then.
-SLICE = timedelta(seconds=1)
-_SLICE = SLICE.total_seconds()
+POLL_INTERVAL = timedelta(seconds=1)
+_POLL_SECONDS = POLL_INTERVAL.total_seconds()
 
 
-class Place(NamedTuple):
+class WaitPoint(NamedTuple):
     """Describes what a rank waits for."""
 
-    attempt: int  # steps, counting those that raised
+    backward_count: int  # steps, counting those that raised
     step: int
     bucket: int  # -1: a message of the step
 
@@ -74,38 +74,38 @@ class FailureBoard:
         self._store = shared_store(group)  # without one, failures time out instead
         self.abort_agreement = AbortAgreement(group, self._store, name)
 
-    def report(self, attempt: int, text: str) -> None:
+    def post(self, backward_count: int, text: str) -> None:
         """Tells the other ranks; never raises. The first report of an attempt counts."""
-        if self._store is not None and attempt != self._reported:
-            self._reported = attempt
-            report = first_decides(self._key(attempt), f"rank {self._rank}: {text}")
+        if self._store is not None and backward_count != self._reported:
+            self._reported = backward_count
+            text_of_attempt = first_decides(self._key(backward_count), f"rank {self._rank}: {text}")
             # The process may end at once, so it waits until the others can read it.
-            self._store.tell(report, _SLICE)
+            self._store.tell(text_of_attempt, _POLL_SECONDS)
 
-    def look(self, place: Place) -> str | None:
+    def poll(self, place: WaitPoint) -> str | None:
         """Returns what another rank has reported that will not come to this place.
 
         A store that does not answer is not waited for: what is awaited has a timeout of its own.
         """
         if self._store is None:
             return None
-        text = self._store.peek(text_of(self._key(place.attempt)), _SLICE)
+        text = self._store.peek(text_of(self._key(place.backward_count)), _POLL_SECONDS)
         if not text or text.startswith(f"rank {self._rank}:"):
-            return self.abort_agreement.look(place.step, place.bucket)
+            return self.abort_agreement.poll(place.step, place.bucket)
         return text
 
-    def check(self, place: Place) -> None:
+    def check(self, place: WaitPoint) -> None:
         """Raises if another rank has reported that it will not come to this place.
 
         Raises:
             PeerError: with the other rank's message.
         """
-        text = self.look(place)
+        text = self.poll(place)
         if text is not None:
             raise peer_error(text)
 
-    def _key(self, attempt: int) -> str:
-        return f"ddp_core/{self._name}/{attempt}"
+    def _key(self, backward_count: int) -> str:
+        return f"ddp_core/{self._name}/{backward_count}"
 
 
 def peer_error(text: str) -> PeerError:
@@ -117,7 +117,9 @@ def peer_error(text: str) -> PeerError:
     )
 
 
-def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, place: Place) -> None:
+def wait_for_work(
+    work: dist.Work, device: torch.device, board: FailureBoard, place: WaitPoint
+) -> None:
     """Waits for a collective; looks at the board while it does not end.
 
     On CUDA waiting orders streams and returns at once; a thread looks at the board, see
@@ -128,7 +130,7 @@ def wait_for_work(work: dist.Work, device: torch.device, board: FailureBoard, pl
         return
     while True:
         try:
-            work.wait(SLICE)
+            work.wait(POLL_INTERVAL)
             return
         except RuntimeError:
             if work.is_completed():  # it failed; otherwise the slice is over
@@ -143,7 +145,7 @@ class FutureNotDone(Exception):
 def wait_for_future(
     future: Any,
     board: FailureBoard,
-    place: Place,
+    place: WaitPoint,
     *,
     of_tensor: bool = True,
     limit: timedelta | None = None,
@@ -157,7 +159,7 @@ def wait_for_future(
         done = threading.Event()
         future.add_done_callback(lambda _: done.set())
         end = None if limit is None else time.monotonic() + limit.total_seconds()
-        while not done.wait(SLICE.total_seconds()):
+        while not done.wait(POLL_INTERVAL.total_seconds()):
             board.check(place)
             if end is not None and time.monotonic() > end:
                 raise FutureNotDone
@@ -223,16 +225,16 @@ def _round_in(text: str) -> int:
 # ---- steps that raised
 
 
-_ALIKE = "all ranks alike"
+_SAME = "all ranks alike"
 _SOON = 1.0  # seconds in which a store answers
 
 
-class _Dropped(NamedTuple):
+class _AbortedStep(NamedTuple):
     """How far a rank came with a step that it has dropped."""
 
     step: int  # since the ranks are together
     launched: int  # buckets
-    told: bool  # by another rank, that it has failed
+    from_peer: bool  # by another rank, that it has failed
 
 
 class AbortAgreement:
@@ -256,10 +258,10 @@ class AbortAgreement:
         self._rank, self._size = group.rank(), group.size()
         self.first_step = 0
         self._number = 0  # of the dropped step that comes next, or is not agreed on yet
-        self._mine: _Dropped | None = None
+        self._aborted: _AbortedStep | None = None
         self._error = ""  # the ranks did not drop the same: for good
 
-    def note(self, step: int, launched: int, *, told: bool) -> None:
+    def record(self, step: int, launched: int, *, from_peer: bool) -> None:
         """Hears that this rank has dropped a step; tells nobody yet.
 
         Args:
@@ -267,7 +269,7 @@ class AbortAgreement:
             told: whether it raised because another rank had failed.
         """
         if self._size > 1:
-            self._mine = _Dropped(step - self.first_step, launched, told)
+            self._aborted = _AbortedStep(step - self.first_step, launched, from_peer)
 
     def agree(self) -> None:
         """Waits until all ranks have dropped the step that this one has, if it has any.
@@ -277,17 +279,17 @@ class AbortAgreement:
         Raises:
             MismatchError: a rank has not, or after another number of buckets.
         """
-        if self._mine is None:
+        if self._aborted is None:
             return
         if not self._error:
             try:
-                outcome = self._outcome(self._mine)
+                outcome = self._outcome(self._aborted)
             except RuntimeError as error:
-                outcome = f"{self._text(self._mine)}, and {error}"
-            if outcome == _ALIKE:
+                outcome = f"{self._text(self._aborted)}, and {error}"
+            if outcome == _SAME:
                 if before := self._point(self._number - 1):  # all have passed it
                     before.forget()
-                self._number, self._mine = self._number + 1, None
+                self._number, self._aborted = self._number + 1, None
                 return
             self._error = outcome
         raise MismatchError(
@@ -297,7 +299,7 @@ class AbortAgreement:
             f"backward, let all ranks raise and catch it at the same place"
         )
 
-    def look(self, step: int, bucket: int) -> str | None:
+    def poll(self, step: int, bucket: int) -> str | None:
         """Returns what is wrong if another rank has dropped what this one waits for.
 
         Args:
@@ -312,21 +314,21 @@ class AbortAgreement:
             return None
         outcome = point.store.peek(text_of(f"{point.key}/outcome"), _SOON)
         (who, theirs), said = _parse(first), ""
-        if outcome is None and self._mine is not None:
+        if outcome is None and self._aborted is not None:
             # What it has launched is settled here, and comes if all have launched as much.
-            if theirs != self._mine:
-                said = self._difference(who, theirs, self._mine)
+            if theirs != self._aborted:
+                said = self._difference(who, theirs, self._aborted)
         elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
             awaited = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
             said = f"{self._text(theirs, who)}, rank {self._rank} waits for {awaited}"
         if said:
             outcome = point.store.peek(point.decide(said), _SOON)
-        if outcome is None or outcome == _ALIKE:
+        if outcome is None or outcome == _SAME:
             return None
         self._error = outcome
         return outcome
 
-    def _outcome(self, dropped: _Dropped) -> str:
+    def _outcome(self, dropped: _AbortedStep) -> str:
         """Tells the others; returns what all ranks then know. Whoever decides first does so."""
         point = self._point(self._number)
         if point is None:
@@ -337,23 +339,23 @@ class AbortAgreement:
         def decide(outcome: str) -> str:
             return point.store.ask(point.decide(outcome), end - time.monotonic())
 
-        text = f"{self._rank} {dropped.step} {dropped.launched} {int(dropped.told)}"
+        text = f"{self._rank} {dropped.step} {dropped.launched} {int(dropped.from_peer)}"
         who, theirs = _parse(point.store.ask(first_decides(point.key, text), limit))
         if theirs != dropped:
             return decide(self._difference(who, theirs, dropped))
-        outcome = point.wait_for_all(_ALIKE, end)
+        outcome = point.wait_for_all(_SAME, end)
         if outcome is not None:
             return outcome
         came, missing = point.who_came()
         missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
         return decide(f"{self._text(dropped, *came)}, {missed}")
 
-    def _difference(self, who: int, theirs: _Dropped, dropped: _Dropped) -> str:
+    def _difference(self, who: int, theirs: _AbortedStep, dropped: _AbortedStep) -> str:
         return f"{self._text(theirs, who)}, {self._text(dropped)}"
 
-    def _text(self, dropped: _Dropped, *who: int) -> str:
+    def _text(self, dropped: _AbortedStep, *who: int) -> str:
         """Says what ranks have dropped; this one by default."""
-        how = "heard of another rank's failure in" if dropped.told else "dropped"
+        how = "heard of another rank's failure in" if dropped.from_peer else "dropped"
         step, buckets = dropped.step + self.first_step, dropped.launched
         return f"{ranks_in_words(who or [self._rank])} {how} step {step} after {buckets} buckets"
 
@@ -365,9 +367,9 @@ class AbortAgreement:
         return MeetingPoint(self._store, key, self._rank, self._size)
 
 
-def _parse(value: str) -> tuple[int, _Dropped]:
-    rank, step, launched, told = map(int, value.split())
-    return rank, _Dropped(step, launched, bool(told))
+def _parse(value: str) -> tuple[int, _AbortedStep]:
+    rank, step, launched, from_peer = map(int, value.split())
+    return rank, _AbortedStep(step, launched, bool(from_peer))
 
 
 # ---- waiting on a GPU
@@ -377,12 +379,12 @@ def _parse(value: str) -> tuple[int, _Dropped]:
 class _Pending:
     """A step with exchanges that the device may not have done."""
 
-    place: Place  # the bucket that was enqueued last
+    place: WaitPoint  # the bucket that was enqueued last
     thread: int  # that of the training loop
     is_over: Callable[[], bool] | None = None  # None: more is to be enqueued
 
 
-class Watch:
+class DeviceWatchdog:
     """Looks at the board, on a thread of its own, while a GPU is at work on exchanges.
 
     If another rank has failed in this step, the process group is aborted, so that what waits for
@@ -403,7 +405,7 @@ class Watch:
         self._interrupted: int | None = None
         self._error: PeerError | None = None
 
-    def launched(self, place: Place, thread: int) -> None:
+    def record_launch(self, place: WaitPoint, thread: int) -> None:
         """Hears of an exchange that is about to be enqueued.
 
         Args:
@@ -414,13 +416,13 @@ class Watch:
             PeerError: another rank has failed, and the group is aborted.
         """
         self.check()
-        if self._pending is None or self._pending.place.attempt != place.attempt:
+        if self._pending is None or self._pending.place.backward_count != place.backward_count:
             self._pending = _Pending(place, thread)
         self._pending.place = place
         if self._thread is None:
             me = weakref.ref(self)
             self._thread = threading.Thread(
-                target=_watch, args=(me,), name="ddp_core-watch", daemon=True
+                target=_watchdog, args=(me,), name="ddp_core-watch", daemon=True
             )
             self._thread.start()
 
@@ -455,7 +457,7 @@ class Watch:
         with torch.get_device_module(self._device.type).device(self._device):
             return is_over()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Looks at the board, if the same step is pending as before."""
         pending, seen = self._pending, self._seen
         self._seen = pending
@@ -465,7 +467,7 @@ class Watch:
             if pending.is_over is not None and self._ask(pending.is_over):
                 self._pending = None
                 return
-        text = self._board.look(pending.place)
+        text = self._board.poll(pending.place)
         if text is None or self._pending is not pending:
             return
         self._error = peer_error(text)
@@ -477,13 +479,13 @@ class Watch:
             backend.abort()
 
 
-def _watch(watch: weakref.ref[Watch]) -> None:
+def _watchdog(watch: weakref.ref[DeviceWatchdog]) -> None:
     while True:
-        time.sleep(SLICE.total_seconds())
+        time.sleep(POLL_INTERVAL.total_seconds())
         alive = watch()
         if alive is None:
             return
-        alive.look()
+        alive.poll()
         del alive
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core._torch import AnyFuture, profiler_runs
-from ddp_core.exchange._clocks import event_after, put
+from ddp_core.exchange._clocks import event_after, set_time
 from ddp_core.exchange._collectives import AllReduce, SparseSum
 from ddp_core.exchange._errors import CollectiveError, PeerError
 from ddp_core.exchange._shared_store import group_timeout
@@ -22,10 +22,10 @@ from ddp_core.exchange._task import RoundRecord
 from ddp_core.reducer._autograd import NO_BACKWARD
 from ddp_core.reducer._buckets import BucketBase, as_numbers
 from ddp_core.reducer._failures import (
+    DeviceWatchdog,
     FailureBoard,
     FutureNotDone,
-    Place,
-    Watch,
+    WaitPoint,
     failed,
     never_completed,
     wait_for_future,
@@ -93,18 +93,20 @@ class Launcher:
         self.group = group
         self.hook: tuple[CommHook, Any] | None = None
         self.events = StepEvents()  # told to the hook's state
-        self.takes_gradients = False  # the hook's state keeps what was averaged
+        self.hook_owns_gradients = False  # the hook's state keeps what was averaged
         self.hook_name: str | None = None
         self.step = 0  # synchronised backward passes
-        self.attempt = 0  # the same, counting those that raised
+        self.backward_count = 0  # the same, counting those that raised
         self.error = ""  # the latest one's words
-        self._told = False  # by another rank, in this step, that it has failed
+        self._peer_failed = False  # by another rank, in this step, that it has failed
         self._board = FailureBoard(group, name)
         self.abort_agreement = self._board.abort_agreement
         self._device = device
         self._side: Any = None  # the stream of messages, made when it is needed first
         # Where waiting does not keep the host, a thread looks at the board.
-        self._watch = None if device.type == "cpu" else Watch(group, device, self._board)
+        self._watchdog = (
+            None if device.type == "cpu" else DeviceWatchdog(group, device, self._board)
+        )
         self._thread = 0  # that of the training loop
 
     def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
@@ -112,45 +114,45 @@ class Launcher:
         self.hook = hook
         self.hook_name = None if hook is None else name_of(hook[0])
         self.events = StepEvents(None if hook is None else hook[1])
-        self.takes_gradients = hook is not None and getattr(hook[1], "takes_gradients", False)
+        self.hook_owns_gradients = hook is not None and getattr(hook[1], "owns_gradients", False)
 
-    def tells(self, state: object) -> bool:
+    def notifies(self, state: object) -> bool:
         """Whether this hook's state hears of the end of each step."""
         return self.hook is not None and self.hook[1] is state
 
     def step_begins(self) -> None:
         """Hears, on the thread of the training loop, of a forward pass that is over."""
-        self.attempt += 1
-        self._thread, self._told = threading.get_ident(), False
-        if self._watch is not None:
-            self._watch.check()
+        self.backward_count += 1
+        self._thread, self._peer_failed = threading.get_ident(), False
+        if self._watchdog is not None:
+            self._watchdog.check()
 
     def all_enqueued(self) -> None:
         """Hears that all buckets were waited for: on a GPU, that its stream waits for them."""
-        if self._watch is not None:
-            self._watch.all_enqueued()
+        if self._watchdog is not None:
+            self._watchdog.all_enqueued()
 
     def step_aborted(self, launched: int | None) -> None:
         """Hears that the step will not land; of so many buckets, if its backward pass began."""
         self._forget()
         if launched is not None:
-            self.abort_agreement.note(self.step, launched, told=self._told)
+            self.abort_agreement.record(self.step, launched, from_peer=self._peer_failed)
         self.events.step_aborted()
 
     def _forget(self) -> None:
-        if self._watch is not None:
-            self._watch.forget()
+        if self._watchdog is not None:
+            self._watchdog.forget()
 
-    def _place(self, bucket: int = -1) -> Place:
-        return Place(self.attempt, self.step, bucket)
+    def _place(self, bucket: int = -1) -> WaitPoint:
+        return WaitPoint(self.backward_count, self.step, bucket)
 
     def launch(self, bucket: BucketBase, *, is_last: bool, times: BucketTimes | None) -> Outcome:
         """Starts the exchange of a full bucket."""
         if times is not None:
             times.mark("launched")
         try:
-            if self._watch is not None:
-                self._watch.launched(self._place(bucket.number), self._thread)
+            if self._watchdog is not None:
+                self._watchdog.record_launch(self._place(bucket.number), self._thread)
             with named_range("launch", bucket.number):
                 if self.hook is None:
                     return self._all_reduce(bucket, times)
@@ -197,8 +199,8 @@ class Launcher:
             times.mark("wait_began")
         place = self._place(bucket.number)
         try:
-            if self._watch is not None:
-                self._watch.check()
+            if self._watchdog is not None:
+                self._watchdog.check()
             result = bucket.buffer
             with named_range("wait", bucket.number):
                 if outcome.future is not None:
@@ -206,7 +208,7 @@ class Launcher:
                 elif outcome.work is not None:
                     wait_for_work(outcome.work, bucket.buffer.device, self._board, place)
         except Exception as error:
-            report = self._board.look(place)
+            report = self._board.poll(place)
             self._report(bucket, error)
             raise failed(error, "the exchange", self.step, bucket.number, report) from error
         if times is not None:
@@ -272,7 +274,7 @@ class Launcher:
     def _report(self, bucket: BucketBase, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
         self._forget()
-        self._told |= isinstance(error, PeerError)
+        self._peer_failed |= isinstance(error, PeerError)
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
 
@@ -280,7 +282,7 @@ class Launcher:
         """Tells the other ranks that this one will not go on; the logging data have it, too."""
         self._forget()
         self.error = text
-        self._board.report(self.attempt, f"step {self.step}, {text}")
+        self._board.post(self.backward_count, f"step {self.step}, {text}")
 
 
 def name_of(hook: Any) -> str:
@@ -301,7 +303,7 @@ def _record(work: Any, bucket: BucketBase, step: int, times: BucketTimes) -> Non
     """Records the all-reduce of a bucket."""
     nbytes, device = bucket.nbytes, bucket.buffer.device
     record = RoundRecord(step, bucket.number, 0, "all_reduce", nbytes, nbytes, 0.0)
-    put(record, "issued", times.clock.now())
+    set_time(record, "issued", times.clock.now())
     times.rounds.append(record)
     # A sparse sum is written when it is waited for: on a GPU there is no earlier end of it.
     if not (isinstance(work, SparseSum) and device.type != "cpu"):
@@ -311,16 +313,16 @@ def _record(work: Any, bucket: BucketBase, step: int, times: BucketTimes) -> Non
 def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object], None]:
     def stamp(_: object) -> None:
         now = times.clock.now()
-        put(times, "decoded", now)
+        set_time(times, "decoded", now)
         ends = record
         if ends is None and not times.rounds:  # a hook that does not tell its rounds
             nbytes = times.nbytes
             ends = RoundRecord(0, times.bucket, 0, "hook", nbytes, nbytes, 0.0)
-            put(ends, "issued", times.moments.get("launched", times.launched))
+            set_time(ends, "issued", times.moments.get("launched", times.launched))
             times.rounds.append(ends)
         if ends is not None:
-            put(ends, "done", now)
-            put(ends, "finished", now)
+            set_time(ends, "done", now)
+            set_time(ends, "finished", now)
 
     return stamp
 
@@ -362,26 +364,30 @@ class Step:
 
     expecting: bool = False  # gradients are to be reduced
     is_open: bool = False  # a backward pass is under way, or has raised
-    is_plain: bool = False  # an arrival is nothing but an arrival
-    prepared_in: int = NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
+    fast_path: bool = False  # an arrival is nothing but an arrival
+    forward_in_pass: int = (
+        NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
+    )
     recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
     was_nested: bool = False  # it ended with a reentrant pass within another
     complete: bool = True  # all gradients were reduced, or none is to be
-    marked: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
+    ready: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
     unused: list[int] = field(default_factory=list)  # those that backward does not come to
     unused_marked: bool = False
     unused_known: bool = True  # the ranks will have told each other, where anybody asks
     used: bytearray = field(default_factory=bytearray)  # here, by parameter, once it has landed
-    calls: list[int] = field(default_factory=list)  # of the hooks (static graph), to come
-    called: list[int] = field(default_factory=list)  # parameters by call, where a graph is learned
-    needed: list[bool] | None = None  # buckets that a rank needs; None: all are sent
+    hook_calls_left: list[int] = field(default_factory=list)  # of the hooks (static graph), to come
+    hook_call_order: list[int] = field(
+        default_factory=list
+    )  # parameters by call, where a graph is learned
+    needed_buckets: list[bool] | None = None  # buckets that a rank needs; None: all are sent
     scale: float | None = None  # of gradients that go into a bucket; None: the hook scales
     divisor: int = 0  # not known yet
     launched: int = 0  # buckets
     finished: int = 0  # buckets
     outcomes: list[Outcome] = field(default_factory=list)
-    left_alone: list[nn.Parameter] = field(default_factory=list)  # no rank uses them
-    abandoned: bool = False  # the hook's state was told so
+    unwritten: list[nn.Parameter] = field(default_factory=list)  # no rank uses them
+    abort_reported: bool = False  # the hook's state was told so
     times: StepTimes | None = None
 
 
@@ -403,7 +409,7 @@ class StepEvents:
         self._step_aborted: Callable[[], object] | None = _method(state, "step_aborted")
 
     @property
-    def wants_left_alone(self) -> bool:
+    def wants_unwritten(self) -> bool:
         """Whether anybody looks at the parameters whose gradients were not written."""
         return self._gradients_written is not None
 
@@ -412,10 +418,10 @@ class StepEvents:
         if self._backward_finished is not None:
             self._backward_finished()
 
-    def gradients_written(self, left_alone: Sequence[nn.Parameter]) -> None:
-        """Tells that all gradients were written, but for those of ``left_alone``."""
+    def gradients_written(self, unwritten: Sequence[nn.Parameter]) -> None:
+        """Tells that all gradients were written, but for those of ``unwritten``."""
         if self._gradients_written is not None:
-            self._gradients_written(left_alone)
+            self._gradients_written(unwritten)
 
     def step_aborted(self) -> None:
         """Tells that the step's results will not be used."""

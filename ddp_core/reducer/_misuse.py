@@ -225,8 +225,8 @@ class LocalGradients:
         errors: GraphErrors,
     ) -> None:
         self._parameters, self._usage, self._errors = parameters, usage, errors
-        self.holding = self.came = False
-        self.synchronises: Callable[[], bool] = _always
+        self.in_hold = self.has_new = False
+        self.is_syncing: Callable[[], bool] = _always
         self.is_shared: Callable[[Tensor], bool] = _never
         self._landed: Step | None = None  # the last step, until the next forward
         self._landed_before: Step | None = None  # the last one at that forward
@@ -247,14 +247,14 @@ class LocalGradients:
         Raises:
             RuntimeError: it would stay this rank's own, and nobody has asked for that.
         """
-        self.came = True
-        if self.holding:
+        self.has_new = True
+        if self.in_hold:
             self._order.pop(index, None)
             self._order[index] = None
             self._why = self._why or _HELD
         self._refuse_late(index)
         # After an error of the same pass (in another thread of autograd) that one counts.
-        if self.holding or step.marked or not self.synchronises():
+        if self.in_hold or step.ready or not self.is_syncing():
             return
         if not self.forward_synchronised:
             self._why = self._why or _MIXED
@@ -270,7 +270,7 @@ class LocalGradients:
             raise RuntimeError(twice_error(name, index))
         if index in landed.unused and self._usage.is_static:
             self._errors.changed([index], came=True)
-        if self._usage.finds and not landed.used[index]:
+        if self._usage.finds_unused and not landed.used[index]:
             raise RuntimeError(late_error(name))
 
     def forward_begins(self) -> None:
@@ -284,7 +284,7 @@ class LocalGradients:
 
     def pass_averages(self) -> None:
         """Takes note of a backward pass that averages, with its first gradient."""
-        if self.forward_synchronised and not self.synchronises():
+        if self.forward_synchronised and not self.is_syncing():
             self._errors.only_backward()
         self.averaging_begins()
 
@@ -294,7 +294,7 @@ class LocalGradients:
 
     def gradients_written(self, step: Step) -> None:
         """Forgets what came before: it was averaged; what comes from now on is too late for it."""
-        self.came, self._landed = False, step
+        self.has_new, self._landed = False, step
         self._order.clear()
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:

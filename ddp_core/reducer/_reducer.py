@@ -13,18 +13,18 @@ import torch.distributed as dist
 from ddp_core.exchange._errors import listed
 from ddp_core.reducer._autograd import NO_BACKWARD, Accumulators, backward_number
 from ddp_core.reducer._backward import Backward, History
-from ddp_core.reducer._buckets import BucketBase, InstalledBuckets
+from ddp_core.reducer._buckets import BucketBase, BucketSet
 from ddp_core.reducer._failures import rebuild_failed
-from ddp_core.reducer._in_flight import StepExchange, UnusedGradients
 from ddp_core.reducer._launch import Launcher, ReducerSettings, Step
 from ddp_core.reducer._misuse import GraphErrors
 from ddp_core.reducer._parameters import Trained
 from ddp_core.reducer._plan import BucketPlan
 from ddp_core.reducer._precision import Precision
+from ddp_core.reducer._step_exchange import StepExchange, UnusedGradients
 from ddp_core.reducer._timeline import Timeline
 from ddp_core.reducer._unused import Usage
 
-__all__ = ["Reducer", "explicit_reduce", "reduce_at_point", "shadow", "vote"]
+__all__ = ["Reducer", "agree_on_reduce", "explicit_reduce", "reduce_at_point", "shadow"]
 
 
 logger = logging.getLogger("ddp_core")
@@ -62,7 +62,7 @@ class Reducer:
         self.plan.follows_arrival = settings.static_graph or not settings.find_unused
         # A low-precision gradient is not of the dtype that its parameter has between steps.
         as_view = settings.as_view and precision is None
-        self._installed = InstalledBuckets(
+        self._installed = BucketSet(
             self.parameters,
             dtype=settings.dtype,
             as_view=as_view,
@@ -74,18 +74,20 @@ class Reducer:
         self.usage.used.wait_for = lambda work: launcher.await_work(
             work, device, after=len(buckets) - 1
         )
-        self.in_flight = StepExchange(
+        self.exchange = StepExchange(
             self.buckets,
             self.parameters,
             launcher=self.launcher,
             usage=self.usage,
             errors=self._errors,
-            left_alone=UnusedGradients(self.buckets, self.usage, self.launcher, as_view=as_view),
+            unused_gradients=UnusedGradients(
+                self.buckets, self.usage, self.launcher, as_view=as_view
+            ),
             precision=precision,
         )
         self.history = History(self.buckets)
         self.backward = Backward(
-            self.in_flight,
+            self.exchange,
             self._installed,
             plan=self.plan,
             history=self.history,
@@ -111,7 +113,7 @@ class Reducer:
     @property
     def under_way(self) -> bool:
         """Whether a backward pass has begun to reduce gradients and has not finished."""
-        return self.in_flight.step.expecting and bool(self.in_flight.step.marked)
+        return self.exchange.step.expecting and bool(self.exchange.step.ready)
 
     # ---- around forward
 
@@ -124,11 +126,11 @@ class Reducer:
         # Before the buckets change: the error names what did not come to the old ones.
         self.check_finished()
         if self.backward.has_raised:
-            self.in_flight.abandon()
+            self.exchange.abort()
         self.backward.unreduced.forward_begins()
-        if self.backward.unreduced.holding:  # ranks may run different numbers of passes
+        if self.backward.unreduced.in_hold:  # ranks may run different numbers of passes
             # A forward pass outside had no backward pass: torch's class would average the next.
-            self.in_flight.step.expecting = False
+            self.exchange.step.expecting = False
         else:
             self.launcher.abort_agreement.agree()
             self.rebuild()
@@ -138,7 +140,7 @@ class Reducer:
 
         Activation checkpointing runs it once more, for its activations only.
         """
-        number, step = backward_number(), self.in_flight.step
+        number, step = backward_number(), self.exchange.step
         if number == NO_BACKWARD or not step.expecting or self.backward.has_raised:
             return False
         step.recomputed_in = number
@@ -150,31 +152,31 @@ class Reducer:
 
     def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
         """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
-        self.in_flight.set_effective_ranks(work, static_world_size=static_world_size)
+        self.exchange.set_effective_ranks(work, static_world_size=static_world_size)
 
     def prepare_for_backward(self, outputs: Sequence[Any] = ()) -> None:
         """Begins a step, after a forward pass whose backward pass averages gradients."""
-        if not self.backward.unreduced.holding:  # else it is a trainer's call, before `reduce`
+        if not self.backward.unreduced.in_hold:  # else it is a trainer's call, before `reduce`
             self.begin_step()
 
     def begin_step(self) -> None:
         """Begins a step, of a backward pass or of none."""
         times = self.history.backward_begins()
         self.launcher.step_begins()
-        self.in_flight.begin(
+        self.exchange.begin(
             Step(
                 expecting=True,
                 complete=False,
-                prepared_in=backward_number(),
-                unused=list(self.usage.never),
-                calls=self.usage.calls(),
+                forward_in_pass=backward_number(),
+                unused=list(self.usage.never_used),
+                hook_calls_left=self.usage.calls(),
                 times=times,
             )
         )
 
     def await_futures(self, futures: Sequence[Any]) -> None:
         """Takes futures that are waited for at the end of backward (buffer hook)."""
-        self.in_flight.await_futures(futures)
+        self.exchange.await_futures(futures)
 
     # ---- between steps
 
@@ -196,25 +198,25 @@ class Reducer:
 
     def check_finished(self) -> None:
         """Raises if the last backward pass did not reduce all its gradients."""
-        step = self.in_flight.step
-        begun = step.marked or (self.usage.learns and any(step.calls))
+        step = self.exchange.step
+        begun = step.ready or (self.usage.is_first_static_step and any(step.hook_calls_left))
         if begun and not step.complete and not step.is_open:
-            self.in_flight.tell_abandoned()
-            self._errors.unused(self.backward.missing(), finds=self.usage.finds)
+            self.exchange.report_abort()
+            self._errors.unused(self.backward.missing(), finds=self.usage.finds_unused)
 
     def forget_step(self) -> None:
         """Drops the step that is under way, if any; what was accumulated stays."""
-        if not self.in_flight.step.complete:
-            self.in_flight.abandon()
+        if not self.exchange.step.complete:
+            self.exchange.abort()
 
     def drop_raised_step(self) -> None:
         """Forgets, outside of backward, a step whose backward pass has raised."""
-        if self.in_flight.step.is_open and backward_number() == NO_BACKWARD:
-            self.in_flight.abandon()
+        if self.exchange.step.is_open and backward_number() == NO_BACKWARD:
+            self.exchange.abort()
 
     def shadow(self, *, at_point: bool = False) -> None:
         """Takes part in a backward pass or a ``reduce`` with zeros: there is no more input."""
-        shadow(self.in_flight, self.plan, at_point=at_point)
+        shadow(self.exchange, self.plan, at_point=at_point)
 
     def follow(self, before: Reducer) -> None:
         """Goes on where another reducer of the same model (with other ranks) has stopped."""
@@ -222,8 +224,8 @@ class Reducer:
         self.launcher.abort_agreement.first_step = before.launcher.step
         self.history.timeline = before.timeline
         self.history.on_recorded = before.history.on_recorded
-        self.in_flight.optimizer = before.in_flight.optimizer
-        self.backward.unreduced.holding = before.backward.unreduced.holding
+        self.exchange.optimizer = before.exchange.optimizer
+        self.backward.unreduced.in_hold = before.backward.unreduced.in_hold
         # What the hook has asked for holds for these ranks, too; its buckets need not.
         self.plan.request(before.plan.group_of, before.plan.caps)
 
@@ -231,24 +233,24 @@ class Reducer:
 # ---- a step without a backward pass
 
 
-def reduce_at_point(backward: Backward, flight: StepExchange, plan: BucketPlan) -> None:
+def reduce_at_point(backward: Backward, exchange: StepExchange, plan: BucketPlan) -> None:
     """Averages the gradients that are in ``.grad``, as the end of a backward pass would.
 
     Raises:
         RuntimeError: no rank has accumulated anything, or a rank not for all parameters.
     """
-    step, unreduced = flight.step, backward.unreduced
-    missing = [i for i, entry in enumerate(flight.parameters) if entry.parameter.grad is None]
-    came = unreduced.came and len(missing) < len(flight.parameters)
+    step, unreduced = exchange.step, backward.unreduced
+    missing = [i for i, entry in enumerate(exchange.parameters) if entry.parameter.grad is None]
+    came = unreduced.has_new and len(missing) < len(exchange.parameters)
     try:
-        with explicit_reduce(flight.usage):
-            vote(flight, came=came, missing=missing)
+        with explicit_reduce(exchange.usage):
+            agree_on_reduce(exchange, came=came, missing=missing)
             unreduced.averaging_begins()
-            flight.settle_scale()
-            _take_all(backward, flight, missing, unreduced.order or plan.arrival)
+            exchange.settle_scale()
+            _take_all(backward, exchange, missing, unreduced.order or plan.arrival)
             backward.finish(step)
     except BaseException:
-        flight.abandon()
+        exchange.abort()
         raise
 
 
@@ -262,7 +264,9 @@ def explicit_reduce(usage: Usage) -> Iterator[None]:
         usage.at_point = False
 
 
-def vote(flight: StepExchange, *, came: bool = False, missing: list[int] | None = None) -> None:
+def agree_on_reduce(
+    exchange: StepExchange, *, came: bool = False, missing: list[int] | None = None
+) -> None:
     """Finds out, on all ranks alike, whether there is something to average; all ranks call it.
 
     Args:
@@ -272,10 +276,10 @@ def vote(flight: StepExchange, *, came: bool = False, missing: list[int] | None 
     Raises:
         RuntimeError: there is nothing, or a rank has no gradient of some of its parameters.
     """
-    launcher, usage = flight.launcher, flight.usage
-    gone = [] if usage.finds else sorted({*(missing or ())} - {*usage.never})
+    launcher, usage = exchange.launcher, exchange.usage
+    gone = [] if usage.finds_unused else sorted({*(missing or ())} - {*usage.never_used})
     lacks = came and bool(gone)
-    device = flight.buckets[0].buffer.device
+    device = exchange.buckets[0].buffer.device
     with launcher.beside():
         votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
         work = dist.all_reduce(votes, group=launcher.group, async_op=True)
@@ -287,7 +291,7 @@ def vote(flight: StepExchange, *, came: bool = False, missing: list[int] | None 
             "called twice, or after a backward pass outside of hold(), which averages by itself?"
         )
     if lacking:
-        names = listed([flight.parameters[index].name for index in gone], 20)
+        names = listed([exchange.parameters[index].name for index in gone], 20)
         raise RuntimeError(
             f"reduce(): {lacking} of the ranks have no gradient of some parameters"
             f"{f' (here {names})' if lacks else ''}. Set find_unused_parameters=True where passes "
@@ -296,17 +300,17 @@ def vote(flight: StepExchange, *, came: bool = False, missing: list[int] | None 
 
 
 def _take_all(
-    backward: Backward, flight: StepExchange, missing: list[int], known: list[int]
+    backward: Backward, exchange: StepExchange, missing: list[int], known: list[int]
 ) -> None:
     """Counts all gradients as there, in the order in which they came; zeros where there is none."""
-    step, usage = flight.step, flight.usage
-    everything = range(len(flight.parameters))
-    if usage.finds:
+    step, usage = exchange.step, exchange.usage
+    everything = range(len(exchange.parameters))
+    if usage.finds_unused:
         if usage.has_old_marks:
             usage.forget_old_marks(missing)
         step.unused = missing
     step.unused_marked = True
-    step.needed = usage.agree_on_needed(flight.buckets, everything)
+    step.needed_buckets = usage.agree_on_needed(exchange.buckets, everything)
     for index in dict.fromkeys([*known, *everything]):
         backward.mark_ready(step, index)
 
@@ -314,48 +318,48 @@ def _take_all(
 # ---- a step without inputs
 
 
-def shadow(flight: StepExchange, plan: BucketPlan, *, at_point: bool) -> None:
+def shadow(exchange: StepExchange, plan: BucketPlan, *, at_point: bool) -> None:
     """Takes part in one backward pass, or one ``reduce``, with zero gradients."""
-    flight.begin(Step(complete=False))
-    flight.launcher.step_begins()
+    exchange.begin(Step(complete=False))
+    exchange.launcher.step_begins()
     try:
         if at_point:
-            with explicit_reduce(flight.usage):
-                vote(flight)
-                _exchange_zeros(flight, plan)
+            with explicit_reduce(exchange.usage):
+                agree_on_reduce(exchange)
+                _exchange_zeros(exchange, plan)
         else:
-            _exchange_zeros(flight, plan)
+            _exchange_zeros(exchange, plan)
     except BaseException:
-        flight.tell_abandoned()
-        flight.begin(Step())
+        exchange.report_abort()
+        exchange.begin(Step())
         raise
 
 
-def _exchange_zeros(flight: StepExchange, plan: BucketPlan) -> None:
+def _exchange_zeros(exchange: StepExchange, plan: BucketPlan) -> None:
     """The collectives of the others' step, in their order: see `Backward.finish`."""
-    step, usage, launcher = flight.step, flight.usage, flight.launcher
-    if usage.finds:
+    step, usage, launcher = exchange.step, exchange.usage, exchange.launcher
+    if usage.finds_unused:
         usage.used.forget_step()
-    elif usage.learns:
+    elif usage.is_first_static_step:
         usage.learn_of_others()
-    step.needed = usage.agree_on_needed(flight.buckets, range(len(flight.parameters)))
-    for bucket in flight.buckets:
+    step.needed_buckets = usage.agree_on_needed(exchange.buckets, range(len(exchange.parameters)))
+    for bucket in exchange.buckets:
         bucket.clear()
-        step.outcomes.append(flight.send(bucket))
-    if usage.finds:
+        step.outcomes.append(exchange.send(bucket))
+    if usage.finds_unused:
         usage.used.all_reduce()
     launcher.events.backward_finished()
     # The results are not written: at the end of `join` all ranks take the model of one that has
     # trained last.
-    for bucket, outcome in zip(flight.buckets, step.outcomes, strict=True):
+    for bucket, outcome in zip(exchange.buckets, step.outcomes, strict=True):
         if not outcome.is_skipped:
             launcher.finish(bucket, outcome, None)
             unused = usage.globally_unused(bucket.members)
-            step.left_alone += flight.left_alone.within(bucket, unused)
-    flight.wait_for_futures()
-    if usage.finds:
+            step.unwritten += exchange.unused_gradients.in_bucket(bucket, unused)
+    exchange.wait_for_futures()
+    if usage.finds_unused:
         usage.used.finish_step()
     launcher.step += 1
     plan.step_ended(None)
-    flight.begin(Step())
-    launcher.events.gradients_written(step.left_alone)
+    exchange.begin(Step())
+    launcher.events.gradients_written(step.unwritten)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, put
+from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, set_time
 from ddp_core.exchange._errors import needs
 from ddp_core.exchange._task import RoundRecord
 
@@ -25,7 +25,7 @@ class BucketTimes(Timed):
     """Holds the times of one bucket in one step; 0 where unknown.
 
     Of ``clock``, which is ``time.perf_counter`` on the CPU. On a GPU it is that of the streams on
-    which backward and exchanges run: NaN until they have come there, see ``Timed.settle``.
+    which backward and exchanges run: NaN until they have come there, see ``Timed.resolve``.
     """
 
     bucket: int
@@ -42,18 +42,18 @@ class BucketTimes(Timed):
 
     def mark(self, name: str) -> None:
         """Sets the attribute of this name to the present moment."""
-        put(self, name, self.clock.now())
+        set_time(self, name, self.clock.now())
 
     def gradient_came(self) -> None:
         """Takes note that one of its gradients has arrived."""
         now = self.clock.now()
         if not self.first_ready:
-            put(self, "first_ready", now)
-        put(self, "last_ready", now)
+            set_time(self, "first_ready", now)
+        set_time(self, "last_ready", now)
 
-    def settle(self) -> bool:
+    def resolve(self) -> bool:
         # No shortcut: each of them fills in what is known.
-        return all([Timed.settle(self), *(record.settle() for record in self.rounds)])
+        return all([Timed.resolve(self), *(record.resolve() for record in self.rounds)])
 
     @property
     def exposed(self) -> float:
@@ -76,10 +76,10 @@ class StepTimes(Timed):
 
     def mark(self, name: str) -> None:
         """Sets the attribute of this name to the present moment."""
-        put(self, name, self.clock.now())
+        set_time(self, name, self.clock.now())
 
-    def settle(self) -> bool:
-        return all([Timed.settle(self), *(bucket.settle() for bucket in self.buckets)])
+    def resolve(self) -> bool:
+        return all([Timed.resolve(self), *(bucket.resolve() for bucket in self.buckets)])
 
 
 COLUMNS = (
@@ -147,7 +147,7 @@ class Timeline:
             import pandas as pd
 
         for times in self.steps:
-            times.settle()
+            times.resolve()
         rows = [row for times in self.steps for row in _rows(times)]
         frame: pd.DataFrame = pd.DataFrame(rows, columns=list(COLUMNS))
         return frame
@@ -157,7 +157,7 @@ class Timeline:
 
         Steps that a GPU has not come to the end of are left out.
         """
-        events = [event for times in self.steps if times.settle() for event in _events(times)]
+        events = [event for times in self.steps if times.resolve() for event in _events(times)]
         tracks = sorted({event["tid"] for event in events})
         names = [
             {"ph": "M", "name": "thread_name", "pid": 0, "tid": track, "args": {"name": track}}
@@ -181,7 +181,7 @@ class Timeline:
         if not self.steps:
             raise ValueError("Timeline.plot: no step was recorded yet; train one, then plot")
         times = self.steps[step]
-        if not times.settle():
+        if not times.resolve():
             raise ValueError(
                 f"Timeline.plot: the device is still at work on step {times.step}, so its times "
                 f"are not known yet; call torch.cuda.synchronize() before, or plot another step"

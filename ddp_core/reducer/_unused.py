@@ -155,8 +155,8 @@ class Usage:
         self._group, self._device = group, device
         self.used = UsedMap(numel, group, device)
         self.counts: list[int] | None = None
-        self.never: list[int] = []
-        self.shadowed = False
+        self.never_used: list[int] = []
+        self.learned_by_join = False
         self.has_old_marks = self.at_point = False
 
     @property
@@ -165,27 +165,29 @@ class Usage:
         return self._settings.static_graph
 
     @property
-    def finds(self) -> bool:
+    def finds_unused(self) -> bool:
         """Whether ranks tell each other at every step what they use, as autograd told them."""
         if self._settings.static_graph:  # its first step may have no backward pass to learn from
             return self.at_point and self.counts is None
         return self._settings.find_unused
 
     @property
-    def learns(self) -> bool:
+    def is_first_static_step(self) -> bool:
         """Whether this is the first step of a static graph."""
         return self._settings.static_graph and self.counts is None
 
     @property
-    def tracks(self) -> bool:
+    def records_use(self) -> bool:
         """Whether arrivals are written down."""
-        return self.finds or self.learns
+        return self.finds_unused or self.is_first_static_step
 
     @property
     def needs_sink(self) -> bool:
         """Whether outputs pass through the sink, see :mod:`ddp_core.ddp._forward`."""
         # Without any gradient of its own, a rank would not hear of backward otherwise.
-        return self.tracks or (self._settings.static_graph and len(self.never) == self._numel)
+        return self.records_use or (
+            self._settings.static_graph and len(self.never_used) == self._numel
+        )
 
     def forget_old_marks(self, without_gradient: Sequence[int]) -> None:
         """Counts what an abandoned step has used only where its gradients were kept."""
@@ -205,21 +207,21 @@ class Usage:
             Parameters that this rank uses, though the ranks that learned before do not.
         """
         self.counts = list(calls)
-        self.never = [index for index, count in enumerate(calls) if not count]
-        if self.shadowed:  # the ranks have summed then, without this one's uses
+        self.never_used = [index for index, count in enumerate(calls) if not count]
+        if self.learned_by_join:  # the ranks have summed then, without this one's uses
             return self.used.contradictions()
         self.used.all_reduce()
         return []
 
     def learn_of_others(self) -> None:
         """Learns on a rank without inputs, which counts in a first step of its own, later."""
-        if not self.shadowed:
-            self.shadowed = True
+        if not self.learned_by_join:
+            self.learned_by_join = True
             self.used.all_reduce()
 
     def globally_unused(self, members: Sequence[int]) -> list[bool] | None:
         """Returns, by parameter, whether no rank has used it; None if all count as in use."""
-        if self.finds or self.counts is not None or self.shadowed:
+        if self.finds_unused or self.counts is not None or self.learned_by_join:
             return self.used.globally_unused(members)
         return None
 
@@ -235,10 +237,10 @@ class Usage:
         """
         if not self._settings.skip_unused:
             return None
-        if self._settings.static_graph and not self.finds:  # the first step's sum tells
+        if self._settings.static_graph and not self.finds_unused:  # the first step's sum tells
             gone = [self.globally_unused(bucket.members) for bucket in buckets]
             return [parameter_gone is None or not all(parameter_gone) for parameter_gone in gone]
-        if not self.finds:
+        if not self.finds_unused:
             return None
         absent = set(unused)
         # Used before now, under no_sync, or to be used by this backward pass.

@@ -24,8 +24,8 @@ from experiments.bandwidth.links import (
     settings_on,
 )
 from experiments.bandwidth.plots import draw
+from experiments.bandwidth.sentences import HOW_TO_READ, verdict
 from experiments.bandwidth.table import compared, computed_cases, environment, printed
-from experiments.bandwidth.words import HOW_TO_READ, verdict
 from experiments.tools.namespaces import access
 from experiments.tools.processes import run_ranks
 from experiments.tools.schemes import ON_LINKS, SCHEMES

@@ -18,12 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from experiments.bandwidth.links import bucket_count, computed, how_made, parse, settings_on
 from experiments.bandwidth.plots import when_it_pays
+from experiments.bandwidth.sentences import HOW_TO_READ, verdict
 from experiments.bandwidth.table import SHOWN, compared, computed_cases, printed
-from experiments.bandwidth.words import HOW_TO_READ, verdict
 from experiments.tools import namespaces
+from experiments.tools.gradient_error import GradientError
 from experiments.tools.schemes import NO_HOOK, ON_LINKS, SCHEMES, VARIANTS, gives_mean
 from experiments.tools.training import Settings
-from experiments.tools.watch import Watch
 from tests.shelf import BASELINES, BUILT_IN
 
 GIGABIT = parse("1gbit")
@@ -171,7 +171,7 @@ def error_over_a_run(scheme: str, steps: int = 40, **options: Any) -> float:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(nn.Linear(64, 32))
     hook = commhooks.register(ddp, scheme, **options)
-    watch = Watch(ddp.parameters(), bucket_nbytes=64)
+    watch = GradientError(ddp.parameters(), bucket_nbytes=64)
     for step in range(steps):
         ddp.zero_grad()
         x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)) + 1

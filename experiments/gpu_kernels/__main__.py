@@ -32,8 +32,8 @@ import typer
 from rich.progress import Progress
 
 from commhooks.kernels.runtime import cuda
-from experiments.gpu_kernels import cubins, exchange, programs, share, versions
-from experiments.gpu_kernels.rehearsal import rehearsed
+from experiments.gpu_kernels import copy_ratio, cubins, exchange, programs, versions
+from experiments.gpu_kernels.dry_run import rehearsed
 from experiments.gpu_kernels.table import LostDeviceError, Setting, Step, Table, run_steps
 
 _RESTARTS = "COMMHOOKS_GPU_KERNELS_RESTARTS"
@@ -52,11 +52,11 @@ class Part(NamedTuple):
 PARTS = {
     "versions": Part(versions.COLUMNS, versions.steps),
     "check": Part(programs.COLUMNS, programs.check_steps, workers=6),
-    "share": Part(share.COLUMNS, share.steps),
+    "share": Part(copy_ratio.COLUMNS, copy_ratio.steps),
     "exchange": Part(exchange.COLUMNS, exchange.steps),
     "nccl": Part(programs.COLUMNS, programs.nccl_steps),
     "sanitize": Part(programs.COLUMNS, programs.sanitize_steps, workers=6),
-    "compiled": Part(share.COMPILED_COLUMNS, share.compiled_steps, unasked=False),
+    "compiled": Part(copy_ratio.COMPILED_COLUMNS, copy_ratio.compiled_steps, unasked=False),
     "cubins": Part(cubins.COLUMNS, lambda _: cubins.steps("90"), 2, False, needs_gpu=False),
 }
 

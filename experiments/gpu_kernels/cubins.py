@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from commhooks.kernels.runtime import nvrtc
-from experiments.gpu_kernels import exchange, share
-from experiments.gpu_kernels.rehearsal import Launches, rehearsed
+from experiments.gpu_kernels import copy_ratio, exchange
+from experiments.gpu_kernels.dry_run import Launches, rehearsed
 from experiments.gpu_kernels.table import Step
 from tests.kernels.fuzz import FAMILIES
 
@@ -32,7 +32,7 @@ def all_kernels() -> dict[str, list[str]]:
     launches = Launches()
     with rehearsed(launches) as small:
         setting = small(Path())
-        for step in (*share.steps(setting), *exchange.steps(setting)):
+        for step in (*copy_ratio.steps(setting), *exchange.steps(setting)):
             with suppress(Exception):  # a case that fails does so where it is timed
                 step.run()
     by_file = kernels()

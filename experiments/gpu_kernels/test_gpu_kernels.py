@@ -14,13 +14,13 @@ from commhooks.cli import _commands as commands
 from commhooks.cli._commands import one_launch
 from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import __main__ as study
-from experiments.gpu_kernels import cubins, exchange, predictions, programs, share, versions
+from experiments.gpu_kernels import copy_ratio, cubins, exchange, predictions, programs, versions
 from experiments.gpu_kernels import table as tables
-from experiments.gpu_kernels.rehearsal import Launches, rehearsed
+from experiments.gpu_kernels.dry_run import Launches, rehearsed
 from experiments.gpu_kernels.table import Setting, Step, Table, run_steps
 
 FOREVER = 1e12
-share_steps = share.steps
+all_steps = copy_ratio.steps
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory) -> tuple[Launches, dict[
     out = tmp_path_factory.mktemp("out")
     with rehearsed(launches) as small:
         for name, columns, steps in (
-            ("share", share.COLUMNS, share.steps),
+            ("share", copy_ratio.COLUMNS, copy_ratio.steps),
             ("exchange", exchange.COLUMNS, exchange.steps),
         ):
             table = Table(out / f"{name}.csv", columns)
@@ -49,7 +49,7 @@ def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) 
 
 @pytest.mark.slow
 def test_what_cases_launch_is_compiled_beforehand(rehearsal: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(share, "steps", lambda setting: iter(list(share_steps(setting))[:2]))
+    monkeypatch.setattr(copy_ratio, "steps", lambda setting: iter(list(all_steps(setting))[:2]))
     monkeypatch.setattr(exchange, "SCHEMES", {"onebit": exchange.SCHEMES["onebit"]})
     found = cubins.all_kernels()
     assert {"quantize<Sign, float, 2048>", "requantize<Sign, 2048>"} <= set(found["blockwise.cu"])

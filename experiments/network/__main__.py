@@ -36,8 +36,8 @@ from commhooks.predict import (
     measure_contention,
     predict_step,
 )
+from commhooks.predict._headroom_steps import ScalarAllReduce
 from commhooks.predict._link import measure_link
-from commhooks.predict._turns import OneValue
 from commhooks.wrappers._feedback import without_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
@@ -118,7 +118,7 @@ class _Run:
                     self.ddp, "auto", candidates=made_of, max_error=9.0, measure_steps=6
                 )
             else:
-                wanted = OneValue() if scheme == _ONE else made(setup.scheme)
+                wanted = ScalarAllReduce() if scheme == _ONE else made(setup.scheme)
                 self.hook = commhooks.register(self.ddp, wanted)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=1e-4)
         self.times: list[float] = []
@@ -221,7 +221,7 @@ def _of_turns(workload: Workload, noop: list[float]) -> Workload:
         backward_s=factor * workload.backward_s,
         optimizer_s=factor * workload.optimizer_s,
         ready_s=tuple(factor * seconds for seconds in workload.ready_s),
-        behind_s=0.0,
+        per_bucket_overhead_s=0.0,
     )
 
 
@@ -248,7 +248,7 @@ def _predicted(
     dist.barrier()
     device = ThisDevice("cpu", contention=measure_contention("cpu"))
     links: dict[str, Any] = {"ranks": group.size(), "fabric": fabric, "device": device}
-    workload = replace(workload, behind_s=_behind_s(runs, workload, **links))
+    workload = replace(workload, per_bucket_overhead_s=_behind_s(runs, workload, **links))
     rows = {}
     for scheme in runs:
         if scheme in TORCH and scheme not in SAME:  # its arithmetic is another one than ours

@@ -14,7 +14,7 @@ import torch
 import commhooks.research.baselines  # noqa: F401  # registers schemes
 from commhooks import Scheme, make, scheme_names
 from commhooks.cli._tradeoff import SAME, cases_of
-from commhooks.predict import DEVICES, PRESETS, model, planned, predict_steps
+from commhooks.predict import DEVICES, PRESETS, model, predict_steps, trace_exchange
 
 __all__ = ["main"]
 
@@ -49,7 +49,7 @@ def main() -> None:
         return time.perf_counter() - begin
 
     first = seconds()
-    plans = planned.cache_info().currsize
+    plans = trace_exchange.cache_info().currsize
     later = [seconds() for _ in range(REPEATS)]
     count = len(made) * len(RANKS) * len(fabrics)
     print(

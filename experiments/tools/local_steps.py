@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.core._scheme import Scheme
-from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds, planned
+from commhooks.predict import Device, Fabric, Work, Workload, collective_seconds, trace_exchange
 
 __all__ = ["LocalStep", "predict_local"]
 
@@ -64,7 +64,7 @@ def predict_local(
         delay: steps between sending and applying; fewer than ``every``.
     """
     shapes = tuple(torch.Size(layer.shape) for layer in workload.layers)
-    exchange = planned(scheme, shapes, ranks)
+    exchange = trace_exchange(scheme, shapes, ranks)
     first, *others = device.parts(scheme, shapes, ranks)
     overlaps, later = others[::2], others[1::2]
     seconds = sum(later)

@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.optim import OneBitAdam
+from experiments.tools.gradient_error import GradientError
 from experiments.tools.schemes import SCHEMES, VARIANTS, Entry, gives_mean
 from experiments.tools.tasks import TASKS, Task
-from experiments.tools.watch import Watch
 
 __all__ = ["Case", "Settings", "train"]
 
@@ -92,7 +92,7 @@ class Case:
         exposed_s: seconds of communication in a step that backward did not hide.
         window_s: seconds from the first full bucket to the last gradient of a step.
         loss, accuracy: on held-out data, at the end.
-        relative_error: of the sum of averages in the watched steps, see :class:`Watch`.
+        relative_error: of the sum of averages in the watched steps, see :class:`GradientError`.
         ranks_agree: whether all ranks end with the same parameters.
         gives_mean: whether the scheme returns an average of gradients.
         losses: training loss of each step.
@@ -144,7 +144,7 @@ class _Runner:
         """Whether the hook gives an average that can be compared with the exact one."""
         return self.outer is None and (self.hook is None or gives_mean(self.hook))
 
-    def train_step(self, watch: Watch | None = None) -> None:
+    def train_step(self, watch: GradientError | None = None) -> None:
         """Makes one step of training."""
         self.optimizer.zero_grad(set_to_none=True)
         x, target = self.task.batch(dist.get_rank(), self.step)
@@ -160,7 +160,7 @@ class _Runner:
 
     def run_untimed(self, steps: int, *, watch: bool) -> None:
         """Makes the first steps, and compares their averages with exact ones."""
-        watching = Watch(self.parameters, self.bucket_nbytes) if watch else None
+        watching = GradientError(self.parameters, self.bucket_nbytes) if watch else None
         for _ in range(steps):
             self.train_step(watching)
         if watching is not None:

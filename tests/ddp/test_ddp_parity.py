@@ -417,7 +417,7 @@ def buffer_hook(cls, rank, before):
     for step in range(4):
         model.zero_grad()
         loss_of(model(*images(step, rank))).backward()
-        assert cls is TorchDDP or not model.reducer.in_flight._futures  # forgotten with their step
+        assert cls is TorchDDP or not model.reducer.exchange._futures  # forgotten with their step
     return [gradients(model), *(b.double() for b in model.buffers())]
 
 

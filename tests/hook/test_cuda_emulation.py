@@ -17,9 +17,8 @@ import commhooks
 import ddp_core
 from ddp_core import PeerError
 from ddp_core.reducer import _failures as watch
-from ddp_core.reducer._failures import Place, Watch
-from tests.tools.cuda_emulation import GPU, as_gpu
-from tests.tools.fake_torch import Device
+from ddp_core.reducer._failures import DeviceWatchdog, WaitPoint
+from tests.tools.as_gpu import GPU, as_gpu
 from tests.tools.harness import run_ranks
 from tests.tools.training import batch, equal_bits, gradients, mlp, parameters
 
@@ -123,24 +122,26 @@ def test_messages_at_a_named_point_wait_for_nothing_else() -> None:
 class Board:
     """Has a report of the fourth step."""
 
-    def look(self, place: Place) -> str | None:
-        return "rank 1: step 3, bucket 0: ValueError: no" if place.attempt == 4 else None
+    def poll(self, place: WaitPoint) -> str | None:
+        return "rank 1: step 3, bucket 0: ValueError: no" if place.backward_count == 4 else None
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A watch on a pretended GPU, which the abort of the group lets go on."""
-    monkeypatch.setattr(watch, "SLICE", timedelta(seconds=0.02))
+    monkeypatch.setattr(watch, "POLL_INTERVAL", timedelta(seconds=0.02))
     device = Device()
     monkeypatch.setattr(torch, "get_device_module", lambda name: device)
     monkeypatch.setattr(
         watch, "backend_for", lambda group, of: SimpleNamespace(abort=device.synchronize)
     )
-    return SimpleNamespace(watch=Watch(None, GPU, Board()), device=device)  # type: ignore[arg-type]
+    return SimpleNamespace(watch=DeviceWatchdog(None, GPU, Board()), device=device)  # type: ignore[arg-type]
 
 
-def _enqueue(watched: Any, attempt: int) -> None:
-    watched.watch.launched(Place(attempt, attempt - 1, 0), threading.get_ident())
+def _enqueue(watched: Any, backward_count: int) -> None:
+    watched.watch.record_launch(
+        WaitPoint(backward_count, backward_count - 1, 0), threading.get_ident()
+    )
     watched.device.work(5)
     watched.watch.all_enqueued()
 
@@ -162,7 +163,7 @@ def test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed(watched: Any)
     with pytest.raises(PeerError, match=r"rank 1: step 3, bucket 0.*resume from the last"):
         _use_gradients(watched.device)
     with pytest.raises(PeerError, match="rank 1"):
-        watched.watch.launched(Place(5, 4, 0), 0)
+        watched.watch.record_launch(WaitPoint(5, 4, 0), 0)
 
 
 def test_the_error_comes_once_where_the_reducer_raises_it(watched: Any) -> None:
@@ -180,14 +181,14 @@ def test_the_error_comes_once_where_the_reducer_raises_it(watched: Any) -> None:
 def test_a_step_that_nobody_waits_for_is_left_alone(
     watched: Any, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SLICE", timedelta(minutes=1))  # the thread does not look
+    monkeypatch.setattr(watch, "POLL_INTERVAL", timedelta(minutes=1))  # the thread does not look
     _enqueue(watched, 3 if how == "other step" else 4)
     if how == "done":
         watched.device.synchronize()
     if how == "raised here":
         watched.watch.forget()
     for _ in range(3):
-        watched.watch.look()
+        watched.watch.poll()
     watched.watch.check()
     assert set(watched.device.devices) <= {GPU, None}
     assert bool(watched.device.devices) == (how != "raised here")

@@ -126,7 +126,7 @@ def _spoil(rank, world_size, how):
         first.unusable = how == "failed"
         if how == "one more":  # which the other rank has not asked for
             first.issued += 1
-            first.answered += 1
+            first.completed += 1
     lanes.close()
     lanes = Lanes(dist.group.WORLD, rounds=2)
     value = float(run(lanes).wait())

@@ -59,7 +59,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Turns.turn",
+        "StreamOrder.turn",
         (
             "streams that work on one tensor in turn do not wait for each other",
             "stream.wait_event(self._ends[device])",
@@ -171,8 +171,8 @@ MUTANTS: list[Mutant] = [
         "Backward._learn_static_graph",
         (
             "a static graph's gradients count as complete when their first part comes",
-            "by_last_call = list(dict.fromkeys(reversed(step.called)))[::-1]",
-            "by_last_call = list(dict.fromkeys(step.called))",
+            "by_last_call = list(dict.fromkeys(reversed(step.hook_call_order)))[::-1]",
+            "by_last_call = list(dict.fromkeys(step.hook_call_order))",
             f"{RESUME}::test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete",
         ),
     ),
@@ -186,8 +186,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "local steps within no_sync are refused",
-            "if self.holding or step.marked or not self.synchronises():",
-            "if self.holding or step.marked:",
+            "if self.in_hold or step.ready or not self.is_syncing():",
+            "if self.in_hold or step.ready:",
             f"{HOLD}::test_a_pass_of_which_one_half_is_inside_is_an_error",
         ),
     ),
@@ -204,13 +204,13 @@ MUTANTS: list[Mutant] = [
         "LocalGradients.gradients_written",
         (
             "what was averaged counts as new",
-            "self.came, self._landed = False, step",
+            "self.has_new, self._landed = False, step",
             "self._landed = step",
             f"{HOLD}::test_a_second_reduce_is_an_error_on_all_ranks",
         ),
     ),
     *planted(
-        "vote",
+        "agree_on_reduce",
         (
             "each rank decides by itself whether there is something to reduce",
             "    if not ranks:\n",
@@ -228,13 +228,13 @@ MUTANTS: list[Mutant] = [
         "reduce_at_point",
         (
             "a reduce that raises is not abandoned",
-            "        flight.abandon()\n        raise\n",
+            "        exchange.abort()\n        raise\n",
             "        raise\n",
             f"{HOLD}::test_a_reduce_that_raises_is_a_step_that_was_abandoned",
         ),
     ),
     *planted(
-        "Usage.finds",
+        "Usage.finds_unused",
         (
             "a static graph asks nobody what was used before its first step",
             "return self.at_point and self.counts is None",
@@ -246,7 +246,7 @@ MUTANTS: list[Mutant] = [
         "Reducer.prepare_for_backward",
         (
             "a trainer begins a step within hold",
-            "if not self.backward.unreduced.holding:  # else it is a trainer's call",
+            "if not self.backward.unreduced.in_hold:  # else it is a trainer's call",
             "if True:  # else it is a trainer's call",
             f"{HOLD}::test_a_pipeline_of_torchs_is_one_step_per_schedule",
         ),
@@ -255,7 +255,7 @@ MUTANTS: list[Mutant] = [
         "Reducer.prepare_for_forward",
         (
             "a forward pass without backward makes the first held pass a step",
-            "            self.in_flight.step.expecting = False\n",
+            "            self.exchange.step.expecting = False\n",
             "            pass\n",
             f"{HOLD}::test_a_forward_pass_without_backward_makes_no_held_pass_a_step",
         ),
@@ -445,7 +445,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "UnusedGradients.within",
+        "UnusedGradients.in_bucket",
         (
             "a parameter that no rank uses is said to have been written",
             "if unused[slot] and not (used.in_views",
@@ -549,7 +549,7 @@ MUTANTS: list[Mutant] = [
         "_drive",
         (
             "work waits for its collective",
-            "                alive._work_beside(event)",
+            "                alive._run_overlap(event)",
             "                pass",
             "tests/hook/test_lanes.py::test_work_is_done_while_the_collective_is_under_way",
         ),
@@ -562,7 +562,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_give_up",
+        "_discard",
         (
             "a group is dropped with a collective under way",
             "        left -= isinstance(events.get(), tuple)  # and not a ticket with work\n",
@@ -582,7 +582,7 @@ MUTANTS: list[Mutant] = [
         "Lanes._fail_all",
         (
             "exchanges that were given up never end",
-            "            task.give_up()",
+            "            task.abort()",
             "            pass",
             "tests/checkpoint/test_other_ranks.py"
             "::test_lanes_are_given_up_without_waiting_for_a_silent_rank",
@@ -598,7 +598,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "common_rank",
+        "max_candidate_rank",
         (
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",
@@ -708,7 +708,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "AbortAgreement.look",
+        "AbortAgreement.poll",
         (
             "a rank that waits for another's dropped bucket waits on",
             "elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):",
@@ -726,16 +726,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "AbortAgreement.note",
+        "AbortAgreement.record",
         (
             "a rank that came to the others counts all its steps",
-            "_Dropped(step - self.first_step, launched, told)",
-            "_Dropped(step, launched, told)",
+            "_AbortedStep(step - self.first_step, launched, from_peer)",
+            "_AbortedStep(step, launched, from_peer)",
             f"{ABANDONED}::test_another_process_group_is_a_new_beginning",
         ),
     ),
     *planted(
-        "Watch.look",
+        "DeviceWatchdog.poll",
         (
             "the group is aborted and the loop goes on",
             "        _raise_in(pending.thread, self._error)\n",
@@ -835,8 +835,8 @@ MUTANTS: list[Mutant] = [
         "reduce_at_point",
         (
             "a rank whose gradients were dropped has something to reduce",
-            "came = unreduced.came and len(missing) < len(flight.parameters)",
-            "came = unreduced.came",
+            "came = unreduced.has_new and len(missing) < len(exchange.parameters)",
+            "came = unreduced.has_new",
             f"{HOLD}::test_a_second_reduce_is_an_error_on_all_ranks",
         ),
     ),

@@ -50,7 +50,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Trials._keep_or_race_again",
+        "Trials._keep_or_compare_again",
         (
             "a choice that has become slower is kept",
             "if seconds <= self._dense_s:",
@@ -111,7 +111,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Race._end_round",
+        "CandidateTimings._end_round",
         (
             "noise decides a race",
             "if slower > max(noise, _CLOSE * best.median):",
@@ -154,7 +154,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Entry.deviation",
+        "CandidateTiming.deviation",
         (
             "many steps are as noisy as few",
             "return 1.48 * 1.25 * spread / math.sqrt(len(self.times))",
@@ -241,7 +241,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Gap.is_large",
+        "Difference.is_large",
         (
             "what is within the noise counts",
             "self.seconds > max(self.noise_s, _SMALL * kind.median_s)",
@@ -323,8 +323,8 @@ MUTANTS: list[Mutant] = [
         "Trials.candidates",
         (
             "a second race is taken for the first",
-            "self._race.entries if self._before is None else self._before",
-            "self._race.entries",
+            "self._timings.entries if self._before is None else self._before",
+            "self._timings.entries",
             f"{UNIT}/test_report.py::test_a_page_tells_what_was_measured_of_candidates",
         ),
     ),

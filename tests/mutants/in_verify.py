@@ -300,8 +300,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "closing waits for a late peer",
-            "self._lane_group.give_up(works)  # waits",
-            "self._lane_group.release_group()  # waits",
+            "self._lent.discard(works) if works else self._lent.release_group()",
+            "self._lent.release_group()",
             f"{VERIFY}::test_a_hook_closes_without_a_peer_that_is_late",
         ),
         (
@@ -312,7 +312,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Gap.is_impossible",
+        "Difference.is_impossible",
         (
             "sending less may take longer",
             "return self.seconds < -max(self.noise_s, _SMALL * kind.median_s)",

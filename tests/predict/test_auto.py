@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.auto import AutoHook
-from commhooks.auto._trials import Candidate, Race, Stage, Trials, chosen
+from commhooks.auto._trials import Candidate, CandidateTimings, Stage, Trials, chosen
 from commhooks.core import Bucket, Scheme
 from commhooks.core._bucket import SchemeExchange
 from commhooks.core._dense import Dense
@@ -101,7 +101,7 @@ class Slow(Wrapper):
 
 
 # From which stage on all candidates but none are slow, and the line's seconds per byte.
-NONE_IS_BEST = {"slow when tried": (Stage.FIRST, 0.0), "slow once chosen": (Stage.KEPT, 1e-7)}
+NONE_IS_BEST = {"slow when tried": (Stage.FIRST, 0.0), "slow once chosen": (Stage.VALIDATE, 1e-7)}
 
 
 def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
@@ -174,14 +174,14 @@ def test_a_step_takes_as_long_as_on_its_slowest_rank() -> None:
     trials = _with_ranks([1.0, 5.0], [3.0, 1.0])
     trials._stage = Stage.TRIAL
     trials._end_stage()
-    assert trials._race.entries[0].times == [3.0, 5.0]
+    assert trials._timings.entries[0].times == [3.0, 5.0]
 
 
 def test_the_first_steps_of_a_run_do_not_count() -> None:
     trials = _with_ranks([9.0, 9.0])
     trials._end_stage()
     assert trials._stage is Stage.TRIAL
-    assert trials._race.entries[0].times == []
+    assert trials._timings.entries[0].times == []
 
 
 def test_two_steps_warm_up_and_are_not_timed() -> None:
@@ -256,8 +256,8 @@ def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
         assert after
 
 
-def _raced(*found: tuple[str, float]) -> Race:
-    race = Race([_candidate(name) for name, _ in found])
+def _raced(*found: tuple[str, float]) -> CandidateTimings:
+    race = CandidateTimings([_candidate(name) for name, _ in found])
     for _, seconds in found:
         race.add([seconds] * 8)
     return race
@@ -268,13 +268,13 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
     again: tuple[float, float], kept: bool
 ) -> None:
     trials = Trials(mock.Mock(step=0), mock.Mock(), [_candidate("none")], steps=2)
-    trials._race = _raced(("a", 0.9), ("none", 1.0))
+    trials._timings = _raced(("a", 0.9), ("none", 1.0))
     trials._try_next()
     assert not trials.over
-    trials._keep_or_race_again(1.1)
+    trials._keep_or_compare_again(1.1)
     assert not trials.over
     for seconds in again:
-        trials._race.add([seconds] * 8)
+        trials._timings.add([seconds] * 8)
         trials._try_next()
     assert trials.over
     assert (trials.choice is not None) == kept == ("auto runs a" in trials.plan)
@@ -286,11 +286,11 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
 )
 def test_the_plan_and_its_comparison_are_logged(since: float, verdict: str) -> None:
     trials = Trials(mock.Mock(step=0), mock.Mock(), [_candidate("none")], steps=2)
-    trials._race = _raced(("a", 0.9), ("none", 1.0))
+    trials._timings = _raced(("a", 0.9), ("none", 1.0))
     with TestCase().assertLogs("commhooks", "INFO") as log:  # caplog is off, see pyproject.toml
         trials._try_next()
         decided = trials.plan
-        trials._keep_or_race_again(since)
+        trials._keep_or_compare_again(since)
     took = f"It took {1e3 * since:.1f} ms per step since."
     assert [record.getMessage() for record in log.records] == [
         decided,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from commhooks.predict._in_script import ORDER
+from commhooks.predict._headroom_agent import ORDER
 from tests.tools import harness
 
 HOSTS = Path(__file__).parents[1] / "predict" / "scripts"
@@ -77,7 +77,7 @@ def run_script(
 
 
 def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:
-    from commhooks.cli.on_start import sitecustomize as on_start
+    from commhooks.cli.site import sitecustomize
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
@@ -86,9 +86,9 @@ def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:
     sys.stderr = os.fdopen(2, "w", buffering=1)
     os.environ.update(environment)
     sys.argv = argv
-    for module, watched in on_start._WATCHED.items():
+    for module, watched in sitecustomize._WATCHED.items():
         if module in sys.modules:
-            on_start._wrap(sys.modules[module], *watched)
+            sitecustomize._wrap(sys.modules[module], *watched)
     code: Any = 0
     try:
         runpy.run_path(argv[0], run_name="__main__")

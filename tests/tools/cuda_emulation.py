@@ -17,10 +17,10 @@ from ddp_core.exchange import _clocks as clocks
 from ddp_core.reducer import _backward as backward
 from ddp_core.reducer import _buckets as buckets
 from ddp_core.reducer import _failures as failures
-from ddp_core.reducer import _in_flight as in_flight
 from ddp_core.reducer import _launch as launch
 from ddp_core.reducer import _reducer as reducer
-from tests.tools.fake_torch import Device
+from ddp_core.reducer import _step_exchange as step_exchange
+from tests.unit.pretended import Device
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -75,7 +75,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
         return Streams(group).run(task, CPU)
 
     with ExitStack() as patches:
-        for module in (commhooks.hook._exchanges, commhooks.hook._runner, backward, in_flight):
+        for module in (commhooks.hook._exchanges, commhooks.hook._runner, backward, step_exchange):
             patches.enter_context(mock.patch.object(module, "clock_of", clock_of))
         for owner, name, value in (
             (clocks, "_clocks", {}),
@@ -84,7 +84,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
             (launch, "Outcome", _Outcome),
             (reducer, "Launcher", _Launcher),
             (buckets.FlatBucket, "is_large", lambda bucket, index: False),
-            (failures, "SLICE", timedelta(seconds=0.05)),
+            (failures, "POLL_INTERVAL", timedelta(seconds=0.05)),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         yield gpu

@@ -34,7 +34,7 @@ def test_only_ranks_that_have_dropped_alike_go_on(
         known = AbortAgreement(group, store, "0")
         step, launched, told = theirs if number else ours
         for _ in range(3):  # may happen again
-            known.note(step, launched, told=told)
+            known.record(step, launched, from_peer=told)
             try:
                 known.agree()
             except MismatchError as error:

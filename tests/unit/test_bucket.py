@@ -9,8 +9,8 @@ from torch import nn
 
 from ddp_core import GradBucket
 from ddp_core.reducer._buckets import FlatBucket
-from ddp_core.reducer._in_flight import StepExchange
 from ddp_core.reducer._parameters import Trained
+from ddp_core.reducer._step_exchange import StepExchange
 
 PARAMETERS = [
     nn.Parameter(torch.zeros(2, 3)),
@@ -92,14 +92,14 @@ def test_the_last_bucket_that_is_sent_is_told_so(
         sent.append((one.number, is_last))
 
     buckets = [SimpleNamespace(number=number, buffer=torch.zeros(1)) for number in range(3)]
-    flight: Any = SimpleNamespace(
-        step=SimpleNamespace(needed=needed),
+    exchange: Any = SimpleNamespace(
+        step=SimpleNamespace(needed_buckets=needed),
         buckets=buckets,
         launcher=SimpleNamespace(launch=launch),
         times_of=lambda one: None,
     )
     for one in buckets:
-        StepExchange.send(flight, one)  # type: ignore[arg-type]
+        StepExchange.send(exchange, one)  # type: ignore[arg-type]
     assert [number for number, is_last in sent if is_last] == last
 
 

@@ -13,21 +13,29 @@ from typer.testing import CliRunner
 from commhooks.cli import _headroom as command
 from commhooks.cli._app import app
 from commhooks.predict._headroom import Headroom
-from commhooks.predict._turns import BLOCK, KINDS, WARM_UP, Facts, Travel, _by_turn, _schedule
+from commhooks.predict._headroom_steps import (
+    BLOCK,
+    VARIANTS,
+    WARM_UP,
+    BucketTransfer,
+    Facts,
+    _by_turn,
+    _schedule,
+)
 
 FACTS = Facts(2, "gloo", "cpu", 4_000_000, 1, 6)
-ONE_BUCKET = (Travel(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)
+ONE_BUCKET = (BucketTransfer(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)
 
 
 def planted(
     dense: float, bf16: float, one: float, noop: float,
-    *, differ: float = 0.0, travel: Sequence[Travel] = ONE_BUCKET,
+    *, differ: float = 0.0, travel: Sequence[BucketTransfer] = ONE_BUCKET,
 ) -> Headroom:  # fmt: skip
     """Six turns; dense and bf16 are longer and shorter by ``differ`` from turn to turn."""
     turns = []
     for sign in (-1, 1) * 3:
         times = dense + sign * differ, bf16 + sign * differ, one, noop
-        turns.append({kind: [s] * 5 for kind, s in zip(KINDS, times, strict=True)})
+        turns.append({kind: [s] * 5 for kind, s in zip(VARIANTS, times, strict=True)})
     return Headroom.of(turns, FACTS, travel)
 
 
@@ -38,19 +46,26 @@ def words(found: Headroom) -> str:
 def test_the_gaps_are_those_of_the_medians() -> None:
     found = planted(0.2, 0.15, 0.11, 0.1)
     assert found.exposed.seconds == pytest.approx(0.1)
-    assert found.beside_dense.seconds == pytest.approx(0.09)
-    assert found.beside_bf16.seconds == pytest.approx(0.04)
-    assert found.exposed.noise_s == found.beside_dense.noise_s == found.beside_bf16.noise_s == 0.0
+    assert found.savable_over_dense.seconds == pytest.approx(0.09)
+    assert found.savable_over_bf16.seconds == pytest.approx(0.04)
+    assert (
+        found.exposed.noise_s
+        == found.savable_over_dense.noise_s
+        == found.savable_over_bf16.noise_s
+        == 0.0
+    )
 
 
 def test_noise_is_twice_the_standard_error_of_the_median_turn() -> None:
     # Gaps of 0.09 -+ 0.01: the median of their distances from the median is 0.01.
     noise = 2 * 1.25 * 1.4826 * 0.01 / 6**0.5
-    assert planted(0.2, 0.15, 0.11, 0.1, differ=0.01).beside_dense.noise_s == pytest.approx(noise)
+    assert planted(0.2, 0.15, 0.11, 0.1, differ=0.01).savable_over_dense.noise_s == pytest.approx(
+        noise
+    )
 
 
 def test_one_turn_of_steps_that_differ_is_not_without_noise() -> None:
-    turn = {kind: [0.1, 0.2, 0.3, 0.4, 0.5] for kind in KINDS}
+    turn = {kind: [0.1, 0.2, 0.3, 0.4, 0.5] for kind in VARIANTS}
     # The median distance from the median, 0.1, of two times five steps.
     noise = 2 * 1.25 * 1.4826 * 0.1 * (2 / 5) ** 0.5
     found = Headroom.of([turn], FACTS, ONE_BUCKET)
@@ -125,14 +140,14 @@ def test_a_ratio_shortens_what_goes_with_the_bytes() -> None:
 def test_a_bucket_that_backward_hides_costs_nothing() -> None:
     # The first bucket keeps the links from 50 ms before the last one begins until 50 ms after it.
     # At a ratio of 2 it is through when the last one begins, which then takes 20 ms of 90.
-    travel = [Travel(-0.05, 0.1, 0.0), Travel(0.0, 0.04, 0.0)]
+    travel = [BucketTransfer(-0.05, 0.1, 0.0), BucketTransfer(0.0, 0.04, 0.0)]
     found = planted(0.2, 0.15, 0.11, 0.1, travel=travel)
     assert found.step_s(1) == pytest.approx(0.2)
     assert found.step_s(2) == pytest.approx(0.11 + 0.09 * 20 / 90)
 
 
 def test_latency_stays_at_every_ratio() -> None:
-    found = planted(0.2, 0.17, 0.14, 0.1, travel=[Travel(0.0, 0.1, 0.04)])
+    found = planted(0.2, 0.17, 0.14, 0.1, travel=[BucketTransfer(0.0, 0.1, 0.04)])
     assert found.step_s(2) == pytest.approx(0.17)
     assert found.step_s(1e9) == pytest.approx(0.14)
 
@@ -157,7 +172,11 @@ def test_computations_that_take_what_can_be_saved_break_even_nowhere() -> None:
 
 
 def test_buckets_in_any_order_give_one_answer() -> None:
-    travel = [Travel(-0.05, 0.1, 0.0), Travel(0.0, 0.04, 0.01), Travel(-0.02, 0.02, 0.0)]
+    travel = [
+        BucketTransfer(-0.05, 0.1, 0.0),
+        BucketTransfer(0.0, 0.04, 0.01),
+        BucketTransfer(-0.02, 0.02, 0.0),
+    ]
     found = [planted(0.2, 0.15, 0.11, 0.1, travel=some) for some in (travel, travel[::-1])]
     assert found[0] == found[1]
 
@@ -166,7 +185,7 @@ def test_the_file_has_the_numbers_and_the_verdict(tmp_path: Path) -> None:
     planted(0.2, 0.16, 0.1, 0.1).save(tmp_path / "out.json")
     told = json.loads((tmp_path / "out.json").read_text())
     assert told["verdict"] == "compress"
-    assert told["beside_dense"]["seconds"] == pytest.approx(0.1)
+    assert told["savable_over_dense"]["seconds"] == pytest.approx(0.1)
     assert told["step_s_by_ratio"]["4"] == pytest.approx(0.125)
     assert told["facts"]["world_size"] == 2
 
@@ -174,11 +193,15 @@ def test_the_file_has_the_numbers_and_the_verdict(tmp_path: Path) -> None:
 def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
     schedule: Any = _schedule(2)
     begins = [begin for begin, _ in schedule.parts]
-    steps = list(range(WARM_UP + 2 * len(KINDS) * BLOCK))
+    steps = list(range(WARM_UP + 2 * len(VARIANTS) * BLOCK))
     by_turn = _by_turn([float(step) for step in steps], 2)
-    assert begins == [0, *(WARM_UP + BLOCK * block for block in range(2 * len(KINDS))), len(steps)]
+    assert begins == [
+        0,
+        *(WARM_UP + BLOCK * block for block in range(2 * len(VARIANTS))),
+        len(steps),
+    ]
     for block, begin in enumerate(begins[1:-1]):
-        kept = by_turn[block // len(KINDS)][KINDS[block % len(KINDS)]]
+        kept = by_turn[block // len(VARIANTS)][VARIANTS[block % len(VARIANTS)]]
         assert kept == steps[begin + 1 : begin + BLOCK]  # the first waits for the slowest rank
 
 

@@ -272,7 +272,7 @@ BY_NAME = {
     "commhooks/research": {"budget", "conformance", "trace"},
     "commhooks/research/baselines": {"*"},
     "commhooks/schemes": {"*"},  # a file per scheme; what they share begins with an underscore
-    "commhooks/cli/on_start": {"*"},  # Python imports it by this name
+    "commhooks/cli/site": {"*"},  # Python imports it by this name
 }
 PACKAGES = sorted(
     path.parent.relative_to(ROOT).as_posix()

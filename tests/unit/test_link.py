@@ -70,10 +70,10 @@ def test_a_poor_fit_is_named_below_the_table(
     layout, link = Layout(4, 1), Link(1e-4, 1e8)
     times = [one._replace(seconds=one.seconds * factor) for one in rings("between", 4, link)]
     report = LinkReport(Fabric("x", link, library="gloo"), layout, tuple(times), "cpu", 3, 1.0)
-    assert report.misfit == pytest.approx(max(factor, 1 / factor))
+    assert report.fit_error == pytest.approx(max(factor, 1 / factor))
     _show(report)
     shown = " ".join(capsys.readouterr().out.split())
-    assert (f"off by a factor of {report.misfit:.1f} or more" in shown) is warns
+    assert (f"off by a factor of {report.fit_error:.1f} or more" in shown) is warns
 
 
 def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None:
@@ -176,8 +176,8 @@ BAD = {
         GOOD | {"between": {"latency": float("nan"), "bandwidth": 1e9}}
     ),
     "a name that is a number": json.dumps(GOOD | {"name": 3}),
-    "core seconds in words": json.dumps(GOOD | {"core_s_per_byte": "few"}),
-    "negative core seconds": json.dumps(GOOD | {"core_s_per_byte": -1.0}),
+    "core seconds in words": json.dumps(GOOD | {"cpu_s_per_byte": "few"}),
+    "negative core seconds": json.dumps(GOOD | {"cpu_s_per_byte": -1.0}),
     "a switch without a rate": json.dumps(GOOD | {"multicast": 0}),
     "a tree in words": json.dumps(GOOD | {"tree_nbytes": "x"}),
     "more than the whole latency": json.dumps(GOOD | {"library": "gloo", "overlap": 1.5}),

@@ -16,7 +16,7 @@ from commhooks import ErrorFeedback, PerParameter, Rule, Simulation
 from commhooks.core import AllReduce, overlapped
 from commhooks.schemes import ACPSGD, PowerSGD
 from ddp_core import Collective, simulate
-from ddp_core.exchange._lanes import _give_up
+from ddp_core.exchange._lanes import _discard
 
 Average = Generator[Collective, Tensor, Tensor]
 
@@ -39,7 +39,10 @@ def answered(exchange: Average, *, driver_works: bool) -> Tensor:
 @pytest.mark.parametrize("driver_works", [False, True])
 def test_work_is_done_once_whoever_drives_the_exchange(driver_works: bool) -> None:
     done: list[int] = []
-    assert answered(average(lambda: done.append(1)), driver_works=driver_works).tolist() == [1, 1]
+    assert answered(average(lambda: done.append(1)), driver_works=driver_works).tolist() == [
+        1,
+        1,
+    ]
     assert done == [1]
 
 
@@ -100,7 +103,7 @@ def test_lanes_that_are_given_up_keep_their_groups_until_their_collectives_have_
     for event in (0, 1, (1, None), (0, None)):  # work beside both collectives, then their ends
         events.put(event)
     left: list[int] = []
-    group = SimpleNamespace(give_up=lambda: left.append(events.qsize()))
+    group = SimpleNamespace(discard=lambda: left.append(events.qsize()))
     lanes: Any = SimpleNamespace(_lent=[group], _fail_all=lambda: 2)
-    _give_up(lanes, threading.Event(), events)
+    _discard(lanes, threading.Event(), events)
     assert left == [0]

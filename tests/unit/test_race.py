@@ -6,21 +6,21 @@ import random
 
 import pytest
 
-from commhooks.auto._trials import Candidate, Entry, Race
+from commhooks.auto._trials import Candidate, CandidateTiming, CandidateTimings
 from commhooks.core._dense import Dense
 
 
-def _race(*names: str) -> Race:
-    return Race([Candidate(name, Dense(), 0.0) for name in names])
+def _race(*names: str) -> CandidateTimings:
+    return CandidateTimings([Candidate(name, Dense(), 0.0) for name in names])
 
 
-def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> Race:
+def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> CandidateTimings:
     draw, race = random.Random(seed), _race(*seconds)
     while (entry := race.next()) is not None:
         # A busy machine: whole stretches of steps are slower, whoever runs then.
         slow = 1 + noise * draw.random()
         times = [
-            seconds[entry.what.name] * slow * (1 + noise * draw.random()) for _ in range(steps)
+            seconds[entry.candidate.name] * slow * (1 + noise * draw.random()) for _ in range(steps)
         ]
         race.add(times)
     return race
@@ -44,14 +44,17 @@ def test_the_order_of_turns_is_reversed_in_every_second_round() -> None:
     for _ in range(4):
         entry = race.next()
         assert entry is not None
-        order.append(entry.what.name)
+        order.append(entry.candidate.name)
         race.add([1.0, 2.0])  # too few steps to know anything
     assert order == ["a", "b", "b", "a"]
 
 
 def test_the_error_of_a_median_shrinks_with_the_number_of_steps() -> None:
     one = Candidate("a", Dense(), 0.0)
-    few, many = Entry(one, [1.0, 1.1, 1.2, 1.3]), Entry(one, [1.0, 1.1, 1.2, 1.3] * 16)
+    few, many = (
+        CandidateTiming(one, [1.0, 1.1, 1.2, 1.3]),
+        CandidateTiming(one, [1.0, 1.1, 1.2, 1.3] * 16),
+    )
     assert many.deviation == pytest.approx(few.deviation / 4)
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 import commhooks
-from commhooks.auto._trials import Candidate, Race
+from commhooks.auto._trials import Candidate, CandidateTimings
 from commhooks.core._dense import Dense
 from commhooks.hook._ledger import Ledger
 from commhooks.report import Page
@@ -72,8 +72,8 @@ def test_a_page_tells_the_plan_of_auto(group: None, tmp_path: Path) -> None:
     assert page.count("<td>plan</td>") == 0
 
 
-def _raced(*found: tuple[str, float]) -> Race:
-    race = Race([Candidate(name, Dense(), 0.0) for name, _ in found])
+def _raced(*found: tuple[str, float]) -> CandidateTimings:
+    race = CandidateTimings([Candidate(name, Dense(), 0.0) for name, _ in found])
     for _, seconds in found:
         race.add([seconds] * 8)
     return race
@@ -88,12 +88,15 @@ def _rows_of(page: str) -> list[list[str]]:
 @pytest.mark.usefixtures("group")
 def test_a_page_tells_what_was_measured_of_candidates(tmp_path: Path) -> None:
     hook: Any = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "auto")
-    hook._trials._race = _raced(("int8", 0.0245), ("none", 0.022))
+    hook._trials._timings = _raced(("int8", 0.0245), ("none", 0.022))
     hook.page(tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "once more" not in page
     assert _rows_of(page) == [["none", "22.00", "8"], ["int8", "24.50", "8"]]
-    hook._trials._before, hook._trials._race = hook._trials._race.entries, _raced(("int8", 0.0265))
+    hook._trials._before, hook._trials._timings = (
+        hook._trials._timings.entries,
+        _raced(("int8", 0.0265)),
+    )
     hook.page(tmp_path / "run.html")
     page = (tmp_path / "run.html").read_text()
     assert "once more (ms)" in page

@@ -15,9 +15,9 @@ from commhooks.errors import MismatchError, SilentStoreError
 from commhooks.hook import _handshake as _roll_call
 from ddp_core import SharedStore
 from ddp_core.reducer import _failures as failures
-from ddp_core.reducer._failures import FailureBoard, Place
+from ddp_core.reducer._failures import FailureBoard, WaitPoint
 
-PLACE = Place(attempt=50, step=50, bucket=0)
+PLACE = WaitPoint(backward_count=50, step=50, bucket=0)
 
 
 class Stopping:
@@ -100,18 +100,18 @@ def test_a_child_of_fork_asks_nothing(store: Stopping, monkeypatch: pytest.Monke
 def test_who_waits_for_a_bucket_does_not_wait_for_the_board(store: Stopping) -> None:
     board, other = FailureBoard(Group(1), "0"), FailureBoard(Group(0), "0")  # type: ignore[arg-type]
     store.goes_on.clear()
-    assert _seconds(lambda: [board.look(PLACE) for _ in range(20)]) < 10
-    assert _seconds(lambda: [board.report(attempt, "late") for attempt in range(20)]) < 10
+    assert _seconds(lambda: [board.poll(PLACE) for _ in range(20)]) < 10
+    assert _seconds(lambda: [board.post(attempt, "late") for attempt in range(20)]) < 10
     store.goes_on.set()
-    other.report(50, "words")
-    while (text := board.look(PLACE)) is None:
+    other.post(50, "words")
+    while (text := board.poll(PLACE)) is None:
         time.sleep(0.01)
     assert text == "rank 0: words"
 
 
 def test_ranks_that_dropped_a_step_end_within_the_timeout(store: Stopping) -> None:
     board = FailureBoard(Group(1), "0")  # type: ignore[arg-type]
-    board.abort_agreement.note(3, 2, told=False)
+    board.abort_agreement.record(3, 2, from_peer=False)
     store.goes_on.clear()
     with pytest.raises(MismatchError, match="has not answered"):
         board.abort_agreement.agree()

@@ -30,15 +30,15 @@ from commhooks.predict import (
     PredictionError,
     Workload,
     compare,
-    counted,
     load_workload,
     model,
-    planned,
+    model_of,
     predict_step,
     predict_steps,
     record,
     save_fabric,
     save_workload,
+    trace_exchange,
 )
 from commhooks.predict._collectives import collective_seconds, shared_seconds
 from commhooks.predict._device import Contention
@@ -116,7 +116,7 @@ class Words(nn.Module):
 
 def test_a_module_is_counted_as_the_built_in_model_is() -> None:
     with torch.device("meta"):
-        found = counted(vgg16(), torch.empty(2, 3, 224, 224))
+        found = model_of(vgg16(), torch.empty(2, 3, 224, 224))
     built_in = model("vgg16")
     assert [one.shape for one in found.layers] == [one.shape for one in built_in.layers]
     assert [one.flops for one in found.layers] == [one.flops for one in built_in.layers]
@@ -124,7 +124,7 @@ def test_a_module_is_counted_as_the_built_in_model_is() -> None:
 
 def test_a_tied_layer_counts_after_the_parameter_before_it() -> None:
     with torch.device("meta"):
-        found = counted(Words(), torch.zeros(4, 30, dtype=torch.int64))
+        found = model_of(Words(), torch.zeros(4, 30, dtype=torch.int64))
     built_in = model("lstm")
     assert [one.shape for one in found.layers] == [one.shape for one in built_in.layers]
     assert found.flops == built_in.flops
@@ -134,7 +134,7 @@ def test_a_tied_layer_counts_after_the_parameter_before_it() -> None:
 def test_counting_leaves_the_module_as_it_is() -> None:
     module = nn.Linear(3, 5).train()
     before = module.weight.clone()
-    assert counted(module, torch.ones(7, 3)).flops == 2 * 3 * 5
+    assert model_of(module, torch.ones(7, 3)).flops == 2 * 3 * 5
     assert module.weight.device.type == "cpu"
     assert torch.equal(module.weight, before)
     assert not module._forward_pre_hooks
@@ -147,7 +147,7 @@ class Reads(nn.Linear):
 
 def test_a_module_that_reads_its_activations_is_refused() -> None:
     with pytest.raises(PredictionError, match=r"counted\(Reads\).*record steps"):
-        counted(Reads(3, 3), torch.ones(2, 3))
+        model_of(Reads(3, 3), torch.ones(2, 3))
 
 
 def test_a_workload_takes_the_time_of_its_operations() -> None:
@@ -185,8 +185,8 @@ STEP = {"name": "x", "layers": [LAYER], "forward_s": 0.1, "backward_s": 0.2}
         {"forward_s": math.nan},
         {"forward_s": math.inf},
         {"forward_s": "long"},
-        {"behind_s": "long"},
-        {"behind_s": -1.0},
+        {"per_bucket_overhead_s": "long"},
+        {"per_bucket_overhead_s": -1.0},
         {"ready_s": [1, 2, 3]},
         {"ready_s": [math.nan]},
         {"ready_s": [-1]},
@@ -252,9 +252,9 @@ def test_accumulation_adds_passes_and_exposes_as_much() -> None:
 SMALL = Workload(
     "small", tuple(Layer(f"w{i}", (300, 400), 1.0) for i in range(9)), 0.001, 0.003, 0.0005
 )
-SLOW = Fabric("slow", Link(1e-4, 2e8), library="gloo", core_s_per_byte=2e-9)
+SLOW = Fabric("slow", Link(1e-4, 2e8), library="gloo", cpu_s_per_byte=2e-9)
 # A line on which messages of several buckets are under way together.
-FAR = Fabric("far", Link(0.02, 1e8), library="gloo", core_s_per_byte=2e-9, overlap=0.75)
+FAR = Fabric("far", Link(0.02, 1e8), library="gloo", cpu_s_per_byte=2e-9, overlap=0.75)
 # A node of four, so that hierarchical schemes and links inside nodes take part.
 NODES = Fabric("nodes", Link(1e-5, 1e9), inside=Link(1e-6, 1e10), ranks_per_node=4)
 # Schemes that have no message, one, two, other ones with many ranks, or parts of the ranks.
@@ -347,7 +347,7 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                     for exchange in exchanges
                 ]
                 core = [
-                    [one.wire_nbytes * fabric.core_s_per_byte for one in exchange.messages]
+                    [one.wire_nbytes * fabric.cpu_s_per_byte for one in exchange.messages]
                     for exchange in exchanges
                 ]
                 parts = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
@@ -452,14 +452,14 @@ def test_initial_values_are_not_computed_for_a_plan(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Slot, "initial", lambda *_: pytest.fail("as large as the model"))
     threads = torch.get_num_threads()
     shapes = (torch.Size([2**16, 2**15]),)
-    assert planned(make("int4"), shapes, 8).messages[0].nbytes > 2**30
+    assert trace_exchange(make("int4"), shapes, 8).messages[0].nbytes > 2**30
     assert torch.get_num_threads() == threads
 
 
 # ---- where a scheme stops paying
 
 FREE = Device("free", math.inf, 0.0, math.nan)
-CARD = replace(SLOW, core_s_per_byte=0.0)  # a network card that moves the bytes by itself
+CARD = replace(SLOW, cpu_s_per_byte=0.0)  # a network card that moves the bytes by itself
 
 
 def rows(schemes: Sequence[str], **options: Any) -> dict[tuple[str, int], Row]:

@@ -14,7 +14,7 @@ from commhooks.core import Bucket, Result
 from commhooks.core._bucket import SchemeExchange
 from commhooks.predict import Fabric, Layer, Link, ThisDevice, Workload, device, predict_step
 from commhooks.predict._device import time_parts
-from commhooks.predict._planned import Work, planned
+from commhooks.predict._exchange_plan import Work, trace_exchange
 from ddp_core import AllReduce, overlapped
 
 SHAPES = (torch.Size([300, 400]),)
@@ -92,7 +92,7 @@ def test_messages_of_many_ranks_are_not_all_in_memory(monkeypatch: pytest.Monkey
 
     def timed(scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int, _: object) -> tuple:
         asked.append(ranks)
-        return tuple(1.0 for _ in planned(scheme, shapes, ranks).work)
+        return tuple(1.0 for _ in trace_exchange(scheme, shapes, ranks).work)
 
     monkeypatch.setattr(sys.modules["commhooks.predict._device"], "time_parts", timed)
     here = ThisDevice()

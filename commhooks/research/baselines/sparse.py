@@ -13,8 +13,8 @@ from commhooks.core._bucket import Bucket, nan_unless
 from commhooks.core._registry import register_scheme
 from commhooks.core._traits import INT32_PLACES, Biased, Traits
 from commhooks.kernels import all_finite, top_k
-from commhooks.schemes._agreed import Agreed, IndexExchange, spoil_unless
 from commhooks.schemes._ratio import number_kept
+from commhooks.schemes._shared_indices import IndexExchange, SharedIndices, spoil_unless
 from ddp_core import AllReduce
 
 __all__ = ["AlignedTopK", "RandomBlock"]
@@ -22,7 +22,7 @@ __all__ = ["AlignedTopK", "RandomBlock"]
 
 @register_scheme("random_block")
 @dataclass(frozen=True)
-class RandomBlock(Agreed):
+class RandomBlock(SharedIndices):
     """Sends one contiguous stretch of a bucket; all ranks draw the same random begin.
 
     The cheapest scheme: no selection, no indices. Biased: use with ``ErrorFeedback``.
@@ -33,7 +33,7 @@ class RandomBlock(Agreed):
     Reference: Xu et al., GRACE, 2021 (as a baseline).
     """
 
-    def agree(self, bucket: Bucket) -> IndexExchange:
+    def choose_indices(self, bucket: Bucket) -> IndexExchange:
         """Returns the stretch; it goes on at the bucket's begin where it passes the end."""
         n = bucket.raw.numel()
         k = number_kept(self.ratio, n)
@@ -68,7 +68,7 @@ class RandomBlock(Agreed):
 
 @register_scheme("aligned_topk")
 @dataclass(frozen=True)
-class AlignedTopK(Agreed):
+class AlignedTopK(SharedIndices):
     """Sends the rows of entries that are largest in the mean over ranks; all ranks send the same.
 
     A bucket is cut into rows. Each rank projects its rows on a few random directions, the same on
@@ -102,7 +102,7 @@ class AlignedTopK(Agreed):
                     f"AlignedTopK({name}=...) is a whole number, 1 or more, got {value!r}"
                 )
 
-    def agree(self, bucket: Bucket) -> IndexExchange:
+    def choose_indices(self, bucket: Bucket) -> IndexExchange:
         rows = self._rows(bucket.gradient).to(bucket.wide_dtype)
         sketch = yield AllReduce(rows @ self._directions(bucket, rows))
         # The squared norm of a projection on random signs is that of the row, on average.

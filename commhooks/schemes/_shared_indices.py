@@ -1,4 +1,4 @@
-"""Defines ``Agreed``, the exchange of schemes whose ranks send entries at the same indices."""
+"""Defines ``SharedIndices``, a base of schemes whose ranks send entries at the same indices."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from commhooks.kernels import all_finite
 from commhooks.schemes._ratio import check_ratio
 from ddp_core import AllReduce, Collective
 
-__all__ = ["Agreed", "IndexExchange", "spoil_unless"]
+__all__ = ["IndexExchange", "SharedIndices", "spoil_unless"]
 
-IndexExchange = Generator[Collective, Tensor, Any]  # returns indices, see ``Agreed.agree``
+IndexExchange = Generator[
+    Collective, Tensor, Any
+]  # returns indices, see ``SharedIndices.choose_indices``
 
 
 @dataclass(frozen=True)
-class Agreed(Scheme):
+class SharedIndices(Scheme):
     """Sends entries at indices that every rank knows: values only, in one all-reduce.
 
     If any value of any rank is not finite, sent or not, the whole bucket arrives as NaN.
@@ -35,7 +37,7 @@ class Agreed(Scheme):
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
 
-    def agree(self, bucket: Bucket) -> IndexExchange:
+    def choose_indices(self, bucket: Bucket) -> IndexExchange:
         """Returns indices that are the same on all ranks, by a collective or by shared random bits.
 
         Subclasses choose their form: ``take`` and ``put`` get what this method returns.
@@ -59,7 +61,7 @@ class Agreed(Scheme):
         if not bucket.raw.numel():
             return (yield from bucket.all_reduce())
         unsent = bucket.unsent
-        indices = yield from self.agree(bucket)
+        indices = yield from self.choose_indices(bucket)
         values = self.take(bucket, indices)
         own_values = values if unsent is None else values.clone()
         request = AllReduce(values)

@@ -51,12 +51,12 @@ class StepExchange:
         launcher: Launcher,
         usage: Usage,
         errors: GraphErrors,
-        left_alone: UnusedGradients,
+        unused_gradients: UnusedGradients,
         precision: Precision | None,
     ) -> None:
         self.buckets, self.parameters = buckets, parameters
         self.launcher, self.usage, self._errors = launcher, usage, errors
-        self._precision, self.left_alone, self.step = precision, left_alone, Step()
+        self._precision, self.unused_gradients, self.step = precision, unused_gradients, Step()
         self.optimizer: OptimizersInBackward | None = None
         self._world_size = launcher.group.size()
         self._effective: dist.Work | None = None  # counts the ranks that have input (join)
@@ -93,21 +93,21 @@ class StepExchange:
         """Waits for them."""
         self.launcher.await_futures(self._futures)
 
-    def tell_abandoned(self) -> None:
+    def report_abort(self) -> None:
         """Says once that this step will not land; held-back buckets are let go."""
         step = self.step
-        if not step.complete and not step.abandoned:
-            step.abandoned = True
-            begun = step.is_open or step.marked or step.outcomes
+        if not step.complete and not step.abort_reported:
+            step.abort_reported = True
+            begun = step.is_open or step.ready or step.outcomes
             self.launcher.step_aborted(len(step.outcomes) if begun else None)
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Drops a step whose backward pass raised; what it has launched must not write any more."""
-        self.tell_abandoned()
+        self.report_abort()
         if self._precision is not None:
             self._precision.restore()
         if self.optimizer is not None:
-            self._finish_abandoned()
+            self._finish_aborted()
         # Fewer than there are buckets may have been launched.
         for bucket, outcome in zip(self.buckets, self.step.outcomes, strict=False):
             self.launcher.settle(bucket, outcome)
@@ -115,7 +115,7 @@ class StepExchange:
         self.usage.has_old_marks = True
         self.begin(Step())
 
-    def _finish_abandoned(self) -> None:
+    def _finish_aborted(self) -> None:
         """Steps what was launched, as some ranks have already: parameters stay equal."""
         self.step.unused_known = False
         with contextlib.suppress(CollectiveError):  # the step has raised already
@@ -127,8 +127,8 @@ class StepExchange:
         """Launches, in index order, all buckets whose turn has come."""
         step = self.step
         # Once per bucket that is full: per gradient it would be a look-up in the hot path.
-        if len(set(step.marked)) != len(step.marked):
-            self._errors.twice(next(i for i in step.marked if step.marked.count(i) > 1))
+        if len(set(step.ready)) != len(step.ready):
+            self._errors.twice(next(i for i in step.ready if step.ready.count(i) > 1))
         while step.launched < len(self.buckets) and not self.buckets[step.launched].pending:
             bucket = self.buckets[step.launched]
             step.launched += 1
@@ -136,12 +136,12 @@ class StepExchange:
             # While parameters are low-precision copies, there is nothing to step.
             if self.optimizer is not None and not self.is_low:
                 self._finish_early()
-        if step.launched == len(self.buckets) and self.usage.finds:
-            self.usage.used.all_reduce(self.left_alone.in_views())
+        if step.launched == len(self.buckets) and self.usage.finds_unused:
+            self.usage.used.all_reduce(self.unused_gradients.in_views())
 
     def _launch(self, bucket: BucketBase) -> Outcome:
         step = self.step
-        if step.needed is None or step.needed[bucket.number]:
+        if step.needed_buckets is None or step.needed_buckets[bucket.number]:
             with named_range("collect gradients", bucket.number):
                 gradients = [parameter.grad for parameter in bucket.parameters]
                 bucket.fill(gradients, None if step.scale is None else step.divisor)
@@ -149,12 +149,12 @@ class StepExchange:
             return self.send(bucket)
         except Exception:
             # The others will not come to what follows: no later bucket is launched.
-            step.expecting = step.is_plain = False
+            step.expecting = step.fast_path = False
             raise
 
     def send(self, bucket: BucketBase) -> Outcome:
         """Starts a bucket's exchange, unless no rank needs it."""
-        needed, is_last = self.step.needed, bucket is self.buckets[-1]
+        needed, is_last = self.step.needed_buckets, bucket is self.buckets[-1]
         if needed is not None:
             if not needed[bucket.number]:
                 return Outcome(bucket.buffer.device)
@@ -169,7 +169,7 @@ class StepExchange:
         step = self.step
         while step.finished < len(step.outcomes):
             members = self.buckets[step.finished].members
-            if self.usage.tracks and not self.usage.used.all_used(members):
+            if self.usage.records_use and not self.usage.used.all_used(members):
                 return  # the other ranks' map is needed
             if not step.outcomes[step.finished].is_done():
                 return
@@ -185,8 +185,8 @@ class StepExchange:
                 # Hooks average over all ranks; those without input contributed zeros.
                 result = result * (self._world_size / step.divisor)
             unused = self.usage.globally_unused(bucket.members) if step.unused_known else None
-            step.left_alone += self.left_alone.within(bucket, unused)
-            if not self.launcher.takes_gradients:
+            step.unwritten += self.unused_gradients.in_bucket(bucket, unused)
+            if not self.launcher.hook_owns_gradients:
                 with named_range("write gradients", bucket.number):
                     bucket.scatter(result, unused)
             if self.optimizer is not None:
@@ -242,7 +242,7 @@ class UnusedGradients:
 
         The ranks tell each other, for one without inputs (join) cannot see it.
         """
-        if not (self._as_view and self._launcher.events.wants_left_alone):
+        if not (self._as_view and self._launcher.events.wants_unwritten):
             return []
         used = self._usage.used
         return [
@@ -252,15 +252,15 @@ class UnusedGradients:
             if not used.is_used(index) and bucket.is_in_view(slot)
         ]
 
-    def within(self, bucket: BucketBase, unused: Sequence[bool] | None) -> list[nn.Parameter]:
+    def in_bucket(self, bucket: BucketBase, unused: Sequence[bool] | None) -> list[nn.Parameter]:
         """Returns those of one bucket.
 
         Args:
             unused: by slot, whether no rank uses the parameter; None: all are in use.
         """
-        if unused is None or not self._launcher.events.wants_left_alone:
+        if unused is None or not self._launcher.events.wants_unwritten:
             return []
-        finds, used = self._usage.finds, self._usage.used
+        finds, used = self._usage.finds_unused, self._usage.used
         return [
             bucket.parameters[slot]
             for slot, index in enumerate(bucket.members)

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["Watch"]
+__all__ = ["GradientError"]
 
 
-class Watch:
+class GradientError:
     """Sums over steps the gradients of this rank and the averages that the hook returned.
 
     Measures how far the averages of a run are from the exact ones, as sums over the run. With error

@@ -25,11 +25,19 @@ from commhooks.wrappers._make import make
 from ddp_core import AllReduce
 from ddp_core.exchange._shared_store import Notes, group_limit
 
-__all__ = ["BLOCK", "KINDS", "WARM_UP", "Facts", "OneValue", "Travel", "Turns"]
+__all__ = [
+    "BLOCK",
+    "VARIANTS",
+    "WARM_UP",
+    "BucketTransfer",
+    "Facts",
+    "InterleavedRun",
+    "ScalarAllReduce",
+]
 
 # Dense; the baseline of every comparison; one value per bucket, which is what no compression goes
 # below; nothing at all.
-KINDS = ("none", "bf16", "one", "noop")
+VARIANTS = ("none", "bf16", "one", "noop")
 # Steps before the first turn: buckets are rebuilt after the first, and allocators fill. They are
 # dense, and the ledger records the times of these ten on a GPU, too.
 WARM_UP = 10
@@ -62,7 +70,7 @@ class Facts:
     turns: int
 
 
-class Travel(NamedTuple):
+class BucketTransfer(NamedTuple):
     """Describes how a bucket travels.
 
     Attributes:
@@ -77,7 +85,7 @@ class Travel(NamedTuple):
 
 
 @dataclass(frozen=True)
-class OneValue(Scheme):
+class ScalarAllReduce(Scheme):
     """Exchanges one value of a bucket, and returns the local gradient."""
 
     traits = Traits(rounds=1, returns="local")
@@ -87,8 +95,8 @@ class OneValue(Scheme):
         return Result(bucket.gradient)
 
 
-class Turns:
-    """Measures the steps of one model; all ranks make it and call ``mark`` in the same steps.
+class InterleavedRun:
+    """Measures the steps of one model; all ranks call ``step_begins`` in the same steps.
 
     The model gets a hook whose scheme goes by the step, so that ranks need no message to change it.
 
@@ -130,9 +138,9 @@ class Turns:
     @property
     def steps_to_come(self) -> int:
         """Returns the number of steps until all turns have run."""
-        return WARM_UP + self._wanted * len(KINDS) * BLOCK - self.step
+        return WARM_UP + self._wanted * len(VARIANTS) * BLOCK - self.step
 
-    def mark(self) -> bool:
+    def step_begins(self) -> bool:
         """Notes that a step begins, before its first forward pass; whether the measurement ended.
 
         Further forward passes of a step are not noted.
@@ -143,7 +151,7 @@ class Turns:
         # Steps that no forward pass began (a second backward pass) have no time of their own.
         self._marks += [None] * (step - len(self._marks))
         self._marks.append(_now(self._cuda))
-        turns, within = divmod(step - WARM_UP, len(KINDS) * BLOCK)
+        turns, within = divmod(step - WARM_UP, len(VARIANTS) * BLOCK)
         if within == 0 and turns > self._turns:
             self._turns = turns
             self._ended = turns >= self._wanted or self._past(turns)
@@ -156,11 +164,11 @@ class Turns:
         key = f"goes on after {turns}"
         if self._hook.rank == 0:
             # The next turn takes as long as this one.
-            seconds = _seconds(self._marks[-1 - len(KINDS) * BLOCK], self._marks[-1])
+            seconds = _seconds(self._marks[-1 - len(VARIANTS) * BLOCK], self._marks[-1])
             self._notes.leave(key, "no" if time.time() + seconds > self._deadline else "yes")
         return self._notes.read(key) == "no"
 
-    def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[Travel]]:
+    def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[BucketTransfer]]:
         """Returns durations by turn and kind, facts, and the travel of buckets; on all ranks.
 
         The duration of a step is that of its slowest rank.
@@ -181,7 +189,7 @@ class Turns:
             slowest = [
                 max(step) for step in zip(*(seconds[0] for seconds in everyone), strict=True)
             ]
-            travels = [[Travel(*fields) for fields in theirs] for _, theirs in everyone]
+            travels = [[BucketTransfer(*fields) for fields in theirs] for _, theirs in everyone]
             self._notes.leave("result", json.dumps([slowest, _of_all(travels)]))
         slowest, agreed = json.loads(self._notes.read("result"))
         facts = Facts(
@@ -192,9 +200,9 @@ class Turns:
             buckets=len(agreed),
             turns=self._turns,
         )
-        return _by_turn(slowest, self._turns), facts, [Travel(*fields) for fields in agreed]
+        return _by_turn(slowest, self._turns), facts, [BucketTransfer(*fields) for fields in agreed]
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
@@ -206,11 +214,11 @@ class Turns:
 def _schedule(turns: int) -> Scheme:
     # Dense before and after: who trains on after ``headroom`` gets averages.
     parts: list[tuple[int, Scheme]] = [(0, make("none"))]
-    for block in range(turns * len(KINDS)):
-        kind = KINDS[block % len(KINDS)]
-        scheme = OneValue() if kind == "one" else make(kind)
+    for block in range(turns * len(VARIANTS)):
+        kind = VARIANTS[block % len(VARIANTS)]
+        scheme = ScalarAllReduce() if kind == "one" else make(kind)
         parts.append((WARM_UP + block * BLOCK, scheme))
-    parts.append((WARM_UP + turns * len(KINDS) * BLOCK, make("none")))
+    parts.append((WARM_UP + turns * len(VARIANTS) * BLOCK, make("none")))
     return Schedule(parts)
 
 
@@ -223,8 +231,8 @@ def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]
     by_turn: list[dict[str, list[float]]] = []
     for turn in range(turns):
         by_turn.append({})
-        for place, kind in enumerate(KINDS):
-            begin = WARM_UP + (turn * len(KINDS) + place) * BLOCK
+        for place, kind in enumerate(VARIANTS):
+            begin = WARM_UP + (turn * len(VARIANTS) + place) * BLOCK
             known = [s for s in seconds[begin + 1 : begin + BLOCK] if not math.isnan(s)]
             if not known:
                 raise RegistrationError(
@@ -235,7 +243,7 @@ def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]
     return by_turn
 
 
-def _travel(hook: HookState) -> tuple[list[Travel], int]:
+def _travel(hook: HookState) -> tuple[list[BucketTransfer], int]:
     """Returns how each bucket travelled on this rank, and the bytes of all gradients.
 
     Buckets travel one after the other: one that waits for the one before is not under way.
@@ -255,7 +263,7 @@ def _travel(hook: HookState) -> tuple[list[Travel], int]:
             nbytes[row.bucket] = row.dense_bytes
             free = max(free, row.done)
     travels = [
-        Travel(
+        BucketTransfer(
             statistics.median(begun[bucket]),
             _lower(seconds[bucket, "none"]),
             _lower(seconds.get((bucket, "one"), [0.0])),
@@ -267,7 +275,7 @@ def _travel(hook: HookState) -> tuple[list[Travel], int]:
 
 def _kind(step: int) -> str:
     """Returns the kind of communication of a step."""
-    return "none" if step < WARM_UP else KINDS[(step - WARM_UP) // BLOCK % len(KINDS)]
+    return "none" if step < WARM_UP else VARIANTS[(step - WARM_UP) // BLOCK % len(VARIANTS)]
 
 
 def _lower(seconds: Sequence[float]) -> float:
@@ -275,10 +283,10 @@ def _lower(seconds: Sequence[float]) -> float:
     return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
 
 
-def _of_all(travels: Sequence[Sequence[Travel]]) -> list[Travel]:
+def _of_all(travels: Sequence[Sequence[BucketTransfer]]) -> list[BucketTransfer]:
     """Returns how buckets travelled where they waited least; rank 0 says when they begin."""
     return [
-        Travel(
+        BucketTransfer(
             ranks[0].ready_s,
             min(travel.dense_s for travel in ranks),
             min(travel.fixed_s for travel in ranks),

@@ -21,10 +21,18 @@ from commhooks.errors import Error
 from commhooks.hook._engine import Engine
 from ddp_core import AllGather, AllToAll, Collective, as_request
 
-__all__ = ["LATE", "Message", "Planned", "PredictionError", "Work", "answered", "planned"]
+__all__ = [
+    "STEADY_STEP",
+    "ExchangePlan",
+    "Message",
+    "PredictionError",
+    "Work",
+    "meta_result",
+    "trace_exchange",
+]
 
 # Steps of schedules, warm-ups and dense starts are over by then. Even, as a run's first step is.
-LATE = 10**9
+STEADY_STEP = 10**9
 
 
 class Message(NamedTuple):
@@ -56,7 +64,7 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Planned:
+class ExchangePlan:
     """Describes the exchange of one bucket by one rank.
 
     Attributes:
@@ -70,7 +78,7 @@ class Planned:
 
 
 @lru_cache(maxsize=16384)
-def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> Planned:
+def trace_exchange(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> ExchangePlan:
     """Returns what rank 0 sends and computes in an exchange of a bucket late in training.
 
     The scheme itself runs, on tensors without data (PyTorch's "meta" device): payloads, rounds and
@@ -94,10 +102,10 @@ def planned(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> 
     engine.scheme = scheme  # declares what that memory keeps
     counter = _Counter()
     with _undisturbed():
-        engine.step = LATE
+        engine.step = STEADY_STEP
         _run(engine, layout, None)  # makes what is kept: residuals, factors, tables
-        engine.step = LATE + 2
-        return Planned(tuple(_run(engine, layout, counter)), tuple(counter.work))
+        engine.step = STEADY_STEP + 2
+        return ExchangePlan(tuple(_run(engine, layout, counter)), tuple(counter.work))
 
 
 class PredictionError(Error, RuntimeError):
@@ -209,7 +217,7 @@ def _run(engine: Engine, layout: Layout, counter: _Counter | None) -> list[Messa
                 request.run_overlap()
                 if counter:
                     counter.end_part()
-                request = as_request(exchange.send(answered(request, engine.world_size)))
+                request = as_request(exchange.send(meta_result(request, engine.world_size)))
     except StopIteration:
         if counter:
             counter.end_part()
@@ -229,7 +237,7 @@ def _message(request: Collective, world_size: int) -> Message:
     return Message(request.name, request.payload_nbytes, request.wire_nbytes(world_size), part)
 
 
-def answered(request: Collective, world_size: int) -> Tensor:
+def meta_result(request: Collective, world_size: int) -> Tensor:
     """Returns a tensor of the shape of a collective's result."""
     tensor = request.tensor
     if not isinstance(request, AllGather | AllToAll):

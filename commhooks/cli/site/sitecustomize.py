@@ -19,21 +19,21 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-__all__ = ["Watch"]
+__all__ = ["ConstructorHooks"]
 
 _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _built(call: str) -> Callable[..., None]:
-    """Returns a function that hands a built model to ``commhooks.predict._in_script``."""
+    """Returns a function that hands a built model to ``commhooks.predict._headroom_agent``."""
 
     def built(model: Any) -> None:
         try:
-            from commhooks.predict import _in_script as in_script
+            from commhooks.predict import _headroom_agent as in_script
         except ImportError:
             # As in a checkout, or in another environment than the command's.
             sys.path.append(os.environ["COMMHOOKS_HEADROOM_PACKAGE"])
-            from commhooks.predict import _in_script as in_script
+            from commhooks.predict import _headroom_agent as in_script
         getattr(in_script, call)(model)
 
     return built
@@ -51,7 +51,7 @@ _WATCHED = {
 }
 
 
-class Watch(importlib.abc.MetaPathFinder):
+class ConstructorHooks(importlib.abc.MetaPathFinder):
     """Finds the modules of ``_WATCHED`` as others do, and wraps a constructor in each."""
 
     def __init__(self) -> None:
@@ -103,7 +103,7 @@ def _run_hidden() -> None:
 
 if __name__ == "sitecustomize":
     if "COMMHOOKS_HEADROOM" in os.environ:
-        sys.meta_path.insert(0, Watch())
+        sys.meta_path.insert(0, ConstructorHooks())
         with contextlib.suppress(OSError):  # on another machine than the command's
             open(os.environ["COMMHOOKS_HEADROOM_SEEN"], "w").close()
     _run_hidden()

@@ -21,12 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks._torch import comm_hooks, forward_pre_hooks
 from commhooks.errors import Error
 from commhooks.predict._headroom import Headroom
-from commhooks.predict._turns import Turns
+from commhooks.predict._headroom_steps import InterleavedRun
 
 __all__ = ["ORDER", "ddp_built", "fsdp_built"]
 
 ORDER = "COMMHOOKS_HEADROOM"  # the environment variable with what is asked for, as JSON
-_STUBBORN = 3  # a script that catches SystemExit so often is ended at once
+_MAX_EXITS = 3  # a script that catches SystemExit so often is ended at once
 
 
 class _Script:
@@ -37,7 +37,7 @@ class _Script:
         self.out, self.status = order["out"], Path(order["status"])
         self.models = 0
         self.measured: DistributedDataParallel | None = None
-        self.turns: Turns | None = None
+        self.turns: InterleavedRun | None = None
         self.ends = 0
         self.rank = 0  # of the measured model; the script may destroy its group before it ends
 
@@ -67,7 +67,7 @@ class _Script:
             self.end()
         if self.measured is ddp:
             try:
-                if self.turns.mark():
+                if self.turns.step_begins():
                     self.report(self.turns)
             except Error as error:
                 self.tell(failed=str(error))
@@ -84,7 +84,7 @@ class _Script:
             return False  # perhaps another model is of more ranks
         self.measured, known = ddp, set(forward_pre_hooks(ddp))
         try:
-            self.turns = Turns(ddp, self.steps, deadline=self.deadline)
+            self.turns = InterleavedRun(ddp, self.steps, deadline=self.deadline)
         except Error as error:
             self.tell(failed=str(error))
             self.end()
@@ -103,7 +103,7 @@ class _Script:
         self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
         self.end()
 
-    def report(self, turns: Turns) -> NoReturn:
+    def report(self, turns: InterleavedRun) -> NoReturn:
         """Prints the answer on rank 0, and ends the process."""
         if not turns.turns:
             self.tell(too_slow=turns.step)
@@ -125,8 +125,8 @@ class _Script:
         """Ends the process, also one that catches ``SystemExit`` and goes on."""
         self.ends += 1
         if done and self.turns is not None:
-            self.turns.part()
-        if self.ends > _STUBBORN:
+            self.turns.leave()
+        if self.ends > _MAX_EXITS:
             os._exit(0)
         # Not a failure of the script's, which torchrun would report: the command says what it was.
         raise SystemExit(0)
