@@ -20,7 +20,7 @@ from commhooks.hook._ledger import Summary
 from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._state import CandidateResult, HookState
 from commhooks.predict._advise import error_of, made_candidates
-from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import describe, make
 
 __all__ = ["CANDIDATES", "SHARDED_CANDIDATES", "AutoHook"]
@@ -181,7 +181,7 @@ class AutoHook(HookState):
             self._begins_anew = True
             return
         choice = self._saved_choice(scheme)
-        if choice is not None and describe(choice[1]) != describe(without_flush(self.scheme)):
+        if choice is not None and describe(choice[1]) != describe(unwrap_flush(self.scheme)):
             self._replace(choice[1])
         if not self.decided:
             what = choice[0] if choice else "the scheme it has"

@@ -315,17 +315,17 @@ class PowerSGDState(CompressionStats):
 
     def backward_finished(self) -> None:
         """Forwards that the backward pass has ended."""
-        if (hook := self._on_models.told_hook()) is not None:
+        if (hook := self._on_models.notified_hook()) is not None:
             hook.backward_finished()
 
     def gradients_written(self, left_alone: Sequence[Tensor] = ()) -> None:
         """Forwards that the averaged gradients were written, except those of ``left_alone``."""
-        if (hook := self._on_models.told_hook()) is not None:
+        if (hook := self._on_models.notified_hook()) is not None:
             hook.gradients_written(left_alone)
 
     def step_aborted(self) -> None:
         """Forwards that the backward pass of the step has raised."""
-        if (hook := self._on_models.told_hook()) is not None:
+        if (hook := self._on_models.notified_hook()) is not None:
             hook.step_aborted()
 
     # ---- for the hooks

@@ -282,7 +282,7 @@ class OnModels:
             )
         return next(iter(self.inners.values()), None)
 
-    def told_hook(self) -> HookState | None:
+    def notified_hook(self) -> HookState | None:
         """Returns the hook of the only model, to be told of events of its backward pass."""
         # Events do not name a model. With several models none is told: each hook learns of its
         # steps from autograd, as on torch's DistributedDataParallel, which has no such events.

@@ -391,7 +391,7 @@ class ShardedParameters:
     def _remember(self, model: nn.Module) -> None:
         self._had = self._present(model)
         self._dtypes = list(map(_DTYPE, self._had.values()))
-        self._structure.remember(model)
+        self._structure.record(model)
 
     def check(self) -> None:
         """Raises before a forward pass if the dtype of parameters has changed."""

@@ -28,7 +28,7 @@ from commhooks.errors import SchemeError
 from commhooks.hook._parameters import Parameters
 from commhooks.kernels import all_finite
 from commhooks.verify._measure import Measurement, Observer, ShardMeasurement
-from commhooks.wrappers._feedback import flushing, without_flush
+from commhooks.wrappers._feedback import unwrap_flush, with_flush
 from commhooks.wrappers._guard import Guard
 from commhooks.wrappers._parts import Part, whole_of
 from ddp_core import AllReduce, Exchange
@@ -47,8 +47,8 @@ def replicated_parameters(scheme: Scheme, parameters: Parameters) -> frozenset[s
     dimensions of tensor parallelism that includes parameters that are cut along one of them.
     """
     cuts = parameters.cuts
-    every = frozenset().union(*(cut.shard_groups for cut in cuts.values()))
-    if not every or _rounds_alone(without_flush(scheme)):
+    every = frozenset().union(*(cut.between for cut in cuts.values()))
+    if not every or _rounds_alone(unwrap_flush(scheme)):
         return frozenset()
     return frozenset(
         name
@@ -97,7 +97,7 @@ class ExactParameters:
     def exchange(self, scheme: Scheme, bucket: Bucket) -> SchemeExchange:
         """Exchanges a bucket in two parts: exact parameters, and the others by ``scheme``."""
         exact, others = self._split(bucket.layout)
-        dense = flushing(Dense())  # sends what another scheme has kept of them
+        dense = with_flush(Dense())  # sends what another scheme has kept of them
         if not exact or not others:
             return (yield from (dense if exact else scheme).exchange(bucket))
         parts = [Part(dense, bucket, exact), Part(scheme, bucket, others)]

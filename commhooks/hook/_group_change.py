@@ -20,7 +20,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook._handshake import handshake
 from commhooks.hook._running import Running
 from commhooks.hook._saving import gather_states
-from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import describe
 
 __all__ = ["GroupChange", "change_group"]
@@ -92,8 +92,8 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         engine.step,
         max(engine.rank, 0),
         max(engine.world_size, 1),
-        hook.plan_state(),
-        describe(without_flush(hook.scheme)),
+        hook.saved_plan(),
+        describe(unwrap_flush(hook.scheme)),
     )
     with hook.target.on_device():
         ranks = [

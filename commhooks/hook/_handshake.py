@@ -19,8 +19,7 @@ from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.hook._engine import Engine
-from commhooks.hook._target import HookTarget
-from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import describe
 from ddp_core import (
     MismatchError,
@@ -33,7 +32,7 @@ from ddp_core import (
     shared_store,
 )
 from ddp_core.exchange._errors import ranks_in_words
-from ddp_core.exchange._shared_store import MeetingPoint
+from ddp_core.exchange._shared_store import StoreBarrier
 
 __all__ = [
     "HANDSHAKE_LIMIT",
@@ -78,13 +77,13 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
         try:
             outcome = point.wait_for_all(_EVERYONE, end)
             if outcome is None:
-                came, missing = map(ranks_in_words, point.who_came())
+                came, missing = map(ranks_in_words, point.arrived_ranks())
                 text = f"not every rank came: {missing} did not within {seconds:g} s, {came} did"
                 outcome = store.ask(_give_up_on(group, point, text), 0.0)
         except SilentStoreError:
             # The others read this once the store answers again; this rank does not wait.
             text = f"rank {point.rank} gave up: its store was silent"
-            store.tell(_give_up_on(group, point, text))
+            store.notify(_giving_up(group, point, text))
             raise
     except SilentStoreError as error:
         raise SilentStoreError(f"{call}: {error}") from error
@@ -98,16 +97,16 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
 def clear_keys(group: dist.ProcessGroup) -> None:
     """Removes the last call's keys from the store, after all ranks have read them."""
     if group in _calls and (store := shared_store(group)) is not None:
-        _point(group, store).forget()
+        _point(group, store).delete_keys()
 
 
-def _point(group: dist.ProcessGroup, store: SharedStore) -> MeetingPoint:
-    """Returns the meeting point of the last call in the store."""
+def _point(group: dist.ProcessGroup, store: SharedStore) -> StoreBarrier:
+    """Returns where ranks meet in the last call."""
     generation, number = _calls[group]
-    return MeetingPoint(store, f"commhooks/{generation}/{number}", group.rank(), group.size())
+    return StoreBarrier(store, f"commhooks/{generation}/{number}", group.rank(), group.size())
 
 
-def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> MeetingPoint:
+def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> StoreBarrier:
     # Ranks that gave up on a call have counted it, and a rank that never came has not: after that
     # their numbers differ, so numbers begin again in a new generation.
     generation = store.ask(lambda client: client.add(_GENERATION, 0), end - time.monotonic())
@@ -117,8 +116,8 @@ def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> Mee
     return _point(group, store)
 
 
-def _give_up_on(group: dist.ProcessGroup, point: MeetingPoint, text: str) -> Callable[[Any], str]:
-    """Returns a function that ends a call for which ranks are missing, and returns the outcome."""
+def _giving_up(group: dist.ProcessGroup, point: StoreBarrier, text: str) -> Callable[[Any], str]:
+    """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
     generation, _ = _calls[group]
 
     def give_up(client: Any) -> str:
@@ -201,8 +200,8 @@ def handshake_fields(
         loaded: the buckets of a loaded state in which no step was taken yet.
     """
     # A pending flush is no difference: a rank without a residual exchanges the same.
-    registered, pieces = without_flush(scheme), target.parameters.placement
-    ddp = target.model if isinstance(target.model, DistributedDataParallel) else None
+    registered, pieces = unwrap_flush(scheme), binding.parameters.placement
+    ddp = binding.model if isinstance(binding.model, DistributedDataParallel) else None
     return {
         "scheme and options": describe(registered),
         "commhooks version": __version__,

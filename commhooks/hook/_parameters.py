@@ -356,7 +356,7 @@ def not_reduced(model: nn.Module) -> dict[str, nn.Parameter]:
 def _was_wrapped(model: Any, parameter: Tensor) -> bool:
     """Whether a model had the parameter when it became a DistributedDataParallel."""
     if isinstance(model, CoreDDP):
-        return model._parts.known.had(parameter)
+        return model._ddp_state.known.knows(parameter)
     if isinstance(model, DistributedDataParallel):
         return any(parameter is known for known in wrapped_parameters(model))
     return True
@@ -368,8 +368,8 @@ def values_of(model: nn.Module) -> dict[str, Tensor]:
     Within a backward pass of mixed precision, parameters are low-precision copies.
     """
     inner, full = _inner(model), {}
-    if isinstance(model, CoreDDP) and model._parts.precision is not None:
-        full = model._parts.precision.full_values()
+    if isinstance(model, CoreDDP) and model._ddp_state.precision is not None:
+        full = model._ddp_state.precision.full_values()
     alone = set(ignored_names(inner))
     named = {name: parameter for name, parameter in inner.named_parameters() if name not in alone}
     plain = plain_names(named)

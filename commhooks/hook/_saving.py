@@ -47,7 +47,7 @@ from commhooks.wrappers._feedback import (
     RESIDUAL_SLOT,
     FlushResidual,
     keeps_residual,
-    without_flush,
+    unwrap_flush,
 )
 from commhooks.wrappers._make import describe
 from ddp_core import MismatchError, MissingRankError
@@ -421,7 +421,7 @@ def _own_state(hook: Running) -> dict[str, Any]:
     buckets = hook.continuation.saved(hook.target.notifying_core(hook))
     # A pending flush shows in the memory. The saved scheme has to be equal on all ranks, and to
     # the scheme that the next run registers.
-    scheme = without_flush(hook.scheme)
+    scheme = unwrap_flush(hook.scheme)
     common = {
         "format": FORMAT,
         "version": VERSION,
@@ -522,8 +522,8 @@ def prepare(
             f"torch.distributed.init_process_group first"
         )
     hook.bind()
-    engine, scheme = hook.engine, without_flush(hook.scheme)
-    hook.call_monitor.suppressed = True
+    engine, scheme = hook.engine, unwrap_flush(hook.scheme)
+    hook.attendance.excused = True
 
     # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook.parameters.find)

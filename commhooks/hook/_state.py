@@ -27,7 +27,7 @@ from commhooks.hook._running import Running
 from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._target import check_process_group
 from commhooks.verify._equal import check_equal, state_of
-from commhooks.wrappers._feedback import RESIDUAL, FlushResidual, keeps_residual, without_flush
+from commhooks.wrappers._feedback import RESIDUAL, FlushResidual, keeps_residual, unwrap_flush
 from commhooks.wrappers._make import describe, make, short_repr
 from commhooks.wrappers._per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
@@ -302,7 +302,7 @@ class HookState(Running):
 
     def summary(self, steps: int = 100) -> str:
         """Describes in words what this scheme's latest steps sent; see :meth:`Ledger.summary`."""
-        name = short_repr(without_flush(self.scheme))
+        name = short_repr(unwrap_flush(self.scheme))
         world_size = max(self.engine.world_size, 1)
         return self.ledger.summary(
             *(name, world_size, steps), since=self._scheme_since, dense=self.compared_with

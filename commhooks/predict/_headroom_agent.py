@@ -41,7 +41,7 @@ class _Script:
         self.ends = 0
         self.rank = 0  # of the measured model; the script may destroy its group before it ends
 
-    def tell(self, **facts: Any) -> None:
+    def write_status(self, **facts: Any) -> None:
         """Leaves facts for the command that has started this script; one rank per machine does."""
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
@@ -63,14 +63,14 @@ class _Script:
         if self.turns is None or self.measured is None:
             return
         if self.measured is not ddp and self.measured.module is ddp.module:
-            self.tell(rewrapped=self.turns.step)
+            self.write_status(rewrapped=self.turns.step)
             self.end()
         if self.measured is ddp:
             try:
                 if self.turns.step_begins():
                     self.report(self.turns)
             except Error as error:
-                self.tell(failed=str(error))
+                self.write_status(failed=str(error))
                 self.end()
 
     def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
@@ -78,7 +78,7 @@ class _Script:
         if comm_hooks(ddp):
             self.refuse_hook(None, comm_hooks(ddp)[0][0])
         if torch.distributed.get_world_size(ddp.process_group) == 1:
-            self.tell(alone=True)
+            self.write_status(alone=True)
             if torch.distributed.get_world_size() == 1:
                 self.end()
             return False  # perhaps another model is of more ranks
@@ -86,7 +86,7 @@ class _Script:
         try:
             self.turns = InterleavedRun(ddp, self.steps, deadline=self.deadline)
         except Error as error:
-            self.tell(failed=str(error))
+            self.write_status(failed=str(error))
             self.end()
         ddp.register_comm_hook = self.refuse_hook  # type: ignore[method-assign]
         # The pre-hook that came with the communication hook has not seen the pass that begins now,
@@ -95,18 +95,18 @@ class _Script:
             if key not in known:
                 hook(ddp, inputs)
         atexit.register(self.at_exit)
-        self.tell(begun=time.time(), needed=self.turns.steps_to_come)
+        self.write_status(begun=time.time(), needed=self.turns.steps_to_come)
         return True
 
     def refuse_hook(self, state: Any, hook: Any) -> NoReturn:
         """Ends a script that registers a hook of its own, before the first step or later."""
-        self.tell(own_hook=getattr(hook, "__qualname__", repr(hook)))
+        self.write_status(own_hook=getattr(hook, "__qualname__", repr(hook)))
         self.end()
 
     def report(self, turns: InterleavedRun) -> NoReturn:
         """Prints the answer on rank 0, and ends the process."""
         if not turns.turns:
-            self.tell(too_slow=turns.step)
+            self.write_status(too_slow=turns.step)
             self.end()
         headroom = Headroom.of(*turns.results())
         if torch.distributed.get_rank() == 0:
@@ -118,7 +118,7 @@ class _Script:
                 )
             if self.out is not None:
                 headroom.save(self.out)
-        self.tell(done=turns.step)
+        self.write_status(done=turns.step)
         self.end(done=True)
 
     def end(self, *, done: bool = False) -> NoReturn:
@@ -134,7 +134,7 @@ class _Script:
     def at_exit(self) -> None:
         """Tells how far the script came by itself."""
         if not self.ends and self.turns is not None:
-            self.tell(ended=self.turns.step)
+            self.write_status(ended=self.turns.step)
 
 
 _script: _Script | None = None
@@ -151,7 +151,7 @@ def ddp_built(ddp: DistributedDataParallel) -> None:
     """Measures a model once it trains; called when its constructor has returned."""
     script = _this_script()
     script.models += 1
-    script.tell(ddp=True)
+    script.write_status(ddp=True)
     ddp.register_forward_pre_hook(torch.compiler.disable(partial(_before_forward, script)))
 
 
@@ -162,5 +162,5 @@ def _before_forward(script: _Script, ddp: DistributedDataParallel, inputs: Any) 
 def fsdp_built(model: Any) -> None:
     """Ends a script that uses FSDP: there gradients are no buckets of a hook."""
     script = _this_script()
-    script.tell(fsdp=True)
+    script.write_status(fsdp=True)
     script.end()

@@ -165,7 +165,7 @@ class InterleavedRun:
         if self._hook.rank == 0:
             # The next turn takes as long as this one.
             seconds = _seconds(self._marks[-1 - len(VARIANTS) * BLOCK], self._marks[-1])
-            self._notes.leave(key, "no" if time.time() + seconds > self._deadline else "yes")
+            self._notes.post(key, "no" if time.time() + seconds > self._deadline else "yes")
         return self._notes.read(key) == "no"
 
     def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[BucketTransfer]]:
@@ -183,14 +183,14 @@ class InterleavedRun:
         local_seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
         rank, size = self._hook.rank, self._hook.world_size
         travel, dense_nbytes = _travel(self._hook)
-        self._notes.leave(f"times of {rank}", json.dumps([local_seconds, travel]))
+        self._notes.post(f"times of {rank}", json.dumps([local_seconds, travel]))
         if rank == 0:
             everyone = [json.loads(self._notes.read(f"times of {other}")) for other in range(size)]
             slowest = [
                 max(step) for step in zip(*(seconds[0] for seconds in everyone), strict=True)
             ]
             travels = [[BucketTransfer(*fields) for fields in theirs] for _, theirs in everyone]
-            self._notes.leave("result", json.dumps([slowest, _of_all(travels)]))
+            self._notes.post("result", json.dumps([slowest, _of_all(travels)]))
         slowest, agreed = json.loads(self._notes.read("result"))
         facts = Facts(
             world_size=size,
@@ -206,7 +206,7 @@ class InterleavedRun:
         """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
-        self._notes.leave(f"rank {rank} parts", "")
+        self._notes.post(f"rank {rank} parts", "")
         for other in range(size) if rank == 0 else ():
             self._notes.read(f"rank {other} parts")
 

@@ -434,7 +434,7 @@ class _Measurement:
         # Rank 0's numbers: two processors may round differently.
         links = [link and [link.latency, link.bandwidth] for link in (fit.between, fit.inside)]
         if self._rank == 0:
-            self._notes.leave("fit", json.dumps(links))
+            self._notes.post("fit", json.dumps(links))
         between, inside = json.loads(self._notes.read("fit"))
         fit = replace(
             fit,
@@ -455,7 +455,7 @@ class _Measurement:
         """Returns the node of each rank, by the number of ranks per node that torchrun tells."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
         node = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
-        self._notes.leave(f"node of {self._rank}", node)
+        self._notes.post(f"node of {self._rank}", node)
         return [self._notes.read(f"node of {rank}") for rank in range(self._size)]
 
     def _make_parts(self) -> list[_Own]:

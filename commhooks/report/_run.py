@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from commhooks.report._page import Page
 from commhooks.report._style import BLUE, GREY, RED
 from commhooks.report._timeline import draw
-from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import short_repr
 from ddp_core import needs
 from ddp_core.exchange._errors import listed
@@ -39,7 +39,7 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
         MissingPackageError: matplotlib or pandas is not installed.
     """
     summary: Any = hook.summary()
-    page = Page(title or f"{short_repr(without_flush(hook.scheme))} on {hook.world_size} ranks")
+    page = Page(title or f"{short_repr(unwrap_flush(hook.scheme))} on {hook.world_size} ranks")
     page.text(summary)
     rows = hook.report()
     if len(rows):

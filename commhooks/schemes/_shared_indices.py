@@ -40,12 +40,12 @@ class SharedIndices(Scheme):
     def choose_indices(self, bucket: Bucket) -> IndexExchange:
         """Returns indices that are the same on all ranks, by a collective or by shared random bits.
 
-        Subclasses choose their form: ``take`` and ``put`` get what this method returns.
+        Subclasses choose their form: ``gather`` and ``scatter`` get what this method returns.
         """
         raise NotImplementedError
         yield  # makes this a generator function
 
-    def take(self, bucket: Bucket, indices: Any) -> Tensor:
+    def gather(self, bucket: Bucket, indices: Any) -> Tensor:
         """Returns the gradient's entries at ``indices``; writes others to ``bucket.unsent``.
 
         At least one of the values is NaN unless all entries are finite, also those that are not
@@ -53,7 +53,9 @@ class SharedIndices(Scheme):
         """
         raise NotImplementedError
 
-    def put(self, values: Tensor, out: Tensor, indices: Any, finite: Tensor | None = None) -> None:
+    def scatter(
+        self, values: Tensor, out: Tensor, indices: Any, finite: Tensor | None = None
+    ) -> None:
         """Writes values to ``out`` at ``indices``, and zeros elsewhere; NaN unless ``finite``."""
         raise NotImplementedError
 
@@ -62,16 +64,16 @@ class SharedIndices(Scheme):
             return (yield from bucket.all_reduce())
         unsent = bucket.unsent
         indices = yield from self.choose_indices(bucket)
-        values = self.take(bucket, indices)
+        values = self.gather(bucket, indices)
         own_values = values if unsent is None else values.clone()
         request = AllReduce(values)
         values = yield request
         if unsent is not None and request.sent is not None:  # rounded on the way
             error = torch.empty_like(unsent)
-            self.put(own_values - request.sent, error, indices)
+            self.scatter(own_values - request.sent, error, indices)
             unsent.add_(error)
         finite = all_finite(values)
-        self.put(values, bucket.output, indices, finite)
+        self.scatter(values, bucket.output, indices, finite)
         return Result(bucket.output, unsent=unsent, finite=finite)
 
 

@@ -34,18 +34,18 @@ class RandomK(SharedIndices):
         return bucket.random("random_k", shared=True), bucket.step
         yield
 
-    def take(self, bucket: Bucket, indices: tuple[RandomBits, int]) -> Tensor:
+    def gather(self, bucket: Bucket, indices: tuple[RandomBits, int]) -> Tensor:
         x, unsent = bucket.raw, bucket.unsent
         k = number_kept(self.ratio, x.numel())
         if x.dtype == torch.float64:  # which the kernel does not know
             at = _random_indices(x.numel(), k, *indices, x.device)
             finite = all_finite(bucket.gradient)
-            return _take_at(at, bucket.gradient, unsent).add_(nan_unless(finite))
+            return _gather_at(at, bucket.gradient, unsent).add_(nan_unless(finite))
         values = x.new_empty(k, dtype=torch.float32)
         gather_random(x, values, indices[0], residual=bucket.residual, unsent=unsent)
         return values
 
-    def put(
+    def scatter(
         self,
         values: Tensor,
         out: Tensor,
@@ -64,7 +64,7 @@ def _random_indices(n: int, k: int, stream: RandomBits, step: int, device: torch
     return random_places(n, k, step, stream.seed, stream.number, device=device)
 
 
-def _take_at(indices: Tensor, x: Tensor, unsent: Tensor | None) -> Tensor:
+def _gather_at(indices: Tensor, x: Tensor, unsent: Tensor | None) -> Tensor:
     values = x[indices]
     if unsent is not None:
         unsent.copy_(x).index_fill_(0, indices, 0.0)

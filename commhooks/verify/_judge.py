@@ -15,7 +15,7 @@ from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.verify._equal import describe_others, minority_ranks
 from commhooks.verify._measure import ROW_FIELDS, Measurement, ShardMeasurement
 from commhooks.wrappers._cast import Cast
-from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, without_flush
+from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, unwrap_flush
 from commhooks.wrappers._make import short_repr
 from commhooks.wrappers._schedules import running_at
 from ddp_core.exchange._errors import ranks_in_words
@@ -102,7 +102,7 @@ class ErrorBound(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _name_of(scheme: Scheme) -> str:
-    return short_repr(without_flush(scheme))
+    return short_repr(unwrap_flush(scheme))
 
 
 def error_bound_of(scheme: Scheme, world_size: int, step: int = 0) -> ErrorBound:

@@ -73,7 +73,7 @@ class Cast(Wrapper):
                     narrow, scale = self._narrow(request, bucket.world_size)
                     if keep_sent:
                         request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)
-                    rounded = partial(_note_sent, request, narrow, scale, keep_sent)
+                    rounded = partial(_record_sent, request, narrow, scale, keep_sent)
                     if request.overlap is not None:
                         overlap = narrow.overlap = request.overlap.after(rounded)
                 try:
@@ -114,7 +114,7 @@ class Cast(Wrapper):
         return kind(small, "sum"), scale
 
 
-def _note_sent(request: Collective, narrow: Collective, scale: float, keep: bool) -> None:
+def _record_sent(request: Collective, narrow: Collective, scale: float, keep: bool) -> None:
     """Notes what was sent if it was rounded again, by a cast around this one."""
     if keep and narrow.sent is not None:
         request.sent = narrow.sent.to(request.tensor.dtype).mul_(scale)

@@ -27,12 +27,12 @@ __all__ = [
     "Feedback",
     "FlushResidual",
     "Scaled",
-    "flushing",
     "has_feedback",
     "keeps_residual",
-    "take_residual",
+    "pop_residual",
+    "unwrap_flush",
+    "with_flush",
     "without_feedback",
-    "without_flush",
 ]
 
 RESIDUAL = "residual"
@@ -220,12 +220,12 @@ class FlushResidual(Wrapper):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         if _is_pending(bucket):
-            bucket.raw.add_(_taken(bucket))
+            bucket.raw.add_(_pop_residual(bucket))
         return (yield from self.scheme.exchange(bucket))
 
     def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
         if _is_pending(bucket):  # not in place: nobody gets the input back
-            bucket = bucket.replace(raw=bucket.raw + _taken(bucket))
+            bucket = bucket.replace(raw=bucket.raw + _pop_residual(bucket))
         return (yield from self.scheme.all_gather(bucket, parts))
 
 
@@ -236,7 +236,7 @@ def _is_pending(bucket: Bucket) -> bool:
     )
 
 
-def _taken(bucket: Bucket) -> Tensor:
+def _pop_residual(bucket: Bucket) -> Tensor:
     """Returns the residual of a bucket in the dtype of its gradient, and removes it."""
     residual = bucket.read(RESIDUAL_SLOT).to(bucket.raw.dtype)
     # Staged like all writes: if this step is not finite, the residual waits for the next.
@@ -244,7 +244,7 @@ def _taken(bucket: Bucket) -> Tensor:
     return residual
 
 
-def without_flush(scheme: Scheme) -> Scheme:
+def unwrap_flush(scheme: Scheme) -> Scheme:
     """Returns the scheme inside a ``FlushResidual``, or ``scheme`` itself."""
     return scheme.scheme if isinstance(scheme, FlushResidual) else scheme
 
@@ -266,22 +266,22 @@ def without_feedback(scheme: Scheme) -> Scheme:
     return scheme
 
 
-def flushing(scheme: Scheme) -> Scheme:
+def with_flush(scheme: Scheme) -> Scheme:
     """Returns a scheme that uses up a residual: ``scheme``, or ``FlushResidual`` around it."""
     try:
-        return _flushing(scheme)
+        return _with_flush(scheme)
     except TypeError:  # a setting that has no hash, such as a list
-        return _flushing.__wrapped__(scheme)
+        return _with_flush.__wrapped__(scheme)
 
 
 @lru_cache(maxsize=1024)  # called in every step; making a wrapper checks all schemes inside
-def _flushing(scheme: Scheme) -> Scheme:
+def _with_flush(scheme: Scheme) -> Scheme:
     return (
         FlushResidual(scheme) if scheme.traits.averages and not keeps_residual(scheme) else scheme
     )
 
 
-def take_residual(bucket: Bucket) -> None:
+def pop_residual(bucket: Bucket) -> None:
     """Adds the residual of error feedback to the gradient, and sets it to zero."""
     residual = bucket.read(RESIDUAL_SLOT)
     bucket.raw.add_(residual.to(bucket.raw.dtype))

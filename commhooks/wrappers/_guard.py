@@ -14,7 +14,7 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._slot import Number, Slot
 from commhooks.core._traits import Traits
 from commhooks.wrappers._base import Wrapper
-from commhooks.wrappers._feedback import RESIDUAL_SLOT, keeps_residual, take_residual
+from commhooks.wrappers._feedback import RESIDUAL_SLOT, keeps_residual, pop_residual
 from ddp_core import AllReduce
 from ddp_core.exchange._errors import listed
 
@@ -78,7 +78,7 @@ class Guard(Wrapper):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         if bucket.step < self._largest(_UNTIL, bucket):
             if keeps_residual(self.scheme):
-                take_residual(bucket)
+                pop_residual(bucket)
             return (yield from bucket.all_reduce())
         n = bucket.raw.numel()
         if (bucket.step + 1) % self.every or not n:

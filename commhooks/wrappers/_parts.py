@@ -52,18 +52,18 @@ class Part:
         except StopIteration as stop:
             self.request, self.result = None, stop.value
 
-    def put_back(self, bucket: Bucket) -> None:
+    def write_back(self, bucket: Bucket) -> None:
         """Copies the mean and what was not sent to the parameters' spans of the bucket."""
         if bucket.unsent is not None:
             self.result = self.bucket.with_unsent(self.result)
             assert self.result.unsent is not None
             everything = (0, bucket.raw.numel())
-            self._put(self.result.unsent, everything, bucket.unsent, everything)
+            self._write(self.result.unsent, everything, bucket.unsent, everything)
         here = self.bucket.own.indices(self.bucket.raw.numel())[:2]
         there = bucket.own.indices(bucket.raw.numel())[:2]
-        self._put(self.result.mean.view(-1), here, bucket.output, there)
+        self._write(self.result.mean.view(-1), here, bucket.output, there)
 
-    def _put(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:
+    def _write(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:
         """Copies what two ranges of entries have in common.
 
         Args:
@@ -101,7 +101,7 @@ def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] 
 def whole_of(parts: Sequence[Part], bucket: Bucket) -> Result:
     """Returns the result of a bucket whose parts have all been exchanged."""
     for part in parts:
-        part.put_back(bucket)
+        part.write_back(bucket)
     flags = [part.result.finite for part in parts if part.result.finite is not None]
     finite = torch.stack(flags).all() if len(flags) == len(parts) else None
     return Result(bucket.output, unsent=bucket.unsent, finite=finite)

@@ -20,7 +20,7 @@ from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits
 from commhooks.core._user_line import user_stacklevel
 from commhooks.wrappers._base import Choice
-from commhooks.wrappers._feedback import flushing, keeps_residual
+from commhooks.wrappers._feedback import keeps_residual, with_flush
 from commhooks.wrappers._parts import Part, side_by_side, whole_of
 from ddp_core.exchange._errors import listed
 
@@ -168,7 +168,7 @@ class PerParameter(Choice):
         # A parameter may have the residual of another scheme, by a schedule or a loaded state: a
         # scheme without feedback sends it.
         if keeps_residual(self):
-            schemes = [flushing(scheme) for scheme in schemes]
+            schemes = [with_flush(scheme) for scheme in schemes]
         if len(chosen) == 1:  # the usual case with ``layout="scheme"``: nothing is copied
             (which,) = chosen
             return (yield from schemes[which].exchange(bucket))

@@ -14,7 +14,7 @@ from commhooks.core._settings import fitting, shown
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits, worst
 from commhooks.wrappers._base import Choice, Coalesced, Wrapper, check_is_scheme
-from commhooks.wrappers._feedback import FlushResidual, flushing, keeps_residual, take_residual
+from commhooks.wrappers._feedback import FlushResidual, keeps_residual, pop_residual, with_flush
 
 __all__ = ["DelayedStart", "PeriodicDense", "Schedule", "running_at"]
 
@@ -69,7 +69,7 @@ class DelayedStart(Wrapper):
         scheme = self.before if bucket.step < self.start_step else self.scheme
         # A residual that ``before`` has left is sent by the scheme after it.
         if scheme is self.scheme and keeps_residual(self.before):
-            scheme = flushing(scheme)
+            scheme = with_flush(scheme)
         return (yield from scheme.exchange(bucket))
 
 
@@ -113,7 +113,7 @@ class PeriodicDense(Wrapper):
         if (bucket.step + 1) % self.every:
             return (yield from self.scheme.exchange(bucket))
         if keeps_residual(self.scheme):
-            take_residual(bucket)
+            pop_residual(bucket)
         return (yield from bucket.all_reduce())
 
 
@@ -169,7 +169,7 @@ class Schedule(Choice):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         scheme = self.at(bucket.step)
         if any(keeps_residual(part) for part in self.schemes):
-            scheme = flushing(scheme)
+            scheme = with_flush(scheme)
         return (yield from scheme.exchange(bucket))
 
     def begins_with(

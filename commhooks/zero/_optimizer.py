@@ -64,7 +64,7 @@ def check_model(model: nn.Module) -> CoreDDP:
             "ZeroOptimizer: this model has a hook already; give the optimizer the scheme: "
             "ZeroOptimizer(model, optimizer, scheme=...)"
         )
-    if ddp._parts.delayed is not None or ddp.reducer.exchange.optimizer is not None:
+    if ddp._ddp_state.delayed is not None or ddp.reducer.exchange.optimizer is not None:
         raise RegistrationError(
             "ZeroOptimizer: not with delay_all_reduce_named_params, nor with an optimizer in "
             "backward (_apply_optimizer_in_backward)"
@@ -106,7 +106,7 @@ def check_known_use(ddp: CoreDDP) -> None:
     Raises:
         RegistrationError: parameters may be unused, or are low-precision copies then.
     """
-    if ddp.find_unused_parameters or ddp.static_graph or ddp._parts.precision is not None:
+    if ddp.find_unused_parameters or ddp.static_graph or ddp._ddp_state.precision is not None:
         raise RegistrationError(
             "ZeroOptimizer(in_backward=True): not with find_unused_parameters or static_graph, "
             "where ranks know which parameters were used when backward is over, nor with "
@@ -309,7 +309,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.hook.agree("commhooks.ZeroOptimizer", facts, HANDSHAKE_LIMIT)
         ddp.register_comm_hook(self.hook, comm_hook)
         ddp.register_forward_pre_hook(AttachmentGuard(self.hook, ddp))
-        ddp._parts.uneven.needs_all = True  # a rank without inputs would not step
+        ddp._ddp_state.uneven.needs_all = True  # a rank without inputs would not step
         ddp.reducer.keep_registered_buckets()
         self.skipped_steps = 0
 
@@ -350,7 +350,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Returns:
             The norm before, the same on all ranks; not finite if a gradient of any rank is not.
         """
-        self._model._parts.before_collectives()
+        self._model._ddp_state.before_collectives()
         return self._shards.clip(max_norm, norm_type)
 
     @torch.no_grad()
@@ -372,7 +372,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
                 loss = closure()
         check_none_accumulated(self._model)
         if not self._shards.any_arrived:  # nothing trains, or something else does
-            self._model._parts.known.check()
+            self._model._ddp_state.known.check()
         self._shards.step()
         self.skipped_steps += not self._shards.finite
         return loss

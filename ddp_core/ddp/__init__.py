@@ -4,7 +4,7 @@
 #
 # _ddp                                         DistributedDataParallel
 # _construct                                   checks of its arguments
-# _parts                                       what it is made of
+# _ddp_state                                       what it is made of
 # _forward                                     before and after a forward pass
 # _hooks                                       register_comm_hook and layouts
 # _replica                                     buffers, parameters and inputs that ranks share

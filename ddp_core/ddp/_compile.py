@@ -72,7 +72,7 @@ def _compiler() -> tuple[Any, Any]:
                 [inputs[name] for name in bucket.params if name in inputs]
                 for bucket in reversed(self.buckets)
             ]
-            self._plan.take_splits(chosen)
+            self._plan.add_splits(chosen)
             return compiled
 
     return compiler, Splitter

@@ -15,10 +15,10 @@ from ddp_core._torch import not_traced, not_traced_itself
 from ddp_core.ddp import _construct as _construct
 from ddp_core.ddp._agreement import frozen_facts, module_facts, verify_across_ranks
 from ddp_core.ddp._compile import splitting_at_buckets
+from ddp_core.ddp._ddp_state import DDPState
 from ddp_core.ddp._delayed import DelayedAllReduce
 from ddp_core.ddp._forward import ForwardPass, before_forward
 from ddp_core.ddp._logging_data import log_construction, log_recorded_steps
-from ddp_core.ddp._parts import Parts
 from ddp_core.ddp._replica import BufferHook, Buffers, JoinFlags
 from ddp_core.ddp._tensor_parallel import localize
 from ddp_core.ddp._torch_names import TorchNames
@@ -138,7 +138,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         )
         sync_buffers = _first(forward_sync_buffers, broadcast_buffers, True)
         trained = replica.trained()
-        self._parts = Parts(
+        self._ddp_state = DDPState(
             replica,
             settings,
             Buffers(replica, enabled=sync_buffers),
@@ -154,20 +154,20 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             facts = module_facts(self, taken=not own_buffers, arguments=arguments)
             verify_across_ranks(trained, facts | frozen_facts(replica), group)
             replica.broadcast_from(0, buffers=not own_buffers)
-        self._parts.build(self)
-        log_recorded_steps(self._parts)
+        self._ddp_state.build(self)
+        log_recorded_steps(self._ddp_state)
         if trained and static_graph and find_unused_parameters:
             _construct.warn_that_static_finds_unused(stacklevel=3)
-        log_construction(self._parts, mixed_precision)
+        log_construction(self._ddp_state, mixed_precision)
 
     # ---- training
 
     @not_traced_itself
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward: first takes rank 0's buffers, then prepares backward."""
-        if not self._parts.reduces:
+        if not self._ddp_state.reduces:
             return self._after_delayed(self.module(*inputs, **kwargs))
-        inputs, kwargs, under_way = before_forward(self._parts, self, inputs, kwargs)
+        inputs, kwargs, under_way = before_forward(self._ddp_state, self, inputs, kwargs)
         try:
             with named_range("forward"), splitting_at_buckets(self, self.reducer.plan):
                 output = self.module(*inputs, **kwargs)
@@ -178,10 +178,10 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     @not_traced
     def _after_delayed(self, output: Any) -> Any:
-        assert self._parts.delayed is not None  # all parameters are: there is no reducer
+        assert self._ddp_state.delayed is not None  # all parameters are: there is no reducer
         if torch.is_grad_enabled():
-            self._parts.known.check()
-            self._parts.delayed.prepare(synchronises=self.require_backward_grad_sync)
+            self._ddp_state.known.check()
+            self._ddp_state.delayed.prepare(synchronises=self.require_backward_grad_sync)
         return output
 
     @contextmanager
@@ -263,31 +263,31 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         Raises:
             RuntimeError: there is a hook already; see ``replace_comm_hook``.
         """
-        if self._parts.hooks.registered:
+        if self._ddp_state.hooks.registered:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once; "
                 "replace_comm_hook(state, hook) changes the hook, remove_comm_hook() removes it"
             )
-        self._parts.hooks.set(hook, state)
+        self._ddp_state.hooks.set(hook, state)
 
     def replace_comm_hook(self, state: Any, hook: CommHook) -> None:
         """Uses another hook from the next step on; all ranks call it alike, between two steps."""
-        self._parts.hooks.set(hook, state)
+        self._ddp_state.hooks.set(hook, state)
 
     def remove_comm_hook(self) -> None:
         """Averages by a plain all-reduce from the next step on; all ranks call it alike."""
-        self._parts.hooks.set(None, None)
+        self._ddp_state.hooks.set(None, None)
 
     def schedule_comm_hook(self, step: int, state: Any, hook: CommHook | None) -> None:
         """Uses a hook (None: the plain all-reduce) from synchronised step ``step`` on."""
-        self._parts.hooks.schedule(step, hook, state)
+        self._ddp_state.hooks.schedule(step, hook, state)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Gives buckets parameters for which ``group_of(name, parameter)`` is the same.
 
         From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
         """
-        self._parts.reducer.plan.request(group_of)
+        self._ddp_state.reducer.plan.request(group_of)
 
     def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int], list[nn.Parameter]]:
         """Returns what a run that goes on needs to have the same buckets.
@@ -298,7 +298,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             buckets are not final yet, as in the first step; all parameters in the order in which
             gradients came in the last step, none where that is not known.
         """
-        reducer = self._parts.reducer
+        reducer = self._ddp_state.reducer
         # Sparse gradients are always a bucket each, which needs no saving.
         present = [bucket.members for bucket in reducer.buckets if not bucket.sparse]
         members, limits, order = reducer.plan.to_save(present)
@@ -323,7 +323,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             agree: called on every rank before that step; raises if they go on from different runs.
         """
         index_of = {
-            id(entry.parameter): index for index, entry in enumerate(self._parts.reducer.parameters)
+            id(entry.parameter): index
+            for index, entry in enumerate(self._ddp_state.reducer.parameters)
         }
         known = all(
             id(parameter) in index_of for bucket in [*buckets, arrival] for parameter in bucket
@@ -334,11 +335,11 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             tuple(index_of[id(parameter)] for parameter in bucket) for bucket in buckets
         )
         order = tuple(index_of[id(parameter)] for parameter in arrival)
-        self._parts.reducer.plan.go_on_from(SavedBuckets(members, tuple(limits), order, agree))
+        self._ddp_state.reducer.plan.resume(SavedBuckets(members, tuple(limits), order, agree))
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again what layout it wants: its answers have changed."""
-        self._parts.hooks.refresh_layout()
+        self._ddp_state.hooks.refresh_layout()
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
@@ -348,7 +349,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             raise TypeError("Buffer communication hook must be callable.")
         # By name: torch's enumeration of locations is private.
         before = getattr(comm_hook_location, "name", "POST_FORWARD") == "PRE_FORWARD"
-        self._parts.buffers.hook = BufferHook(hook, state, after_forward=not before)
+        self._ddp_state.buffers.hook = BufferHook(hook, state, after_forward=not before)
 
     # ---- other ranks
 
@@ -365,11 +366,11 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         Example:
             >>> ddp_model.change_group(torch.distributed.new_group([0, 2, 3]))
         """
-        self._parts.change_group(group)
+        self._ddp_state.change_group(group)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Does what :meth:`change_group` does; torch's name for it."""
-        self._parts.change_group(new_process_group)
+        self._ddp_state.change_group(new_process_group)
 
     # ---- steps without a backward pass
 
@@ -399,9 +400,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     def _set_holding(self, holds: bool) -> bool:
         """Sets whether passes are held; returns whether they were."""
-        if not self._parts.reduces:  # all parameters are delayed
+        if not self._ddp_state.reduces:  # all parameters are delayed
             return False
-        unreduced = self._parts.reducer.backward.unreduced
+        unreduced = self._ddp_state.reducer.backward.unreduced
         before, unreduced.in_hold = unreduced.in_hold, holds
         return before
 
@@ -419,21 +420,21 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         """
         if backward_number() != NO_BACKWARD:
             raise RuntimeError("reduce() within a backward pass: call it after backward has ended")
-        parts = self._parts
+        state = self._ddp_state
         with torch.no_grad():
-            if parts.reduces:
+            if state.reduces:
                 held = self._set_holding(False)
                 try:
-                    step = ForwardPass(parts, self)
+                    step = ForwardPass(state, self)
                     step.begin_step(JoinFlags(grads=True, sync=True, at_point=True))
                     step.end_step(sync=True)
-                    reducer = parts.reducer
+                    reducer = state.reducer
                     reducer.begin_step()
                     reduce_at_point(reducer.backward, reducer.exchange, reducer.plan)
                 finally:
                     self._set_holding(held)
-            if parts.delayed is not None:
-                parts.delayed.reduce()
+            if state.delayed is not None:
+                state.delayed.reduce()
 
     # ---- copies
 
@@ -442,9 +443,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self._parts.restore()
-        self._parts.build(self)
-        log_recorded_steps(self._parts)
+        self._ddp_state.restore()
+        self._ddp_state.build(self)
+        log_recorded_steps(self._ddp_state)
 
     # ---- what users look at
 

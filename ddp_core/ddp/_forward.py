@@ -11,7 +11,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
 from ddp_core._torch import in_join, not_traced, tree_flatten, tree_unflatten, will_run
-from ddp_core.ddp._parts import Parts
+from ddp_core.ddp._ddp_state import DDPState
 from ddp_core.ddp._replica import JoinFlags, recv_join_flags, send_join_flags
 from ddp_core.reducer._backward import Backward
 from ddp_core.reducer._precision import Use
@@ -31,30 +31,30 @@ class _Module(Protocol):
 
 @not_traced
 def before_forward(
-    parts: Parts, module: _Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    state: DDPState, module: _Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], ForwardPass]:
     """Begins a forward pass; returns what the inner module gets, and the pass."""
     if module.device_ids:
         moved = scatter_kwargs(inputs, kwargs, [module.device_ids[0]], dim=module.dim)
         inputs, kwargs = moved[0][0], moved[1][0]
-    under_way = ForwardPass(parts, module)
+    under_way = ForwardPass(state, module)
     return *under_way.begin(inputs, kwargs), under_way
 
 
 class ForwardPass:
     """Does what comes before and after one forward pass of a DistributedDataParallel."""
 
-    def __init__(self, parts: Parts, module: _Module) -> None:
-        self._parts, self._module = parts, module
+    def __init__(self, state: DDPState, module: _Module) -> None:
+        self._ddp_state, self._module = state, module
         # One that is run once more, for its activations, belongs to the step under way.
-        self._is_recomputed = parts.reducer.is_recomputed()
+        self._is_recomputed = state.reducer.is_recomputed()
         self._low: Use | None = None  # it uses low-precision parameters
 
     def begin(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Does what comes before the inner module computes; returns what that gets."""
-        precision = self._parts.precision
+        precision = self._ddp_state.precision
         if not self._is_recomputed:
             self.begin_step(JoinFlags(torch.is_grad_enabled(), self._synchronises()))
         if precision is None:
@@ -63,7 +63,7 @@ class ForwardPass:
         if torch.is_grad_enabled() and not precision.is_watched:
             # The parameters' data are other tensors now, and their accumulators other nodes.
             precision.is_watched = True
-            self._parts.reducer.accumulators.watch()
+            self._ddp_state.reducer.accumulators.watch()
         return precision.cast_inputs(inputs), precision.cast_inputs(kwargs)
 
     def _synchronises(self) -> bool:
@@ -72,28 +72,28 @@ class ForwardPass:
 
     def begin_step(self, plans: JoinFlags) -> None:
         """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
-        parts, reducer = self._parts, self._parts.reducer
+        state, reducer = self._ddp_state, self._ddp_state.reducer
         if plans.grads:
-            parts.known.check()
-        parts.find_optimizers()
+            state.known.check()
+        state.find_optimizers()
         if reducer.backward.unreduced.in_hold:  # nothing travels, see `hold`
             if plans.grads:
                 reducer.prepare_for_forward()
             return
         if plans.at_point:
-            parts.buffers.sync_next = True  # whatever ran within `hold`
-        if plans.grads or in_join(self._module) or parts.buffers.are_due:
-            parts.before_collectives()
-        work = send_join_flags(self._module, parts.replica, plans)
+            state.buffers.sync_next = True  # whatever ran within `hold`
+        if plans.grads or in_join(self._module) or state.buffers.are_due:
+            state.before_collectives()
+        work = send_join_flags(self._module, state.replica, plans)
         if plans.grads:
             reducer.prepare_for_forward()
             if plans.sync:
-                parts.hooks.follow_schedule()
+                state.hooks.follow_schedule()
                 reducer.time_forward()
         if work is not None:  # after the step before was dropped, which would forget it
-            static = parts.uneven.static_world_size
+            static = state.uneven.static_world_size
             reducer.set_effective_ranks(work, static_world_size=static)
-        if parts.buffers.are_due_when(after_forward=False):
+        if state.buffers.are_due_when(after_forward=False):
             self._synchronise_buffers(awaits=plans.sync)
 
     def broke_off(self) -> None:
@@ -107,13 +107,13 @@ class ForwardPass:
         if not self._is_recomputed:
             output = self._end_step(output)
         if self._low is not None:
-            assert self._parts.precision is not None
-            self._parts.precision.end_forward(self._low, output)
+            assert self._ddp_state.precision is not None
+            self._ddp_state.precision.end_forward(self._low, output)
         return output
 
     def _end_step(self, output: Any) -> Any:
         sync = self._synchronises()
-        parts, reducer = self._parts, self._parts.reducer
+        state, reducer = self._ddp_state, self._ddp_state.reducer
         self.end_step(sync=sync)
         if torch.is_grad_enabled():
             reducer.backward.unreduced.forward_synchronised = sync
@@ -123,14 +123,14 @@ class ForwardPass:
             # Held weakly: the graph may live longer than the model, and is no reason to keep it.
             clones = self._module._ddp_sink_clone
             output = through_sink(output, weakref.ref(reducer.backward), clone=clones)
-        if parts.delayed is not None and torch.is_grad_enabled():
-            parts.delayed.prepare(synchronises=sync)
+        if state.delayed is not None and torch.is_grad_enabled():
+            state.delayed.prepare(synchronises=sync)
         return output
 
     def end_step(self, *, sync: bool) -> None:
         """Does what all ranks do alike after the module has computed."""
-        buffers = self._parts.buffers
-        if self._parts.reducer.backward.unreduced.in_hold:
+        buffers = self._ddp_state.buffers
+        if self._ddp_state.reducer.backward.unreduced.in_hold:
             return
         if buffers.are_due_when(after_forward=True):
             self._synchronise_buffers(awaits=sync)
@@ -138,7 +138,7 @@ class ForwardPass:
 
     def _synchronise_buffers(self, *, awaits: bool) -> None:
         joins = in_join(self._module)
-        self._parts.synchronise_buffers(joins=joins, awaits=awaits)
+        self._ddp_state.synchronise_buffers(joins=joins, awaits=awaits)
 
 
 # ---- the end of the graph
@@ -204,43 +204,43 @@ class ShadowHook(JoinHook):
         RuntimeError: a rank without inputs would keep the others waiting.
     """
 
-    def __init__(self, parts: Parts, *, static_world_size: bool) -> None:
-        if parts.uneven.needs_all:
+    def __init__(self, state: DDPState, *, static_world_size: bool) -> None:
+        if state.uneven.needs_all:
             raise RuntimeError(
                 "DistributedDataParallel.join: the optimizer steps in shards while gradients are "
                 "averaged (ZeroOptimizer), for which all ranks need inputs. Give all ranks as many "
                 "inputs, or use an optimizer of each rank's own"
             )
-        if parts.delayed is not None:
+        if state.delayed is not None:
             raise RuntimeError(
                 "DistributedDataParallel.join: a rank without inputs does not take part in the "
                 "delayed all-reduce of delay_all_reduce_named_params. Give all ranks as many "
                 "inputs, or construct it without that argument"
             )
-        parts.uneven.static_world_size = static_world_size
-        parts.uneven.has_joined = True
-        self._parts = parts
+        state.uneven.static_world_size = static_world_size
+        state.uneven.has_joined = True
+        self._ddp_state = state
         super().__init__()
 
     def main_hook(self) -> None:
         """Takes part in one step of the others."""
-        parts, buffers = self._parts, self._parts.buffers
-        parts.before_collectives()
-        plans = recv_join_flags(parts.replica)
+        state, buffers = self._ddp_state, self._ddp_state.buffers
+        state.before_collectives()
+        plans = recv_join_flags(state.replica)
         if plans.grads:
-            parts.reducer.prepare_for_forward()
+            state.reducer.prepare_for_forward()
         if plans.sync:
-            parts.hooks.follow_schedule()
+            state.hooks.follow_schedule()
         if plans.at_point:
             buffers.sync_next = True
         for after_forward in (False, True):
             if buffers.are_due_when(after_forward=after_forward):
                 # Within `join` the source is agreed on: this rank's buffers are old.
-                parts.synchronise_buffers(joins=True, candidate=False, awaits=plans.sync)
+                state.synchronise_buffers(joins=True, candidate=False, awaits=plans.sync)
         buffers.sync_next = plans.sync
         if plans.sync:
-            parts.reducer.shadow(at_point=plans.at_point)
+            state.reducer.shadow(at_point=plans.at_point)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Takes, at the end, the model of a rank that trained last, as all ranks do."""
-        self._parts.take_model_of(candidate=is_last_joiner)
+        self._ddp_state.broadcast_model(candidate=is_last_joiner)

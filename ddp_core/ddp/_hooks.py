@@ -52,7 +52,7 @@ class CommHooks:
                 "the communication hook changes between two steps: after backward, before forward"
             )
         self.registered[:] = [] if hook is None else [(hook, state)]
-        self.launch_by_them()
+        self.launch_with_hooks()
         self._ask_for_layout(getattr(state, "bucket_group", None))
         attached = getattr(state, "attached_to_model", None)
         if callable(attached):
@@ -65,7 +65,7 @@ class CommHooks:
             self._reducer.launcher.error = f"{type(error)}: {error}"  # for the logging data
             raise
 
-    def launch_by_them(self) -> None:
+    def launch_with_hooks(self) -> None:
         """Makes the reducer that there is now launch buckets by the hook that is set."""
         self._reducer.launcher.set_hook(self.registered[0] if self.registered else None)
 
@@ -93,7 +93,7 @@ class CommHooks:
         """Asks the hook's state again: its answers have changed."""
         self._ask_for_layout(self._reducer.plan.group_of, refresh=True)
 
-    def check_that_they_follow(self, buffer_hook: BufferHook | None) -> None:
+    def check_states_follow(self, buffer_hook: BufferHook | None) -> None:
         """Raises unless every hook can go on with other ranks, between two steps."""
         self._reducer.drop_raised_step()
         if self._reducer.under_way:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import DebugLevel, get_debug_level  # type: ignore[attr-defined]
 
-from ddp_core.ddp._parts import Parts
+from ddp_core.ddp._ddp_state import DDPState
 from ddp_core.reducer._timeline import StepTimes
 
 __all__ = ["log_construction", "log_recorded_steps", "logging_data"]
@@ -40,9 +40,9 @@ _C_NAMES = {
 }
 
 
-def logging_data(parts: Parts) -> dict[str, Any]:
+def logging_data(state: DDPState) -> dict[str, Any]:
     """Returns settings, bucket sizes, and times in nanoseconds of the latest recorded step."""
-    reducer, replica, settings = parts.reducer, parts.replica, parts.settings
+    reducer, replica, settings = state.reducer, state.replica, state.settings
     placement = replica.placement
     parameters = [entry.parameter for entry in reducer.parameters]
     sizes = _listed(bucket.nbytes for bucket in reducer.buckets)
@@ -60,14 +60,14 @@ def logging_data(parts: Parts) -> dict[str, Any]:
         "dtypes": ", ".join(sorted({_C_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
         "num_parameter_tensors": len(parameters),
         "total_parameter_size_bytes": sum(parameter.nbytes for parameter in parameters),
-        "broadcast_buffers": int(parts.buffers.enabled),
+        "broadcast_buffers": int(state.buffers.enabled),
         "bucket_cap_bytes": reducer.plan.caps.cap,
         "bucket_sizes": _listed(reducer.history.first_sizes),
         "find_unused_parameters": int(settings.find_unused),
         "gradient_as_bucket_view": int(settings.as_view),
         "static_graph": int(settings.static_graph),
         "can_set_static_graph": int(reducer.history.same_unused),
-        "join_uneven_inputs": int(parts.uneven.has_joined),
+        "join_uneven_inputs": int(state.uneven.has_joined),
         "has_error": int(bool(launcher.error)),
         "error": launcher.error,
         "has_sync_bn": int(any(isinstance(m, nn.SyncBatchNorm) for m in replica.module.modules())),
@@ -95,28 +95,28 @@ def logging_data(parts: Parts) -> dict[str, Any]:
     return data
 
 
-def log_construction(parts: Parts, mixed_precision: Any) -> None:
+def log_construction(state: DDPState, mixed_precision: Any) -> None:
     """Logs what torch's class logs of its settings, and all with ``TORCH_DISTRIBUTED_DEBUG``."""
-    if not parts.reduces:
+    if not state.reduces:
         logger.info("Delay the AllReduce of all parameters.")
     if mixed_precision is not None:
         logger.warning("Received mixed precision config %s", mixed_precision)
-    if get_debug_level() != DebugLevel.OFF and parts.reduces:
-        _log("DistributedDataParallel initialized with", logging_data(parts))
+    if get_debug_level() != DebugLevel.OFF and state.reduces:
+        _log("DistributedDataParallel initialized with", logging_data(state))
 
 
-def log_recorded_steps(parts: Parts) -> None:
+def log_recorded_steps(state: DDPState) -> None:
     """Logs every step that is recorded, with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
-    if get_debug_level() != DebugLevel.DETAIL or not parts.reduces:
+    if get_debug_level() != DebugLevel.DETAIL or not state.reduces:
         return
-    me = weakref.ref(parts)  # which hold the reducer that holds the function
+    me = weakref.ref(state)  # which hold the reducer that holds the function
 
     def log() -> None:
-        parts = me()
-        if parts is not None:
-            _log("DistributedDataParallel runtime statistics", logging_data(parts))
+        alive = me()
+        if alive is not None:
+            _log("DistributedDataParallel runtime statistics", logging_data(alive))
 
-    parts.reducer.history.on_recorded = log
+    state.reducer.history.on_recorded = log
 
 
 def _log(title: str, data: dict[str, Any]) -> None:

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ddp_core._torch import in_join
 from ddp_core.ddp._construct import warn_that_static_finds_unused
+from ddp_core.ddp._ddp_state import DDPState
 from ddp_core.ddp._forward import ShadowHook
 from ddp_core.ddp._logging_data import logging_data
-from ddp_core.ddp._parts import Parts
 from ddp_core.ddp._replica import max_candidate_rank
 from ddp_core.ddp._torch_reducer import TorchReducer, refusing
 from ddp_core.reducer._launch import CommHook
@@ -27,7 +27,7 @@ __all__ = ["TorchNames"]
 class TorchNames:
     """Gives the parts of DistributedDataParallel the names that torch has for them; a mixin."""
 
-    _parts: Parts
+    _ddp_state: DDPState
     _join_config: Any  # torch's `Joinable` has it
     # What torch's python_reducer keeps; ours has its reducer there as well.
     _use_python_reducer: ClassVar[bool] = False
@@ -36,44 +36,44 @@ class TorchNames:
     @property
     def reducer(self) -> TorchReducer:
         """Returns what averages gradients."""
-        return self._parts.reducer
+        return self._ddp_state.reducer
 
     @property
     def process_group(self) -> dist.ProcessGroup:
         """Returns the ranks."""
-        return self._parts.replica.group
+        return self._ddp_state.replica.group
 
     @property
     def parameters_to_ignore(self) -> set[str]:
         """Returns names of parameters and buffers that ranks do not share."""
-        return self._parts.replica.ignored
+        return self._ddp_state.replica.ignored
 
     @property
     def broadcast_bucket_size(self) -> int:
         """Returns the bytes of a message with parameters or buffers, at most."""
-        return self._parts.replica.chunk_nbytes
+        return self._ddp_state.replica.chunk_nbytes
 
     @broadcast_bucket_size.setter
     def broadcast_bucket_size(self, value: int) -> None:
-        self._parts.replica.chunk_nbytes = value
+        self._ddp_state.replica.chunk_nbytes = value
 
     @property
     def _comm_hooks(self) -> list[tuple[CommHook, Any]]:
-        return self._parts.hooks.registered
+        return self._ddp_state.hooks.registered
 
     @property
     def modules_buffers(self) -> list[Tensor]:
         """Returns the buffers that are kept equal."""
-        return list(self._parts.buffers.named.values())
+        return list(self._ddp_state.buffers.named.values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
         """Returns the buffers that are kept equal, by name."""
-        return self._parts.buffers.named
+        return self._ddp_state.buffers.named
 
     @property
     def join_device(self) -> torch.device:
-        return self._parts.replica.device
+        return self._ddp_state.replica.device
 
     @property
     def join_process_group(self) -> dist.ProcessGroup:
@@ -87,12 +87,12 @@ class TorchNames:
     @property
     def bucket_bytes_cap_default(self) -> bool:
         """Whether the user has not asked for a size."""
-        return self._parts.settings.caps.free
+        return self._ddp_state.settings.caps.free
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
         """Returns sizes bucket by bucket, if the user gave them so."""
-        caps = self._parts.settings.caps
+        caps = self._ddp_state.settings.caps
         return list(caps.limits) if caps.explicit else []
 
     @property
@@ -103,40 +103,40 @@ class TorchNames:
     @property
     def buffer_hook(self) -> Any:
         """Returns the hook that makes buffers equal."""
-        return self._parts.buffers.hook
+        return self._ddp_state.buffers.hook
 
     @property
     def forward_sync_buffers(self) -> bool:
         """Whether buffers are made equal in forward."""
-        return self._parts.buffers.enabled
+        return self._ddp_state.buffers.enabled
 
     @forward_sync_buffers.setter
     def forward_sync_buffers(self, value: bool) -> None:
-        self._parts.buffers.enabled = value
+        self._ddp_state.buffers.enabled = value
 
     broadcast_buffers = forward_sync_buffers
 
     @property
     def require_forward_param_sync(self) -> bool:
         """Whether the next forward makes buffers equal, if they are made so at all."""
-        return self._parts.buffers.sync_next
+        return self._ddp_state.buffers.sync_next
 
     @require_forward_param_sync.setter
     def require_forward_param_sync(self, value: bool) -> None:
-        self._parts.buffers.sync_next = value
+        self._ddp_state.buffers.sync_next = value
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward makes buffers equal on all ranks."""
-        return self._parts.buffers.are_due
+        return self._ddp_state.buffers.are_due
 
     @property
     def static_graph(self) -> bool:
         """Whether every step uses the same parameters in the same way."""
-        return self._parts.settings.static_graph
+        return self._ddp_state.settings.static_graph
 
     @property
     def _delay_all_reduce_all_params(self) -> bool:
-        return not self._parts.reduces
+        return not self._ddp_state.reduces
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
@@ -144,18 +144,18 @@ class TorchNames:
 
     @property
     def _module_parameters(self) -> list[nn.Parameter]:
-        return self._parts.replica.parameters()
+        return self._ddp_state.replica.parameters()
 
     # ---- methods
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
         """Returns what torch's ``Join`` runs on a rank without inputs."""
         static = kwargs.get("divide_by_initial_world_size", True)
-        return ShadowHook(self._parts, static_world_size=static)
+        return ShadowHook(self._ddp_state, static_world_size=static)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Settings, bucket sizes and times, with the names of torch's logging data."""
-        return logging_data(self._parts)
+        return logging_data(self._ddp_state)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         self.reducer._set_ddp_runtime_logging_sample_rate(sample_rate)
@@ -172,7 +172,7 @@ class TorchNames:
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
-        if self._parts.settings.find_unused:
+        if self._ddp_state.settings.find_unused:
             warn_that_static_finds_unused(stacklevel=3)
         self.reducer._set_static_graph()
 
@@ -184,20 +184,20 @@ class TorchNames:
     def _sync_buffers(self) -> None:
         # A rank without inputs takes part: then all have to agree on whose buffers hold.
         joins = in_join(self)
-        self._parts.synchronise_buffers(joins=joins, awaits=False)
+        self._ddp_state.synchronise_buffers(joins=joins, awaits=False)
 
     def _check_and_sync_module_buffers(self) -> None:
         if self.will_sync_module_buffers():
             self._sync_buffers()
 
     def _check_sync_bufs_pre_fwd(self) -> bool:
-        return self._parts.buffers.are_due_when(after_forward=False)
+        return self._ddp_state.buffers.are_due_when(after_forward=False)
 
     def _check_sync_bufs_post_fwd(self) -> bool:
-        return self._parts.buffers.are_due_when(after_forward=True)
+        return self._ddp_state.buffers.are_due_when(after_forward=True)
 
     def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        futures = self._parts.buffers.synchronise(authoritative_rank)
+        futures = self._ddp_state.buffers.synchronise(authoritative_rank)
         self.reducer.launcher.await_futures(futures)
 
     def _default_broadcast_coalesced(
@@ -221,10 +221,10 @@ class TorchNames:
         )
 
     def _find_common_rank(self, input_rank: int, rank_cond: bool) -> int:
-        return max_candidate_rank(self._parts.replica, candidate=rank_cond)
+        return max_candidate_rank(self._ddp_state.replica, candidate=rank_cond)
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._parts.take_model_of(candidate=is_last_joiner)
+        self._ddp_state.broadcast_model(candidate=is_last_joiner)
 
 
 _REFUSED = dict.fromkeys(

@@ -73,7 +73,7 @@ class TorchReducer(Reducer):
         self.check_finished()
 
     def _reset_state(self) -> None:
-        self.forget_step()
+        self.drop_step()
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
         self.await_futures(futures)

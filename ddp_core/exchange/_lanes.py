@@ -168,7 +168,7 @@ class Lanes:
         task.ticket = self._tickets
         self._tickets += 1
         self._under_way[task.ticket] = task
-        if (completion := self._go_on(task, task.advance())) is not None:
+        if (completion := self._submit_next(task, task.advance())) is not None:
             completion.set_result(None)
         return future
 
@@ -232,15 +232,15 @@ class Lanes:
         request.run_overlap()
 
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
-        """Goes on with an exchange whose collective is done; see ``_go_on``."""
+        """Goes on with an exchange whose collective is done; see ``_submit_next``."""
         task = self._under_way[ticket]
         lent = self._lanes[task.round].lent
         if lent is not None:
             lent.completed += 1
             lent.unusable |= error is not None
-        return self._go_on(task, task.advance(None if error is None else task.failed(error)))
+        return self._submit_next(task, task.advance(None if error is None else task.failed(error)))
 
-    def _go_on(self, task: Task, request: Collective | None) -> _Completion | None:
+    def _submit_next(self, task: Task, request: Collective | None) -> _Completion | None:
         """Puts the next collective of ``task`` into its lane.
 
         Returns what is to be completed if there is none.

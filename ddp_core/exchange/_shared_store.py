@@ -26,9 +26,9 @@ from ddp_core._torch import backend_of, backend_timeout, device_types, store_of
 from ddp_core.exchange._errors import MissingRankError, SilentStoreError
 
 __all__ = [
-    "MeetingPoint",
     "Notes",
     "SharedStore",
+    "StoreBarrier",
     "first_decides",
     "group_limit",
     "group_store",
@@ -83,7 +83,7 @@ class _Question:
         self.error: BaseException | None = None
         self.is_dropped = False  # nobody waits for the answer
 
-    def put_to(self, store: Any) -> None:
+    def run(self, store: Any) -> None:
         try:
             answer = None if self.is_dropped else self._ask(store)
             self.answer = None if self.is_dropped else answer
@@ -152,7 +152,7 @@ class SharedStore:
             return self.ask(question, limit)
         return None
 
-    def tell(self, message: Callable[[Any], object], limit: float = 0.0) -> None:
+    def notify(self, message: Callable[[Any], object], limit: float = 0.0) -> None:
         """Calls ``message`` with the store, soon; never raises.
 
         Args:
@@ -203,7 +203,7 @@ class SharedStore:
                     self._thread = None
                     return
                 asked = self._questions.popleft()
-            asked.put_to(self.store)
+            asked.run(self.store)
             del asked  # with its answer, which may be a group of processes
 
 
@@ -251,7 +251,7 @@ def first_decides(key: str, text: str) -> Callable[[Any], str]:
     return lambda store: str(store.compare_set(key, "", text).decode())
 
 
-class MeetingPoint(NamedTuple):
+class StoreBarrier(NamedTuple):
     """Lets ranks meet once, at keys of a store that begin with ``key`` and have no other use."""
 
     store: SharedStore
@@ -274,7 +274,7 @@ class MeetingPoint(NamedTuple):
         ended = self.store.ask(come, end - time.monotonic())
         return ended or self.store.wait_for(f"{self.key}/outcome", end - time.monotonic())
 
-    def who_came(self) -> tuple[list[int], list[int]]:
+    def arrived_ranks(self) -> tuple[list[int], list[int]]:
         """Returns the ranks that have come until now, and the others."""
         keys = {rank: f"{self.key}/{rank}" for rank in range(self.size)}
         came = self.store.ask(
@@ -282,14 +282,14 @@ class MeetingPoint(NamedTuple):
         )
         return came, [rank for rank in keys if rank not in came]
 
-    def forget(self) -> None:
+    def delete_keys(self) -> None:
         """Removes the keys, when all ranks have read them."""
         # Else every meeting of a long job leaves keys in the memory of the store's process.
         names = [f"{self.key}/{self.rank}"]
         if self.rank == 0:
             names += [f"{self.key}/came", f"{self.key}/outcome", self.key]
         # Some stores do not delete keys: that is no error.
-        self.store.tell(lambda store: [store.delete_key(name) for name in names])
+        self.store.notify(lambda store: [store.delete_key(name) for name in names])
 
 
 class Notes:
@@ -302,7 +302,7 @@ class Notes:
         prefixed = dist.distributed_c10d.PrefixStore(f"{call}/{number}", group_store(group))
         self.store, self._call, self._limit = SharedStore(prefixed), call, limit
 
-    def leave(self, key: str, text: str) -> None:
+    def post(self, key: str, text: str) -> None:
         """Leaves a text."""
         self.store.ask(lambda store: store.set(key, text), self._limit)
 

@@ -29,7 +29,7 @@ NO_BACKWARD = -1
 
 class _Listener(Protocol):
     def arrived(self, index: int) -> None: ...
-    def came_elsewhere(self, index: int) -> None: ...
+    def arrived_in_full_precision(self, index: int) -> None: ...
 
 
 class Accumulators:
@@ -76,7 +76,7 @@ class Accumulators:
             here, node = me(), current_node()
             listener = None if here is None else here._listener()
             if here is not None and listener is not None and node is not here._nodes[index]:
-                listener.came_elsewhere(index)
+                listener.arrived_in_full_precision(index)
 
         for index, parameter in enumerate(self._parameters):
             self._refusals.append(when_accumulated(parameter, partial(look, index)))

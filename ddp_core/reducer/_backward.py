@@ -90,7 +90,7 @@ class Backward:
             times.gradient_came()
         self.mark_ready(step, index)
 
-    def came_elsewhere(self, index: int) -> None:
+    def arrived_in_full_precision(self, index: int) -> None:
         """Raises if a gradient came for the parameter with full precision, too late to be sent."""
         if self._exchange.step.expecting and self._exchange.is_low:
             self._errors.full_precision(index)
@@ -114,10 +114,10 @@ class Backward:
             self.unreduced.forward_was_recomputed()
         if not step.expecting:
             return
-        self.unreduced.pass_averages()
+        self.unreduced.begin_averaging_pass()
         if self._plan.loaded:
             self._errors.loaded()
-        self._exchange.settle_scale()
+        self._exchange.compute_scale()
         # Most steps ask nothing of an arrival. That is looked up once here, not per parameter.
         step.fast_path = (
             step.times is None and not self._usage.records_use and not self._usage.is_static
@@ -140,9 +140,9 @@ class Backward:
         step.unused_marked = True
         if usage.finds_unused:
             step.unused = self.accumulators.out_of_reach()
-            if usage.has_old_marks:
+            if usage.has_stale_marks:
                 every = enumerate(self._parameters)
-                usage.forget_old_marks([i for i, entry in every if entry.parameter.grad is None])
+                usage.clear_stale_marks([i for i, entry in every if entry.parameter.grad is None])
         step.needed_buckets = usage.agree_on_needed(self._exchange.buckets, step.unused)
         # A bucket of nothing else is full by this, and may be launched before any gradient.
         for index in step.unused:
@@ -153,7 +153,7 @@ class Backward:
         step.ready.append(index)
         bucket, copies = self._location[index]
         if copies is not None:
-            copies.take_large(index, step.scale)
+            copies.fill_large(index, step.scale)
         bucket.pending -= 1
         if bucket.pending <= 0:
             self._exchange.launch_ready()
@@ -192,7 +192,7 @@ class Backward:
     def _learn_static_graph(self, step: Step) -> None:
         """The first step of a static graph: everything is launched now, and counted for later."""
         usage = self._usage
-        contradictions = usage.learn(step.hook_calls_left)
+        contradictions = usage.record_static_graph(step.hook_calls_left)
         if contradictions:
             self._errors.changed(contradictions, came=True)
         step.unused, step.unused_marked = list(usage.never_used), True

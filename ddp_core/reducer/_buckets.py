@@ -227,11 +227,11 @@ class FlatBucket(BucketBase):
     # ---- gradients in
 
     def is_large(self, index: int) -> bool:
-        """Whether the gradient of this member is copied as it arrives, see ``take_large``."""
+        """Whether the gradient of this member is copied as it arrives, see ``fill_large``."""
         on_host = self.buffer.device.type == "cpu"
         return on_host and self.parameters[self._slot_of[index]].numel() >= LARGE
 
-    def take_large(self, index: int, scale: float | None) -> None:
+    def fill_large(self, index: int, scale: float | None) -> None:
         """Copies one large gradient at once, scaled; ``scale`` None leaves it as it is."""
         slot = self._slot_of[index]
         parameter, view = self.parameters[slot], self.views[slot]

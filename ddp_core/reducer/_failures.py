@@ -19,8 +19,8 @@ from torch import Tensor
 from ddp_core.exchange._errors import CollectiveError, MismatchError, PeerError, ranks_in_words
 from ddp_core.exchange._lane_groups import backend_for
 from ddp_core.exchange._shared_store import (
-    MeetingPoint,
     SharedStore,
+    StoreBarrier,
     first_decides,
     group_limit,
     shared_store,
@@ -80,7 +80,7 @@ class FailureBoard:
             self._reported = backward_count
             text_of_attempt = first_decides(self._key(backward_count), f"rank {self._rank}: {text}")
             # The process may end at once, so it waits until the others can read it.
-            self._store.tell(text_of_attempt, _POLL_SECONDS)
+            self._store.notify(text_of_attempt, _POLL_SECONDS)
 
     def poll(self, place: WaitPoint) -> str | None:
         """Returns what another rank has reported that will not come to this place.
@@ -288,7 +288,7 @@ class AbortAgreement:
                 outcome = f"{self._text(self._aborted)}, and {error}"
             if outcome == _SAME:
                 if before := self._point(self._number - 1):  # all have passed it
-                    before.forget()
+                    before.delete_keys()
                 self._number, self._aborted = self._number + 1, None
                 return
             self._error = outcome
@@ -346,7 +346,7 @@ class AbortAgreement:
         outcome = point.wait_for_all(_SAME, end)
         if outcome is not None:
             return outcome
-        came, missing = point.who_came()
+        came, missing = point.arrived_ranks()
         missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
         return decide(f"{self._text(dropped, *came)}, {missed}")
 
@@ -359,12 +359,12 @@ class AbortAgreement:
         step, buckets = dropped.step + self.first_step, dropped.launched
         return f"{ranks_in_words(who or [self._rank])} {how} step {step} after {buckets} buckets"
 
-    def _point(self, number: int) -> MeetingPoint | None:
+    def _point(self, number: int) -> StoreBarrier | None:
         """Returns where ranks meet; its own key has what the first of them has dropped."""
         if self._store is None:
             return None
         key = f"ddp_core/{self._name}/abandoned/{number}"
-        return MeetingPoint(self._store, key, self._rank, self._size)
+        return StoreBarrier(self._store, key, self._rank, self._size)
 
 
 def _parse(value: str) -> tuple[int, _AbortedStep]:
@@ -426,7 +426,7 @@ class DeviceWatchdog:
             )
             self._thread.start()
 
-    def all_enqueued(self) -> None:
+    def record_enqueued(self) -> None:
         """Hears that the current stream waits for all exchanges of the step."""
         self.check()
         pending = self._pending
@@ -439,20 +439,20 @@ class DeviceWatchdog:
     def forget(self) -> None:
         """Hears that the step has raised here: nobody goes on to use what it computes."""
         self._pending = None
-        self._take_back()
+        self._cancel_interrupt()
 
     def check(self) -> None:
         """Raises if another rank has failed, and the group is aborted."""
         if self._error is not None:
-            self._take_back()  # this error takes the place of the other, if that is still to come
+            self._cancel_interrupt()  # this error takes the place of one that is still to come
             raise PeerError(str(self._error))
 
-    def _take_back(self) -> None:
+    def _cancel_interrupt(self) -> None:
         thread, self._interrupted = self._interrupted, None
         if thread is not None:
             _raise_in(thread, None)
 
-    def _ask(self, is_over: Callable[[], bool]) -> bool:
+    def _query(self, is_over: Callable[[], bool]) -> bool:
         # A new thread's current device is the first: asking there would take memory on it.
         with torch.get_device_module(self._device.type).device(self._device):
             return is_over()
@@ -464,7 +464,7 @@ class DeviceWatchdog:
         if pending is None or pending is not seen or self._error is not None:
             return
         with contextlib.suppress(RuntimeError):  # a query fails while a graph is captured
-            if pending.is_over is not None and self._ask(pending.is_over):
+            if pending.is_over is not None and self._query(pending.is_over):
                 self._pending = None
                 return
         text = self._board.poll(pending.place)

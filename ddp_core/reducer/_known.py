@@ -31,9 +31,9 @@ class Structure:
     """Remembers which modules and parameters a module has; a look is without a loop in Python."""
 
     def __init__(self, owner: nn.Module) -> None:
-        self.remember(owner)
+        self.record(owner)
 
-    def remember(self, owner: nn.Module) -> None:
+    def record(self, owner: nn.Module) -> None:
         """Takes the present structure for the one that is compared with."""
         # The tables of all modules, empty ones, too: something may be put in. Views are live.
         tables = [
@@ -100,7 +100,7 @@ class KnownParameters:
             if id(parameter) not in averaged:
                 self._others[id(parameter)] = parameter, True
         self._structure = Structure(owner)
-        self._look_for_others()
+        self._find_others()
         self._pointers = self._present_pointers()
 
     @property
@@ -108,7 +108,7 @@ class KnownParameters:
         """Returns the parameters whose gradients are averaged, by name."""
         return dict(zip(self._names, self._parameters, strict=True))
 
-    def had(self, parameter: Tensor) -> bool:
+    def knows(self, parameter: Tensor) -> bool:
         """Whether the model had the parameter from the first."""
         return self._was_there(parameter) or any(parameter is known for known in self._parameters)
 
@@ -125,7 +125,7 @@ class KnownParameters:
         """
         if self._structure.has_changed:
             self._is_new = True
-            self._look_for_others()
+            self._find_others()
         if not self._nodes:
             return
         # Another type is other memory. Other memory alone is fine: averages of weights, say.
@@ -154,7 +154,7 @@ class KnownParameters:
     def _present_pointers(self) -> list[int]:
         return list(map(_POINTER, self._in_memory))
 
-    def _look_for_others(self) -> None:
+    def _find_others(self) -> None:
         """Finds out what is different in the model's structure."""
         owner = self._owner()
         assert owner is not None  # it runs
@@ -184,7 +184,7 @@ class KnownParameters:
                 f"one), and its gradient is waited for: {_AGAIN}"
             )
         if not borrowed:
-            self._structure.remember(owner)
+            self._structure.record(owner)
 
     def _refuse_gradient(
         self, owner: nn.Module, module: nn.Module, key: str, parameter: nn.Parameter, name: str

@@ -127,19 +127,19 @@ class Launcher:
         if self._watchdog is not None:
             self._watchdog.check()
 
-    def all_enqueued(self) -> None:
+    def record_enqueued(self) -> None:
         """Hears that all buckets were waited for: on a GPU, that its stream waits for them."""
         if self._watchdog is not None:
-            self._watchdog.all_enqueued()
+            self._watchdog.record_enqueued()
 
     def step_aborted(self, launched: int | None) -> None:
         """Hears that the step will not land; of so many buckets, if its backward pass began."""
-        self._forget()
+        self._clear_watchdog()
         if launched is not None:
             self.abort_agreement.record(self.step, launched, from_peer=self._peer_failed)
         self.events.step_aborted()
 
-    def _forget(self) -> None:
+    def _clear_watchdog(self) -> None:
         if self._watchdog is not None:
             self._watchdog.forget()
 
@@ -219,7 +219,7 @@ class Launcher:
         """Waits for another collective of the step, sent after bucket ``after``."""
         wait_for_work(work, device, self._board, self._place(after))
 
-    def beside(self) -> AbstractContextManager[object]:
+    def message_stream(self) -> AbstractContextManager[object]:
         """Returns a stream that waits for messages, which are read while a GPU computes."""
         if self._device.type == "cpu":
             return nullcontext()
@@ -273,14 +273,14 @@ class Launcher:
 
     def _report(self, bucket: BucketBase, error: Exception) -> None:
         """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
-        self._forget()
+        self._clear_watchdog()
         self._peer_failed |= isinstance(error, PeerError)
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
 
     def report(self, text: str) -> None:
         """Tells the other ranks that this one will not go on; the logging data have it, too."""
-        self._forget()
+        self._clear_watchdog()
         self.error = text
         self._board.post(self.backward_count, f"step {self.step}, {text}")
 

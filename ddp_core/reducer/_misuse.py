@@ -232,7 +232,7 @@ class LocalGradients:
         self._landed_before: Step | None = None  # the last one at that forward
         self.forward_synchronised = True
         self._order: dict[int, None] = {}
-        self._why = ""  # no optimizer may step by gradients of now
+        self._block_reason = ""  # no optimizer may step by gradients of now
         # Of all optimizers, as nobody tells which ones have these parameters.
         before_every_step(self._optimizer_steps)
 
@@ -251,13 +251,13 @@ class LocalGradients:
         if self.in_hold:
             self._order.pop(index, None)
             self._order[index] = None
-            self._why = self._why or _HELD
+            self._block_reason = self._block_reason or _HELD
         self._refuse_late(index)
         # After an error of the same pass (in another thread of autograd) that one counts.
         if self.in_hold or step.ready or not self.is_syncing():
             return
         if not self.forward_synchronised:
-            self._why = self._why or _MIXED
+            self._block_reason = self._block_reason or _MIXED
         elif not self.is_shared(self._parameters[index].parameter):
             raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
 
@@ -282,15 +282,15 @@ class LocalGradients:
         self._landed = self._landed_before
         self.forward_synchronised = False
 
-    def pass_averages(self) -> None:
+    def begin_averaging_pass(self) -> None:
         """Takes note of a backward pass that averages, with its first gradient."""
         if self.forward_synchronised and not self.is_syncing():
             self._errors.only_backward()
-        self.averaging_begins()
+        self.allow_optimizers()
 
-    def averaging_begins(self) -> None:
+    def allow_optimizers(self) -> None:
         """Lets optimizers step again, those in backward first."""
-        self._why = ""
+        self._block_reason = ""
 
     def gradients_written(self, step: Step) -> None:
         """Forgets what came before: it was averaged; what comes from now on is too late for it."""
@@ -299,12 +299,12 @@ class LocalGradients:
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises before a step that would use gradients of this rank only."""
-        name = self._first_with_gradient(optimizer) if self._why else None
+        name = self._first_with_gradient(optimizer) if self._block_reason else None
         if name is not None:
             raise RuntimeError(
                 f"{type(optimizer).__name__}.step would use this rank's own gradient of {name}, "
-                f"and ranks would drift apart: it {self._why}. To drop such gradients call "
-                f"zero_grad(set_to_none=True)"
+                f"and ranks would drift apart: it {self._block_reason}. To drop such gradients "
+                f"call zero_grad(set_to_none=True)"
             )
 
     def _first_with_gradient(self, optimizer: torch.optim.Optimizer) -> str | None:

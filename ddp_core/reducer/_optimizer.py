@@ -20,7 +20,7 @@ __all__ = [
     "OptimizersInBackward",
     "before_every_step",
     "has_optimizer_in_backward",
-    "take_over",
+    "replace_backward_optimizers",
 ]
 
 _looks: list[Callable[[], Callable[[Optimizer], None] | None]] = []
@@ -32,7 +32,7 @@ def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
     return any(optimizers_in_backward(parameter) is not None for parameter in parameters)
 
 
-def take_over(parameters: Sequence[nn.Parameter]) -> None:
+def replace_backward_optimizers(parameters: Sequence[nn.Parameter]) -> None:
     """Removes the hooks that would step with this rank's own gradient."""
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 

@@ -162,7 +162,7 @@ class BucketPlan:
         self.group_of = group_of
         self.caps = caps or self.caps
 
-    def go_on_from(self, saved: SavedBuckets) -> None:
+    def resume(self, saved: SavedBuckets) -> None:
         """Resumes with another run's buckets when the next step begins; all ranks call it.
 
         Where those do not suit this model (its parameters, its sizes of buckets, the layout that a
@@ -205,7 +205,7 @@ class BucketPlan:
             self.stage = Stage.FIRST if self.follows_arrival else Stage.FINAL
         self._steps += 1
 
-    def take_splits(self, chosen: Sequence[Sequence[int]]) -> None:
+    def add_splits(self, chosen: Sequence[Sequence[int]]) -> None:
         """Takes the compiler's splits of a graph, which are the buckets when they are rebuilt.
 
         Only in the first step: one rank's later recompilation must not move buckets.
@@ -231,7 +231,7 @@ class BucketPlan:
         """
         if not (self._asked or self._by_arrival or self._for_splits):
             return None
-        saved = self._to_take_up()
+        saved = self._usable_saved()
         if saved is None:
             order, buckets = self._laid_out(present)
             final = bool(self.arrival) or not self.follows_arrival
@@ -270,7 +270,7 @@ class BucketPlan:
             return order, [list(indices) for indices in present]
         return order, self._arranged(order)
 
-    def _to_take_up(self) -> SavedBuckets | None:
+    def _usable_saved(self) -> SavedBuckets | None:
         """The saved buckets, where they suit."""
         saved = self._saved
         if saved is None or self._anew or not saved.holds(self._parameters, self.group_of):

@@ -204,7 +204,7 @@ class Reducer:
             self.exchange.report_abort()
             self._errors.unused(self.backward.missing(), finds=self.usage.finds_unused)
 
-    def forget_step(self) -> None:
+    def drop_step(self) -> None:
         """Drops the step that is under way, if any; what was accumulated stays."""
         if not self.exchange.step.complete:
             self.exchange.abort()
@@ -218,7 +218,7 @@ class Reducer:
         """Takes part in a backward pass or a ``reduce`` with zeros: there is no more input."""
         shadow(self.exchange, self.plan, at_point=at_point)
 
-    def follow(self, before: Reducer) -> None:
+    def continue_from(self, before: Reducer) -> None:
         """Goes on where another reducer of the same model (with other ranks) has stopped."""
         self.launcher.step = before.launcher.step
         self.launcher.abort_agreement.first_step = before.launcher.step
@@ -245,9 +245,9 @@ def reduce_at_point(backward: Backward, exchange: StepExchange, plan: BucketPlan
     try:
         with explicit_reduce(exchange.usage):
             agree_on_reduce(exchange, came=came, missing=missing)
-            unreduced.averaging_begins()
-            exchange.settle_scale()
-            _take_all(backward, exchange, missing, unreduced.order or plan.arrival)
+            unreduced.allow_optimizers()
+            exchange.compute_scale()
+            _mark_all_ready(backward, exchange, missing, unreduced.order or plan.arrival)
             backward.finish(step)
     except BaseException:
         exchange.abort()
@@ -280,7 +280,7 @@ def agree_on_reduce(
     gone = [] if usage.finds_unused else sorted({*(missing or ())} - {*usage.never_used})
     lacks = came and bool(gone)
     device = exchange.buckets[0].buffer.device
-    with launcher.beside():
+    with launcher.message_stream():
         votes = torch.tensor([came, lacks], dtype=torch.int32, device=device)
         work = dist.all_reduce(votes, group=launcher.group, async_op=True)
         launcher.await_message(work, device, "agreeing on what to reduce")
@@ -299,15 +299,15 @@ def agree_on_reduce(
         )
 
 
-def _take_all(
+def _mark_all_ready(
     backward: Backward, exchange: StepExchange, missing: list[int], known: list[int]
 ) -> None:
     """Counts all gradients as there, in the order in which they came; zeros where there is none."""
     step, usage = exchange.step, exchange.usage
     everything = range(len(exchange.parameters))
     if usage.finds_unused:
-        if usage.has_old_marks:
-            usage.forget_old_marks(missing)
+        if usage.has_stale_marks:
+            usage.clear_stale_marks(missing)
         step.unused = missing
     step.unused_marked = True
     step.needed_buckets = usage.agree_on_needed(exchange.buckets, everything)
@@ -339,9 +339,9 @@ def _exchange_zeros(exchange: StepExchange, plan: BucketPlan) -> None:
     """The collectives of the others' step, in their order: see `Backward.finish`."""
     step, usage, launcher = exchange.step, exchange.usage, exchange.launcher
     if usage.finds_unused:
-        usage.used.forget_step()
+        usage.used.reset_flags()
     elif usage.is_first_static_step:
-        usage.learn_of_others()
+        usage.join_static_graph()
     step.needed_buckets = usage.agree_on_needed(exchange.buckets, range(len(exchange.parameters)))
     for bucket in exchange.buckets:
         bucket.clear()

@@ -76,7 +76,7 @@ class StepExchange:
         """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
         self._effective = None if static_world_size else work
 
-    def settle_scale(self) -> None:
+    def compute_scale(self) -> None:
         """Sets by what sums are divided: the number of ranks, or of those that still have input."""
         self.step.divisor = self._world_size
         if self._effective is not None:
@@ -112,7 +112,7 @@ class StepExchange:
         for bucket, outcome in zip(self.buckets, self.step.outcomes, strict=False):
             self.launcher.settle(bucket, outcome)
         self.launcher.settle_futures(self._futures)
-        self.usage.has_old_marks = True
+        self.usage.has_stale_marks = True
         self.begin(Step())
 
     def _finish_aborted(self) -> None:
@@ -197,7 +197,7 @@ class StepExchange:
         """Waits for all buckets that were launched, and writes their gradients."""
         while self.step.finished < len(self.step.outcomes):
             self._finish_next()
-        self.launcher.all_enqueued()
+        self.launcher.record_enqueued()
 
     @property
     def is_low(self) -> bool:

@@ -37,7 +37,7 @@ class UsedMap:
 
     def __init__(self, numel: int, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
-        self._mine = bytearray(numel)  # a tensor takes a microsecond per entry from Python
+        self._local = bytearray(numel)  # a tensor takes a microsecond per entry from Python
         self._counts: torch.Tensor | None = None
         self._work: dist.Work | None = None
         self._everywhere: list[int] | None = None
@@ -45,12 +45,12 @@ class UsedMap:
 
     def mark(self, index: int) -> None:
         """Takes note that this rank has used the parameter in this step (or within ``no_sync``)."""
-        self._mine[index] = 1
+        self._local[index] = 1
 
     def unmark(self, indices: Sequence[int]) -> None:
         """Takes note that this rank has not used these parameters after all."""
         for index in indices:
-            self._mine[index] = 0
+            self._local[index] = 0
 
     def local(self, in_views: Sequence[int] = ()) -> torch.Tensor:
         """Returns a copy of this rank's flags.
@@ -58,22 +58,22 @@ class UsedMap:
         Args:
             in_views: flags that are marked, see ``all_reduce``.
         """
-        flags = torch.frombuffer(self._mine, dtype=torch.uint8).to(torch.int32)
+        flags = torch.frombuffer(self._local, dtype=torch.uint8).to(torch.int32)
         if in_views:
             flags[list(in_views)] += _IN_VIEW
         return to_device(flags, self._device)
 
     def is_used(self, index: int) -> bool:
         """Whether this rank has used this parameter."""
-        return bool(self._mine[index])
+        return bool(self._local[index])
 
     def any_used(self, members: Sequence[int]) -> bool:
         """Whether this rank has used one of these parameters."""
-        return any(self._mine[index] for index in members)
+        return any(self._local[index] for index in members)
 
     def all_used(self, members: Sequence[int]) -> bool:
         """Whether this rank has used all these parameters."""
-        return all(self._mine[index] for index in members)
+        return all(self._local[index] for index in members)
 
     def all_reduce(self, in_views: Sequence[int] = ()) -> None:
         """Starts the sum over ranks; all ranks call it once a step, after the last bucket.
@@ -112,8 +112,8 @@ class UsedMap:
 
     def contradictions(self) -> list[int]:
         """Returns parameters that this rank uses though the sum says that no rank does."""
-        unused = self.globally_unused(range(len(self._mine)))
-        return [index for index, gone in enumerate(unused or ()) if gone and self._mine[index]]
+        unused = self.globally_unused(range(len(self._local)))
+        return [index for index, gone in enumerate(unused or ()) if gone and self._local[index]]
 
     def wait(self) -> None:
         """Waits for the sum."""
@@ -124,11 +124,11 @@ class UsedMap:
     def finish_step(self) -> bytearray:
         """Ends the step; the next one starts with no parameter used. Returns this one's flags."""
         self.wait()
-        return self.forget_step()
+        return self.reset_flags()
 
-    def forget_step(self) -> bytearray:
+    def reset_flags(self) -> bytearray:
         """Starts anew, with no parameter used. Returns the flags until now."""
-        used, self._mine = self._mine, bytearray(len(self._mine))
+        used, self._local = self._local, bytearray(len(self._local))
         return used
 
 
@@ -157,7 +157,7 @@ class Usage:
         self.counts: list[int] | None = None
         self.never_used: list[int] = []
         self.learned_by_join = False
-        self.has_old_marks = self.at_point = False
+        self.has_stale_marks = self.at_point = False
 
     @property
     def is_static(self) -> bool:
@@ -189,9 +189,9 @@ class Usage:
             self._settings.static_graph and len(self.never_used) == self._numel
         )
 
-    def forget_old_marks(self, without_gradient: Sequence[int]) -> None:
+    def clear_stale_marks(self, without_gradient: Sequence[int]) -> None:
         """Counts what an abandoned step has used only where its gradients were kept."""
-        self.has_old_marks = False
+        self.has_stale_marks = False
         self.used.unmark(without_gradient)
 
     def calls(self) -> list[int]:
@@ -200,7 +200,7 @@ class Usage:
             return []
         return [0] * self._numel if self.counts is None else list(self.counts)
 
-    def learn(self, calls: list[int]) -> list[int]:
+    def record_static_graph(self, calls: list[int]) -> list[int]:
         """Takes the first step's calls for those of all that follow.
 
         Returns:
@@ -213,7 +213,7 @@ class Usage:
         self.used.all_reduce()
         return []
 
-    def learn_of_others(self) -> None:
+    def join_static_graph(self) -> None:
         """Learns on a rank without inputs, which counts in a first step of its own, later."""
         if not self.learned_by_join:
             self.learned_by_join = True

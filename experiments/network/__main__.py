@@ -38,7 +38,7 @@ from commhooks.predict import (
 )
 from commhooks.predict._headroom_steps import ScalarAllReduce
 from commhooks.predict._link import measure_link
-from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
 from experiments.network.page import is_judged, told, written
@@ -107,7 +107,7 @@ class _Run:
             cap_mb = like.bucket_cap_mb
             caps = None if cap_mb is None else [_FIRST_MB, cap_mb]
             self.ddp = DistributedDataParallel(model.build(), bucket_cap_mb_list=caps)
-            self.hook = commhooks.register(self.ddp, without_flush(like.scheme))
+            self.hook = commhooks.register(self.ddp, unwrap_flush(like.scheme))
         else:
             setup = setup_of(scheme)
             self.ddp = _reduced(model.build(), setup)

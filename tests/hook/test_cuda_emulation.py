@@ -143,7 +143,7 @@ def _enqueue(watched: Any, backward_count: int) -> None:
         WaitPoint(backward_count, backward_count - 1, 0), threading.get_ident()
     )
     watched.device.work(5)
-    watched.watch.all_enqueued()
+    watched.watch.record_enqueued()
 
 
 def _synchronise(device: Device) -> None:
@@ -173,7 +173,7 @@ def test_the_error_comes_once_where_the_reducer_raises_it(watched: Any) -> None:
         while watched.device.done == 0 and time.monotonic() < end:
             time.sleep(0.01)
         with pytest.raises(PeerError):
-            watched.watch.all_enqueued()
+            watched.watch.record_enqueued()
         assert [call.args[1] is None for call in raise_in.call_args_list] == [False, True]
 
 

@@ -122,7 +122,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_taken",
+        "_pop_residual",
         (
             "a residual is flushed in every step",
             "    bucket.memory.write(RESIDUAL, bucket.layout, None)\n",
@@ -170,7 +170,7 @@ MUTANTS: list[Mutant] = [
         "PeriodicDense.exchange",
         (
             "a periodic dense step keeps the residual back",
-            "            take_residual(bucket)\n",
+            "            pop_residual(bucket)\n",
             "            pass\n",
             f"{POLICIES}::test_periodic_dense_sends_what_was_held_back_in_every_third_step",
         ),
@@ -212,7 +212,7 @@ MUTANTS: list[Mutant] = [
         "Guard.exchange",
         (
             "the guard does not send what was held back",
-            "                take_residual(bucket)\n",
+            "                pop_residual(bucket)\n",
             "                pass\n",
             f"{POLICIES}::test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes",
         ),
@@ -371,7 +371,7 @@ MUTANTS: list[Mutant] = [
         "PerParameter.exchange",
         (
             "rules leave another scheme's residual behind",
-            "schemes = [flushing(scheme) for scheme in schemes]",
+            "schemes = [with_flush(scheme) for scheme in schemes]",
             "schemes = list(schemes)",
             f"{WRAPPERS}::test_rules_flush_the_residual_of_parameters_without_feedback",
         ),

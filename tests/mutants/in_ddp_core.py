@@ -87,8 +87,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "what ranks could not agree on is forgotten",
-            "        saved = self._to_take_up()\n",
-            "        saved = self._to_take_up()\n        self._saved = None\n",
+            "        saved = self._usable_saved()\n",
+            "        saved = self._usable_saved()\n        self._saved = None\n",
             f"{PLAN}::test_what_the_ranks_could_not_agree_on_is_kept",
         ),
     ),
@@ -111,7 +111,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BucketPlan.go_on_from",
+        "BucketPlan.resume",
         (
             "an earlier state's order of gradients stays",
             "list(saved.arrival) if complete else []",
@@ -135,7 +135,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "BucketPlan._to_take_up",
+        "BucketPlan._usable_saved",
         (
             "saved buckets win over a layout that was asked for after loading",
             "if saved is None or self._anew or not saved.holds(",
@@ -180,7 +180,7 @@ MUTANTS: list[Mutant] = [
         "LocalGradients.gradient_came",
         (
             "an optimizer may step by gradients that are held",
-            "            self._why = self._why or _HELD\n",
+            "            self._block_reason = self._block_reason or _HELD\n",
             "",
             f"{HOLD}::test_an_optimizer_refuses_gradients_that_are_held",
         ),
@@ -264,7 +264,7 @@ MUTANTS: list[Mutant] = [
         "ForwardPass.begin_step",
         (
             "buffers are not made equal after hold",
-            "            parts.buffers.sync_next = True  # whatever ran within `hold`\n",
+            "            state.buffers.sync_next = True  # whatever ran within `hold`\n",
             "            pass\n",
             f"{HOLD}::test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between",
         ),
@@ -306,7 +306,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "LocalGradients.pass_averages",
+        "LocalGradients.begin_averaging_pass",
         (
             "no_sync around backward alone is averaged",
             "            self._errors.only_backward()\n",
@@ -318,8 +318,8 @@ MUTANTS: list[Mutant] = [
         "_exchange_zeros",
         (
             "a shadowed first step of a static graph counts as one of the others'",
-            "        usage.learn_of_others()\n",
-            "        usage.learn_of_others()\n        plan.stage = type(plan.stage).NEW\n",
+            "        usage.join_static_graph()\n",
+            "        usage.join_static_graph()\n        plan.stage = type(plan.stage).NEW\n",
             "tests/ddp/test_ddp_pairs.py"
             "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
         ),
@@ -512,7 +512,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "Parts.change_group",
+        "DDPState.change_group",
         (
             "a model goes to other ranks though its hook does not",
             "                self.replica.group = group_before\n",
@@ -589,7 +589,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "take_over",
+        "replace_backward_optimizers",
         (
             "optimizers in backward also step with a rank's own gradient",
             "            handle.remove()\n",
@@ -681,7 +681,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "MeetingPoint.wait_for_all",
+        "StoreBarrier.wait_for_all",
         (
             "the last rank that comes is waited for",
             "== self.size",
@@ -720,7 +720,7 @@ MUTANTS: list[Mutant] = [
         "AbortAgreement.agree",
         (
             "dropped steps stay in the store",
-            "                    before.forget()\n",
+            "                    before.delete_keys()\n",
             "                    pass\n",
             f"{ABANDONED}::test_ranks_that_raise_alike_go_on_again_and_again",
         ),
@@ -745,7 +745,7 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a step that the GPU has done is looked up all the same",
-            "if pending.is_over is not None and self._ask(pending.is_over):",
+            "if pending.is_over is not None and self._query(pending.is_over):",
             "if False:",
             "tests/hook/test_cuda_emulation.py::test_a_step_that_nobody_waits_for_is_left_alone",
         ),
@@ -820,7 +820,7 @@ MUTANTS: list[Mutant] = [
         "DistributedDataParallel.reduce",
         (
             "delayed parameters are left out of a reduce",
-            "            if parts.delayed is not None:\n                parts.delayed.reduce()\n",
+            "            if state.delayed is not None:\n                state.delayed.reduce()\n",
             "",
             f"{HOLD}::test_delayed_parameters_are_averaged_too",
         ),

@@ -215,7 +215,7 @@ MUTANTS: list[Mutant] = [
         "KnownParameters.check",
         (
             "parameters that are other objects are not noticed",
-            "            self._look_for_others()\n        if not self._nodes:",
+            "            self._find_others()\n        if not self._nodes:",
             "            pass\n        if not self._nodes:",
             CHANGED,
         ),

@@ -76,7 +76,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "AlignedTopK.take",
+        "AlignedTopK.gather",
         (
             "AlignedTopK keeps what it sends",
             "others = rows.index_fill(0, indices, 0.0).view(-1)",
@@ -85,7 +85,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "RandomBlock.take",
+        "RandomBlock.gather",
         (
             "a random block keeps what it sends",
             "                piece.zero_()\n",

@@ -533,7 +533,7 @@ MUTANTS: list[Mutant] = [
         "ExactParameters.exchange",
         (
             "what was kept of parameters that travel exactly is lost",
-            "dense = flushing(Dense())",
+            "dense = with_flush(Dense())",
             "dense = Dense()",
             f"{HALVES}::test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once",
         ),

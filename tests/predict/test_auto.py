@@ -28,7 +28,7 @@ from commhooks.hook import HookState
 from commhooks.predict._advise import made_candidates
 from commhooks.wrappers._base import Wrapper
 from commhooks.wrappers._cast import Cast
-from commhooks.wrappers._feedback import without_flush
+from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import run_ranks
 from tests.tools.training import mlp
@@ -130,8 +130,8 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
         "plan": hook.plan,
         "told": hook.plan in hook.summary(),
         "raced": raced,
-        "scheme": without_flush(hook.scheme) == commhooks.make("none"),
-        "saved": hook.plan_state(),
+        "scheme": unwrap_flush(hook.scheme) == commhooks.make("none"),
+        "saved": hook.saved_plan(),
         "step": hook.step,
         "gradients": torch.cat(gradients),
     }

@@ -128,7 +128,7 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
         ]
         model: Any = SimpleNamespace(
             process_group=dist.group.WORLD,
-            _parts=SimpleNamespace(before_collectives=lambda: None),
+            _ddp_state=SimpleNamespace(before_collectives=lambda: None),
             reducer=SimpleNamespace(
                 buckets=buckets, drop_raised_step=lambda: None, device=torch.device("meta")
             ),

@@ -58,7 +58,7 @@ class Course:
         """A run that begins with what this one would save now."""
         plan = self.plan
         other = Course(follows_arrival=plan.follows_arrival, static_graph=plan.static_graph)
-        other.plan.go_on_from(saved(*self.plan.to_save(self.buckets)))
+        other.plan.resume(saved(*self.plan.to_save(self.buckets)))
         return other
 
 
@@ -124,7 +124,7 @@ def after_many(course: Course) -> None:
 def split_by_the_compiler(course: Course) -> None:
     course.begin_step()
     of = [one.parameter for one in course.plan._parameters]
-    course.plan.take_splits([[id(of[3]), id(of[1])], [id(of[2]), id(of[0])]])
+    course.plan.add_splits([[id(of[3]), id(of[1])], [id(of[2]), id(of[0])]])
     course.plan.step_ended([3, 1, 2, 0])
     for _ in range(2):
         course.step([3, 1, 2, 0])
@@ -168,7 +168,7 @@ def test_a_run_under_way_that_loads_is_as_one_that_begins(happened, kind):
     fresh, busy = first.goes_on(), Course(**kind)
     busy.step([3, 0, 1, 2])
     busy.step()
-    busy.plan.go_on_from(saved(*first.plan.to_save(first.buckets)))
+    busy.plan.resume(saved(*first.plan.to_save(first.buckets)))
     for course in (fresh, busy):
         course.plan.request(first.plan.group_of, first.plan.caps)
     for _ in range(4):
@@ -179,7 +179,7 @@ def test_a_run_under_way_that_loads_is_as_one_that_begins(happened, kind):
 
 def test_final_buckets_are_taken_up():
     course = Course()
-    course.plan.go_on_from(FINAL)
+    course.plan.resume(FINAL)
     course.step()
     assert course.buckets == [[1], [0], [3], [2]]
     assert course.plan.stage is Stage.FINAL
@@ -198,7 +198,7 @@ def test_final_buckets_are_taken_up():
 )
 def test_the_saved_order_decides_where_the_buckets_do_not_suit(unsuitable):
     course = Course()
-    course.plan.go_on_from(unsuitable)
+    course.plan.resume(unsuitable)
     course.step()
     assert course.buckets == [[0], [1], [2], [3]]
     assert course.plan.stage is Stage.FINAL
@@ -207,7 +207,7 @@ def test_the_saved_order_decides_where_the_buckets_do_not_suit(unsuitable):
 def test_buckets_that_mix_groups_do_not_suit():
     course = Course(caps=LARGE)
     course.plan.request(ODD_AND_EVEN)
-    course.plan.go_on_from(saved([[0, 1], [2, 3]], LARGE.limits, FORWARD))
+    course.plan.resume(saved([[0, 1], [2, 3]], LARGE.limits, FORWARD))
     course.step()
     assert course.buckets == [[0, 2], [1, 3]]
 
@@ -216,7 +216,7 @@ def test_buckets_that_mix_groups_do_not_suit():
 def test_what_is_asked_for_after_loading_is_not_forgotten(asked):
     """Also where it is taken back: a run that was not interrupted is laid out anew."""
     course = Course()
-    course.plan.go_on_from(FINAL)
+    course.plan.resume(FINAL)
     course.plan.request(*asked)
     course.plan.request(None, SMALL)
     assert course.plan.to_save(course.buckets) == ((), SMALL.limits, FORWARD)
@@ -226,7 +226,7 @@ def test_what_is_asked_for_after_loading_is_not_forgotten(asked):
 
 def test_the_first_steps_buckets_hold_until_the_order_is_known():
     course = Course()
-    course.plan.go_on_from(saved([[2, 0], [1, 3]]))
+    course.plan.resume(saved([[2, 0], [1, 3]]))
     course.step()
     assert course.buckets == [[2, 0], [1, 3]]
     assert course.step()
@@ -239,7 +239,7 @@ SPLITS = [[3, 1], [2, 0]]
 def compiles(course: Course) -> None:
     """What the forward pass of a compiled model does."""
     of = [one.parameter for one in course.plan._parameters]
-    course.plan.take_splits([[id(of[index]) for index in split] for split in SPLITS])
+    course.plan.add_splits([[id(of[index]) for index in split] for split in SPLITS])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -286,7 +286,7 @@ def test_a_compiled_run_that_goes_on_is_laid_out_by_the_order_of_the_first_step(
 @pytest.mark.parametrize("follows_arrival", [True, False])
 def test_an_evaluation_that_compiles_before_the_first_step_loses_no_buckets(follows_arrival):
     course = Course(follows_arrival=follows_arrival)
-    course.plan.go_on_from(FINAL)
+    course.plan.resume(FINAL)
     compiles(course)
     assert course.plan.to_save(course.buckets) == (FINAL.members, SMALL.limits, FORWARD)
     course.step()
@@ -299,7 +299,7 @@ def test_a_rank_that_compiles_nothing_agrees_with_the_others(goes_on_from, kind)
     busy, idle = Course(**kind), Course(**kind)
     for course in (busy, idle):
         if goes_on_from is not None:
-            course.plan.go_on_from(goes_on_from)
+            course.plan.resume(goes_on_from)
     for _ in range(4):
         assert busy.begin_step() == idle.begin_step()
         compiles(busy)
@@ -316,7 +316,7 @@ def test_splits_do_not_mix_what_a_scheme_keeps_apart():
 
 def test_what_is_laid_out_anew_in_the_first_step_is_split_in_the_second():
     course = Course()
-    course.plan.go_on_from(FINAL)
+    course.plan.resume(FINAL)
     course.begin_step()
     course.plan.request(ODD_AND_EVEN)
     course.plan.request(None)
@@ -331,7 +331,7 @@ def test_what_is_laid_out_anew_in_the_first_step_is_split_in_the_second():
 def test_buckets_by_arrival_are_no_buckets_by_registration():
     """Those of torch's class, loaded where the first buckets stay."""
     course = Course(follows_arrival=False)
-    course.plan.go_on_from(saved([[2, 0], [1, 3]]))
+    course.plan.resume(saved([[2, 0], [1, 3]]))
     course.step()
     assert course.buckets == [[3], [2], [1], [0]]
 
@@ -340,7 +340,7 @@ def test_the_last_state_decides_not_what_was_asked_for_before():
     course = Course()
     course.plan.request(ODD_AND_EVEN)
     course.plan.request(None)
-    course.plan.go_on_from(FINAL)
+    course.plan.resume(FINAL)
     course.step()
     assert course.buckets == [[1], [0], [3], [2]]
 
@@ -362,7 +362,7 @@ def test_what_the_ranks_could_not_agree_on_is_kept(monkeypatch):
         raise RuntimeError("a peer died")
 
     course = Course()
-    course.plan.go_on_from(FINAL)
+    course.plan.resume(FINAL)
     monkeypatch.setattr(_plan, "agree_on", fails)
     with pytest.raises(RuntimeError, match="a peer died"):
         course.begin_step()

@@ -79,7 +79,7 @@ def test_a_silent_store_is_waited_for_as_long_as_the_limit(store: Stopping) -> N
     assert time.monotonic() - begin < 10
     # From now on at once, for whoever waits for something else.
     assert _seconds(lambda: shared.peek(lambda it: it.check(["key"]), 20.0)) < 5
-    assert _seconds(lambda: shared.tell(lambda it: it.set("told", "late"), 20.0)) < 5
+    assert _seconds(lambda: shared.notify(lambda it: it.set("told", "late"), 20.0)) < 5
     store.goes_on.set()
     assert shared.wait_for("told", 10.0) == "late"
     assert shared.peek(lambda it: it.check(["key"]), 10.0) is True

@@ -43,7 +43,7 @@ class RandomBlock(SharedIndices):
         return [slice(begin, begin + k - over), *([slice(0, over)] if over else [])]
         yield
 
-    def take(self, bucket: Bucket, indices: list[slice]) -> Tensor:
+    def gather(self, bucket: Bucket, indices: list[slice]) -> Tensor:
         source, unsent = bucket.raw, bucket.unsent
         if unsent is not None:
             # The gradient is in ``unsent`` then, where the pieces that are sent are set to zero.
@@ -56,7 +56,7 @@ class RandomBlock(SharedIndices):
                 piece.zero_()
         return values.add_(nan_unless(finite))
 
-    def put(
+    def scatter(
         self, values: Tensor, out: Tensor, indices: list[slice], finite: Tensor | None = None
     ) -> None:
         out.zero_()
@@ -114,7 +114,7 @@ class AlignedTopK(SharedIndices):
         top_k(energy, k, indices, torch.empty_like(energy[:k]))
         return indices.long()
 
-    def take(self, bucket: Bucket, indices: Tensor) -> Tensor:
+    def gather(self, bucket: Bucket, indices: Tensor) -> Tensor:
         finite = all_finite(bucket.gradient)
         rows = self._rows(bucket.gradient.to(bucket.wide_dtype))
         values = rows[indices].flatten()
@@ -123,7 +123,7 @@ class AlignedTopK(SharedIndices):
             bucket.unsent.copy_(others[: bucket.unsent.numel()])  # without the padding
         return values.add_(nan_unless(finite))
 
-    def put(
+    def scatter(
         self, values: Tensor, out: Tensor, indices: Tensor, finite: Tensor | None = None
     ) -> None:
         rows = torch.zeros_like(self._rows(out))

@@ -16,18 +16,22 @@ from ddp_core.ddp._replica import Buffers, Replica, UnevenInputs, max_candidate_
 from ddp_core.ddp._torch_reducer import TorchReducer
 from ddp_core.reducer._known import KnownParameters, has_another_wrapper
 from ddp_core.reducer._launch import ReducerSettings
-from ddp_core.reducer._optimizer import OptimizersInBackward, has_optimizer_in_backward, take_over
+from ddp_core.reducer._optimizer import (
+    OptimizersInBackward,
+    has_optimizer_in_backward,
+    replace_backward_optimizers,
+)
 from ddp_core.reducer._parameters import refuse_thawed
 from ddp_core.reducer._precision import Precision
 
-__all__ = ["Parts"]
+__all__ = ["DDPState"]
 
 # By group: all of its ranks construct their modules in the same order, or come to it in that order.
 _reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TorchReducer]]]
 _reducers = weakref.WeakKeyDictionary()
 
 
-class Parts:
+class DDPState:
     """Holds the parts of a DistributedDataParallel.
 
     Args:
@@ -119,7 +123,7 @@ class Parts:
         """
         group_before = self.replica.group
         if self.reduces:
-            self.hooks.check_that_they_follow(self.buffers.hook)
+            self.hooks.check_states_follow(self.buffers.hook)
             # They see the model with its new ranks, and go first: they may not agree.
             self.replica.group = group
             try:
@@ -137,9 +141,9 @@ class Parts:
             self.buffers.find()
             before = self.reducer
             self._make_reducer()
-            self.reducer.follow(before)
+            self.reducer.continue_from(before)
             before.accumulators.close()
-            self.hooks.launch_by_them()
+            self.hooks.launch_with_hooks()
 
     # ---- what forward passes do
 
@@ -150,7 +154,7 @@ class Parts:
         self._looked_for_optimizers = True
         parameters = [entry.parameter for entry in self.reducer.parameters]
         if has_optimizer_in_backward(parameters):
-            take_over(parameters)
+            replace_backward_optimizers(parameters)
             self.reducer.exchange.optimizer = OptimizersInBackward()
 
     def before_collectives(self) -> None:
@@ -179,7 +183,7 @@ class Parts:
         else:
             self.reducer.launcher.await_futures(futures)
 
-    def take_model_of(self, *, candidate: bool) -> None:
+    def broadcast_model(self, *, candidate: bool) -> None:
         """Takes, as all ranks do, the model of a rank that is a candidate."""
         source = max_candidate_rank(self.replica, candidate=candidate)
         self.replica.broadcast_from(source, buffers=self.buffers.enabled)
