@@ -1,4 +1,4 @@
-"""DistributedDataParallel in Python, and what hooks run on: buckets, collectives, rounds and lanes.
+"""Provides DistributedDataParallel in Python, and the parts that its hooks run on.
 
 Knows torch and no scheme: it takes hooks, and generators that yield collectives.
 """

@@ -109,12 +109,12 @@ dtensor_spec_of: Callable[[Any], Any] = attrgetter("_spec")
 
 
 def local_spec_of(parameter: Tensor) -> Any:
-    """Returns what torch's DistributedDataParallel notes of a DTensor at its local shard."""
+    """Returns the specification that torch's DistributedDataParallel stores with a local shard."""
     return getattr(parameter, "_st_info", None)
 
 
 def optimizers_in_backward(parameter: Tensor) -> Sequence[Any] | None:
-    """Returns the optimizers that step a parameter in backward; None: it was given to none."""
+    """Returns the optimizers that step a parameter in backward, or None if it has none."""
     return getattr(parameter, "_in_backward_optimizers", None)
 
 
@@ -132,7 +132,7 @@ children_of: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 
 
 def ignored_names(module: nn.Module) -> Iterable[str]:
-    """Returns the parameters and buffers of a module that data parallelism leaves alone."""
+    """Returns the parameters and buffers of a module that data parallelism ignores."""
     names: Iterable[str] = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
     return names
 
@@ -147,19 +147,19 @@ def in_join(module: Any) -> bool:
 
 
 def not_traced(function: Function) -> Function:
-    """Makes the compiler leave a function alone, with all that it calls: the graph breaks there."""
+    """Makes torch.compile skip a function and all that it calls; the graph breaks there."""
     decorated: Any = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
     return decorated  # type: ignore[no-any-return]
 
 
 def not_traced_itself(function: Function) -> Function:
-    """Makes the compiler leave a function alone, and not what it calls."""
+    """Makes torch.compile skip a function, but not the functions that it calls."""
     decorated: Any = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
     return decorated  # type: ignore[no-any-return]
 
 
 def compiles() -> bool:
-    """Whether the compiler was imported, which takes a second."""
+    """Whether torch's compiler has been imported; importing it takes a second."""
     return "torch._dynamo" in sys.modules
 
 
@@ -180,12 +180,12 @@ split_for: Callable[[Any], None] = partial(setattr, TorchDDP, "_active_ddp_modul
 
 
 def backend_of(group: Any, device: torch.device) -> Any:
-    """Returns what carries tensors of a device in a group; raises if nothing does."""
+    """Returns the backend of a group for a device; raises if there is none."""
     return group._get_backend(device)
 
 
 def device_types(group: Any) -> Sequence[torch.device]:
-    """Returns the devices that a group has backends for; none if it does not tell."""
+    """Returns the types of device that a group has backends for; empty if unknown."""
     return getattr(group, "_device_types", ())
 
 
@@ -222,7 +222,7 @@ def add_backend(group: Any, device: torch.device, kind: Any, backend: Any) -> No
 
 
 def set_default_backend(group: Any, kind: Any) -> None:
-    """Makes a group use the backend of this kind where no device decides."""
+    """Makes a group use a backend of this kind for tensors of any other device."""
     group._set_default_backend(kind)
 
 

@@ -1,4 +1,4 @@
-"""Studies: ``python -m experiments.<study>``, each a folder with its question in a README.md.
+"""Contains the studies, ``python -m experiments.<study>``, a folder each with a README.md.
 
 - Schemes: :mod:`bandwidth`, :mod:`convergence`, :mod:`tradeoff` on recorded :mod:`traces`,
   :mod:`dead_rows`.

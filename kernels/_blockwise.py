@@ -64,7 +64,7 @@ class Format:
 
     @cached_property
     def top(self) -> float:
-        """Returns the largest value that a code stands for."""
+        """Returns the largest value of a code."""
         if self.float8 is not None:
             return torch.finfo(self.float8).max
         if self.mantissa:
@@ -214,7 +214,7 @@ def message_of(table: Tensor, caller: str, format: str, block: int, row: int) ->
 
 
 def check_form(caller: str, format: str, block: Any) -> None:
-    """Raises ValueError for an unknown format, or a block that it does not take."""
+    """Raises ValueError for an unknown format, or a block size that the format does not take."""
     known = FORMATS.get(format) if isinstance(format, str) else None
     if known is None:
         raise ValueError(f"{caller}(format): one of {', '.join(FORMATS)}, got {format!r}")

@@ -1,4 +1,4 @@
-"""Keeps what was found out about a table, as long as nobody writes to it.
+"""Caches results computed from a table, as long as nobody writes to the table.
 
 Tables are int64 tensors on the CPU, which say where things lie: ops take them, since a schema of
 torch.library has no type for the classes that make them. Reading one back takes longer than a small
@@ -26,7 +26,7 @@ _MOST = 4096  # results of a function; a few per bucket are asked for in every s
 def once_per_table(
     function: Callable[Concatenate[Tensor, P], T],
 ) -> Callable[Concatenate[Tensor, P], T]:
-    """Decorates a function of a table and of other arguments, whose results are kept.
+    """Decorates a function of a table and of other arguments, whose results are cached.
 
     The key is the tensor itself, and results are of one number of writes to it, by torch's own
     count. Errors are not kept.

@@ -78,7 +78,7 @@ class Tail(NamedTuple):
 
 @once_per_table
 def tail_of(table: Tensor, caller: str) -> Tail:
-    """Returns what a table describes; raises ValueError unless ``tail_table`` can make it."""
+    """Returns the pieces of a table; raises ValueError unless ``tail_table`` can make it."""
     good = table.is_cpu and table.dtype == torch.int64
     tail = _read(table) if good else None
     if tail is None:

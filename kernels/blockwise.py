@@ -203,7 +203,7 @@ def _noise(
     *,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Returns what rounds the slots of a row, and half-words for its entries of 16 bits."""
+    """Returns the random bits that round the slots of a row, and half-words for 16-bit entries."""
     key = (step, seed, stream)
     tails = philox.half_words(layout.tails, *key, first + layout.n, device=device)
     if not layout.format.dithered:
@@ -256,7 +256,7 @@ def draws_of(
     *,
     device: torch.device,
 ) -> list[Tensor] | None:
-    """Returns the dither of the payload of each rank; None without a step, as for other formats."""
+    """Returns the dither of each rank's payload; None without a step, and for other formats."""
     if step is None:
         return None
     key = (layout.n, int(step), seed, stream, first)

@@ -40,7 +40,7 @@ def part_bytes(n: int) -> int:
 
 
 class Parts:
-    """Lists where parts begin, of which each has as many entries as ``sizes`` says.
+    """Lists where parts begin and, in ``sizes``, how many entries each has.
 
     Attributes:
         sizes: number of entries of each part.
@@ -123,7 +123,7 @@ def quantize_parts(x: Tensor, payloads: Tensor, sizes: tuple[int, ...]) -> None:
 
 
 def dequantize_parts(payloads: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
-    """Writes what :func:`quantize_parts` wrote to ``out``, float32."""
+    """Writes the values that :func:`quantize_parts` encoded to ``out``, float32."""
     dequantize_parts_op(payloads, out, parts_of_sizes(sizes).table)
 
 

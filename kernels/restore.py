@@ -1,4 +1,4 @@
-"""Puts old values back where a step was not finite."""
+"""Restores old values after a step that was not finite."""
 
 from __future__ import annotations
 

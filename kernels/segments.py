@@ -155,7 +155,7 @@ class Segments:
 
 
 def _append(runs: list[Run], run: Run, unit: int) -> int:
-    """Appends a run, or makes the last one longer; returns its room, in whole units."""
+    """Appends a run, or makes the last one longer; returns its size, in whole units."""
     place, begin, count = run
     if count:
         last = runs[-1] if runs else (0, 0, 0)

@@ -1,4 +1,4 @@
-"""Quantises to integers of a scale that all ranks share; an all-reduce can add the codes."""
+"""Quantises to integers with a scale that all ranks share; an all-reduce can add the codes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quantize_shared(
     unsent: Tensor | None = None,
     random: philox.RandomBits | None = None,
 ) -> None:
-    """Writes ``x``, or ``x + residual``, as integers of a scale per block.
+    """Writes ``x``, or ``x + residual``, as integers with a scale per block.
 
     The scale is the magnitude of the block over ``levels``. Larger entries are clipped. A block
     whose magnitude is not finite decodes to NaN.

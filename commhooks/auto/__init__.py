@@ -1,4 +1,4 @@
-"""Runs candidates in turns in a run's first steps, and keeps the fastest."""
+"""Runs candidate schemes in turns in the first steps of a run, and keeps the fastest."""
 
 # Modules, in the order in which to read them:
 #

@@ -110,7 +110,7 @@ class AutoHook(HookState):
 
     @property
     def decided(self) -> bool:
-        """Whether the search is over."""
+        """Whether the choice is final."""
         return self._trials.over
 
     @property
@@ -118,7 +118,7 @@ class AutoHook(HookState):
         return self._trials.candidates
 
     def forward_begins(self) -> None:
-        """Ends a step, and takes the next decision when a stage of the trials is over."""
+        """Ends a step, and takes the next decision when a stage is over."""
         super().forward_begins()
         self._trials.forward_begins()
 
@@ -128,7 +128,7 @@ class AutoHook(HookState):
         self._trials.end("auto: the scheme was chosen by hook.switch.")
 
     def summary(self, steps: int = 100) -> str:
-        """Describes the latest steps, and the decision."""
+        """Describes the latest steps and the decision."""
         summary = super().summary(steps)
         facts = getattr(summary, "facts", ())
         return Summary(f"{summary} {self.plan}", (*facts, ("plan", self.plan)))
@@ -136,7 +136,7 @@ class AutoHook(HookState):
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Continues from a saved state: with the scheme that was chosen there.
+        """Continues from a saved state, with the scheme that was chosen in the saved run.
 
         The trials begin anew where none was chosen yet.
         """

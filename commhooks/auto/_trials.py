@@ -1,4 +1,4 @@
-"""Times candidates in turns, between two steps, until noise no longer decides, and keeps the best.
+"""Times candidates in turns until noise no longer decides, and keeps the best.
 
 A machine that is busy with something else slows whichever candidate runs at that moment. So each
 candidate runs some steps in every round, and rounds go on until the others are known to be slower,
@@ -57,7 +57,7 @@ class Candidate:
 
 
 class Trials:
-    """Runs the stages of the trials on one hook.
+    """Runs the stages of the measurement on one hook.
 
     Args:
         hook, install: the hook, and what makes it run another scheme from the next step on.
@@ -116,11 +116,11 @@ class Trials:
         return sorted(rows, key=lambda row: (math.isnan(row.measured_s), row.measured_s))
 
     def end(self, plan: str) -> None:
-        """Ends the trials with a decision that was taken elsewhere."""
+        """Ends the measurement with a decision that was taken elsewhere."""
         self._stage, self.choice, self.plan = Stage.DONE, None, plan
 
     def begin(self) -> None:
-        """Begins the trials anew: after a state without a decision was loaded."""
+        """Begins the measurement anew, after a state without a decision was loaded."""
         self._last, self._timings, self._before = (
             (-1, 0.0),
             CandidateTimings(self._candidates),
@@ -129,7 +129,7 @@ class Trials:
         self._enter(Stage.FIRST, make("none"))
 
     def forward_begins(self) -> None:
-        """Takes the next decision if a step has ended and a stage with it."""
+        """Takes the next decision if a step, and a stage with it, has ended."""
         if not self.over and self._hook.step != self._last[0]:
             self._step_begins()
 
@@ -166,7 +166,7 @@ class Trials:
             self._enter(Stage.TRIAL, entry.candidate.scheme)
 
     def _decide(self) -> None:
-        """Takes the fastest scheme of those that were tried, or none."""
+        """Chooses the fastest scheme of the candidates, or none."""
         tried = [(entry.median, entry.candidate) for entry in self._timings.entries]
         self._dense_s = next(took for took, candidate in tried if candidate.name == "none")
         best = chosen(tried, self._dense_s)
@@ -183,7 +183,7 @@ class Trials:
         LOG.info("%s", self.plan)
 
     def _keep_or_compare_again(self, seconds: float) -> None:
-        """Ends the trials, or races the choice against dense steps if it seems to have lost."""
+        """Ends the measurement, or compares with dense steps again if the choice seems slower."""
         self.plan += f" It took {1e3 * seconds:.1f} ms per step since."
         if seconds <= self._dense_s:
             self._stage = Stage.DONE
@@ -210,7 +210,7 @@ class Trials:
         return [float(max(ranks)) for ranks in zip(*self._of_all(self._times), strict=False)]
 
     def _of_all(self, value: Any) -> list[Any]:
-        """Gathers a value from all ranks, which have all come here, or raises."""
+        """Gathers a value from all ranks; raises unless all have called it."""
         hook = self._hook
         hook._meet("auto", {"stage": self._stage.value, "step": hook.step}, MEETING)
         values = [value]
@@ -226,7 +226,7 @@ class Trials:
 def chosen(
     tried: Sequence[tuple[float, Candidate]], dense_s: float
 ) -> tuple[float, Candidate] | None:
-    """Returns the seconds and the candidate to keep, or None if dense steps are as fast.
+    """Returns the seconds and the candidate to keep; None if dense steps are as fast.
 
     Of several that are nearly as fast as the fastest, the one that changes gradients least.
 
@@ -246,7 +246,7 @@ def chosen(
 
 @dataclass
 class CandidateTiming:
-    """Holds one candidate of a race.
+    """Holds the step times of one candidate.
 
     Attributes:
         what: the candidate.
@@ -260,7 +260,7 @@ class CandidateTiming:
 
     @property
     def median(self) -> float:
-        """Returns the median of the times; NaN: it has not run."""
+        """Returns the median step time; NaN if there is none."""
         return statistics.median(self.times) if self.times else math.nan
 
     @property
@@ -294,11 +294,11 @@ class CandidateTimings:
         self._rounds = 0
 
     def next(self) -> CandidateTiming | None:
-        """Returns the candidate to run next; None: the race is over."""
+        """Returns the candidate to run next; None if the comparison is over."""
         return self._order[0] if self._order else None
 
     def add(self, times: Sequence[float]) -> None:
-        """Notes the seconds of the steps of the candidate that has run.
+        """Adds the seconds of the steps of the candidate that has run.
 
         Args:
             times: one at least.

@@ -1,4 +1,4 @@
-"""Provides what classic hooks need of a ``HookState`` besides its public methods.
+"""Provides the private parts of a ``HookState`` that classic hooks need.
 
 All access of this package to private parts of a ``HookState`` is in this file.
 """

@@ -1,4 +1,4 @@
-"""Defines classic hooks: how they start a bucket, and which callers they refuse."""
+"""Defines how classic hooks start a bucket, and which callers they refuse."""
 
 import functools
 import weakref
@@ -43,7 +43,7 @@ def cast_payloads(scheme: Scheme, wires: Wires) -> Scheme:
 
 
 class Classic(NamedTuple):
-    """Describes a classic hook, so that a wrapper can change it.
+    """Describes a classic hook, so that a wrapper can modify it.
 
     Attributes:
         launch: starts a bucket with payloads of given dtypes.
@@ -61,7 +61,7 @@ classics: MutableMapping[Callable[..., Any], Classic] = weakref.WeakKeyDictionar
 def classic_hook(
     launch: Launcher, wires: Wires = ()
 ) -> Callable[[Callable[P, BucketFuture]], Callable[P, BucketFuture]]:
-    """Returns a decorator that registers a hook, and tells its callers apart: DDP and FSDP1.
+    """Returns a decorator that registers a hook, and distinguishes its callers: DDP and FSDP1.
 
     Args:
         wires: the dtypes that the hook calls ``launch`` with.
@@ -89,7 +89,7 @@ def classic_hook(
 
 
 def _on_fsdp1(name: str, classic: Classic, group: Any, gradient: Tensor, shard: Any = None) -> None:
-    """Averages what FSDP1's ``register_comm_hook`` hands to a hook, in both of its signatures.
+    """Averages what FSDP1's ``register_comm_hook`` passes to a hook, in both of its signatures.
 
     Args:
         name: of the hook, for messages.
@@ -114,7 +114,7 @@ def _on_fsdp1(name: str, classic: Classic, group: Any, gradient: Tensor, shard: 
 
 
 def launch_on_group(scheme: Scheme, group: Group, bucket: GradBucket, wires: Wires) -> BucketFuture:
-    """Starts a bucket of a hook whose state is a process group, or None for the model's."""
+    """Launches a bucket of a hook whose state is a process group, or None for the model's."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"this hook takes a process group, or None for the model's own, as state; "

@@ -29,7 +29,7 @@ _PICKLE = "the pickled PostLocalSGDState"
 
 
 class PostLocalSGDState:
-    """Holds the settings of ``post_localSGD_hook``: first global averages, then in subgroups.
+    """Holds the settings of ``post_localSGD_hook``: global averages first, then subgroups.
 
     Needs a model averager, such as torch's ``PeriodicModelAverager``, which averages the parameters
     over all ranks every few steps.

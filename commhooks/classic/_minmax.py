@@ -87,7 +87,7 @@ def _quantize(grad: Tensor, block: int) -> dict[str, Tensor]:
 
 
 def _dequantize(payload: dict[str, Tensor], like: Tensor, block: int) -> Tensor:
-    """Returns the gradient that the levels stand for."""
+    """Returns the gradient for the levels of a payload."""
     out = torch.empty_like(like, dtype=torch.float32)
     dequantize_affine(payload["levels"], payload["scale"], payload["zero"], block, out)
     return out.to(like.dtype)

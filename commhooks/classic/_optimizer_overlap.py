@@ -54,7 +54,7 @@ def _hook_then_optimizer(hook: HookFunction, optimizer_state: _OptimizerHookStat
 
 
 def in_bucket(hook: HookFunction) -> HookFunction:
-    """Returns a hook that puts the result of ``hook`` into the bucket.
+    """Returns a hook that writes the result of ``hook`` into the bucket.
 
     The optimizers of overlapping hooks read gradients from the bucket, while a hook may return
     another tensor than the bucket's.

@@ -1,4 +1,4 @@
-"""Finds the model that a bucket belongs to, since torch tells a hook only the parameters."""
+"""Finds the model of a bucket, since torch gives a hook only the parameters."""
 
 import weakref
 from collections.abc import MutableMapping, Sequence
@@ -21,7 +21,7 @@ Group = dist.ProcessGroup | None
 
 
 class Owner:
-    """Stands for a model, by its trained parameters, and keeps the states of stateless hooks on it.
+    """Represents a model by its trained parameters, and holds the states of stateless hooks on it.
 
     Args:
         model: the model; None if it is not known.
@@ -47,7 +47,7 @@ class Owner:
         return True
 
     def extends(self, other: "Owner") -> bool:
-        """Whether this has all parameters of ``other``: its model, wrapped again to train more."""
+        """Whether this has all parameters of ``other``, whose model was wrapped once more."""
         return self is not other and self._ids.issuperset(other._ids)
 
     def make(
@@ -88,7 +88,7 @@ def owner_of(parameters: Sequence[Tensor]) -> Owner:
 
 
 def find_model(parameters: Sequence[Tensor]) -> DistributedDataParallel | None:
-    """Returns the model with these parameters; a model with a hook comes before one without."""
+    """Returns the model with these parameters; a model with a hook is preferred."""
     # ``ddp_models`` walks all objects of the process, so this is called once per model.
     wanted = set(map(id, parameters))
     candidate: DistributedDataParallel | None = None

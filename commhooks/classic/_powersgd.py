@@ -190,7 +190,7 @@ class PowerSGDState(CompressionStats):
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Continues from a saved state: now, or if it is not registered yet, at its first use.
+        """Continues from a saved state: now, or at first use if it is not registered yet.
 
         See :meth:`commhooks.HookState.load_state_dict`.
 
@@ -206,7 +206,7 @@ class PowerSGDState(CompressionStats):
 
     @property
     def error_dict(self) -> Mapping[str, Tensor]:
-        """Copies of what this rank has not sent yet, by parameter name.
+        """Returns copies of what this rank has not sent yet, by parameter name.
 
         Raises:
             RegistrationError: the state is in use on several models.
@@ -215,7 +215,7 @@ class PowerSGDState(CompressionStats):
 
     @property
     def q_memory_dict(self) -> Mapping[str, Tensor]:
-        """Copies of the right factors that the next step starts from, by parameter name.
+        """Returns copies of the right factors that the next step starts from, by name.
 
         Of shape (rank, side), the transpose of torch's.
         ``batched_powerSGD_hook`` keeps one per bucket, by the name of its first parameter.
@@ -227,7 +227,7 @@ class PowerSGDState(CompressionStats):
 
     @property
     def p_memory_dict(self) -> Mapping[str, Tensor]:
-        """Always empty: left factors are computed in every step, and are not kept."""
+        """Returns an empty dictionary: left factors are computed in every step, not kept."""
         return MappingProxyType({})
 
     @property
@@ -314,17 +314,17 @@ class PowerSGDState(CompressionStats):
     # ---- called by ddp_core.DistributedDataParallel, which finds these methods on a hook's state
 
     def backward_finished(self) -> None:
-        """Forwards that the backward pass has ended."""
+        """Notifies the hook that the backward pass has ended."""
         if (hook := self._on_models.notified_hook()) is not None:
             hook.backward_finished()
 
     def gradients_written(self, left_alone: Sequence[Tensor] = ()) -> None:
-        """Forwards that the averaged gradients were written, except those of ``left_alone``."""
+        """Notifies the hook that averages are in ``.grad``, except for ``left_alone``."""
         if (hook := self._on_models.notified_hook()) is not None:
             hook.gradients_written(left_alone)
 
     def step_aborted(self) -> None:
-        """Forwards that the backward pass of the step has raised."""
+        """Notifies the hook that the backward pass of the step has raised."""
         if (hook := self._on_models.notified_hook()) is not None:
             hook.step_aborted()
 
@@ -337,12 +337,12 @@ class PowerSGDState(CompressionStats):
         return inner.hook.start(bucket)
 
     def _only_hook(self, call: str) -> HookState | None:
-        """Returns the state on the only model this is registered on; None if there is no model."""
+        """Returns the state on the only model; None if there is no model."""
         inner = self._on_models.only(call)
         return self._register_early() if inner is None else inner.hook
 
     def _register_early(self) -> HookState | None:
-        """Makes the state on its model, and loads what waits for it, before the first step."""
+        """Makes the state on its model before the first step, and loads pending states."""
         registration = _registration_of(self)
         return None if registration is None else self._on_models.restored(self, *registration).hook
 
@@ -374,7 +374,7 @@ _kinds: dict[Launcher, Kind] = {_launch_layerwise: LAYERWISE, _launch_batched: B
 
 
 def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wires] | None:
-    """Finds the model that ``state`` is registered on.
+    """Returns the model that ``state`` is registered on.
 
     Returns:
         The model's trained parameters, and by which hook and with which dtypes on the wire the
@@ -408,7 +408,7 @@ def powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
 
 @classic_hook(_launch_batched)
 def batched_powerSGD_hook(state: PowerSGDState, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket by PowerSGD, taking the whole bucket for one square matrix.
+    """Averages a bucket by PowerSGD, with the whole bucket as one square matrix.
 
     Example:
         >>> state = PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=100)

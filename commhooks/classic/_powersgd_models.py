@@ -1,4 +1,4 @@
-"""Defines the parts of a PowerSGDState: one per model, and saved states that wait for models."""
+"""Defines the parts of a PowerSGDState, one per model, and saved states that await models."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def scheme_of(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> Scheme:
 
 
 def made_from(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> tuple[Any, ...]:
-    """Returns what a scheme is made from, to see whether it has changed; the seed comes last."""
+    """Returns what a scheme is made from, to detect a change; the seed comes last."""
     # Not the scheme itself: making one checks every setting, and this runs in each step.
     return (
         kind,
@@ -151,7 +151,7 @@ Saved = Mapping[str, Any] | Sequence[Mapping[str, Any]]
 
 
 def agree_on_parts(saved: Saved, group: dist.ProcessGroup) -> None:
-    """Checks that ranks without a part of their own have loaded the same state; warns of losses.
+    """Checks that ranks without a part have loaded the same state; warns of losses.
 
     All ranks of ``group`` call this.
 
@@ -232,7 +232,7 @@ class Inner:
 
 
 class OnModels:
-    """Holds the parts of a PowerSGDState, and the saved states that wait for further models.
+    """Holds the parts of a PowerSGDState, and the saved states for further models.
 
     Holds no reference to the PowerSGDState, which its methods take as ``settings``: a circle of
     references would keep the memory of a dropped state until the garbage collector runs.
@@ -283,7 +283,7 @@ class OnModels:
         return next(iter(self.inners.values()), None)
 
     def notified_hook(self) -> HookState | None:
-        """Returns the hook of the only model, to be told of events of its backward pass."""
+        """Returns the hook of the only model, which receives events of its backward pass."""
         # Events do not name a model. With several models none is told: each hook learns of its
         # steps from autograd, as on torch's DistributedDataParallel, which has no such events.
         return next(iter(self.inners.values())).hook if len(self.inners) == 1 else None
@@ -291,7 +291,7 @@ class OnModels:
     def ready(
         self, settings: PowerSGDSettings, kind: Kind, bucket: GradBucket, wires: Wires
     ) -> Inner:
-        """Returns the part that a bucket belongs to, with the present settings.
+        """Returns the part for a bucket, with the present settings.
 
         Ranks agree on a part before its first bucket.
         """
@@ -343,7 +343,7 @@ class OnModels:
         return inner
 
     def _restore(self, inner: Inner) -> None:
-        """Loads the first saved state that waits; a pickled one may be of another rank."""
+        """Loads the first pending state; a pickled state may be another rank's."""
         if not self.saved:
             return
         state, strict = self.saved[0]
@@ -352,7 +352,7 @@ class OnModels:
         del self.saved[0]
 
     def _agree(self, inner: Inner) -> None:
-        """Loads a saved state that waits, and raises on every rank if loading fails on any rank."""
+        """Loads a pending state, and raises on every rank if loading fails on any rank."""
         # No rank raises before the comparison: the others would wait for it.
         error: CheckpointError | None = None
         outcome = "nothing to restore"

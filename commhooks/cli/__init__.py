@@ -1,4 +1,4 @@
-"""The command line ``commhooks``; needs rich and typer, which the library does not."""
+"""Implements the command line ``commhooks``, which needs rich and typer; the library does not."""
 
 # Modules, in the order in which to read them:
 #

@@ -1,4 +1,4 @@
-"""Runs ``commhooks advise``: predicts candidates with every bucket size and says what to take."""
+"""Runs ``commhooks advise``: predicts candidates with every bucket size and recommends one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def advise_on(
     accumulate: int,
     out: Path | None,
 ) -> None:
-    """Prints the fastest options, and the one to take.
+    """Prints the fastest options, and the recommended one.
 
     Args:
         model, timeline: see :class:`commhooks.cli._simulate.Options`, as for the others.
@@ -170,7 +170,7 @@ def _advice(
 
 
 def _arguments(text: str) -> str:
-    """Returns a scheme with options, "powersgd:rank=4", as the arguments of a call."""
+    """Returns a scheme with options, such as "powersgd:rank=4", as the arguments of a call."""
     name, settings = settings_of(text)
     return ", ".join([repr(name), *(f"{key}={value!r}" for key, value in settings.items())])
 

@@ -39,7 +39,7 @@ __all__ = [
 
 
 def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Runs the files among ``which``.
+    """Runs the Python files in ``which``; returns the names of schemes.
 
     Returns:
         The names among ``which``, and the names of the schemes that the files register.
@@ -90,7 +90,7 @@ def sentence(error: BaseException, path: Path | None = None) -> str:
 
 
 def check_folders(*files: Path | None) -> None:
-    """Raises if a file that is to be written is a folder, or its folder does not exist."""
+    """Raises if an output file is a folder, or its folder does not exist."""
     for path in files:
         if path is None:
             continue
@@ -101,7 +101,7 @@ def check_folders(*files: Path | None) -> None:
 
 
 def listed(option: str, text: str) -> list[str]:
-    """Returns the words of a list with commas, each once.
+    """Returns the words of a comma-separated list, each once.
 
     Args:
         option: its name, for the message.
@@ -117,7 +117,7 @@ def listed(option: str, text: str) -> list[str]:
 
 
 def numbers_of(text: str) -> list[int]:
-    """Returns numbers of ranks."""
+    """Returns the numbers of ranks in a list."""
     try:
         return [int(word) for word in listed("--ranks", text)]
     except ValueError:
@@ -127,7 +127,7 @@ def numbers_of(text: str) -> list[int]:
 
 
 def fabrics_of(text: str) -> list[Fabric]:
-    """Returns presets and fabrics of files; those that share a name are called as they are given.
+    """Returns presets and fabrics of files; fabrics with equal names are named as given.
 
     All files of ``commhooks link`` have the same name inside.
     """
@@ -141,7 +141,7 @@ def fabrics_of(text: str) -> list[Fabric]:
 
 
 def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:
-    """Makes schemes; files with more are loaded, and theirs are compared as well."""
+    """Makes schemes by name; loads files with schemes, which are added."""
     files = [word for word in words if word.endswith(".py")]
     added = load_files([Path(file) for file in files])
     named = [word for word in words if word not in files]
@@ -158,7 +158,7 @@ def _scheme(word: str) -> Scheme:
 
 
 def settings_of(word: str) -> tuple[str, dict[str, Any]]:
-    """Returns name and options of a scheme, as in powersgd:rank=4."""
+    """Returns the name and options of a scheme, such as powersgd:rank=4."""
     name, *settings = word.split(":")
     options: dict[str, Any] = {}
     for setting in settings:
@@ -230,7 +230,7 @@ def _one_pass(
 
 
 def _own(target: str) -> Model | Workload:
-    """Returns what ``FILE.py:FUNCTION`` makes, as a model or a workload."""
+    """Returns the model or workload that ``FILE.py:FUNCTION`` makes."""
     path, colon, name = target.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise typer.BadParameter(
@@ -264,7 +264,7 @@ def _own(target: str) -> Model | Workload:
 
 
 def note_of(links: Fabric, ranks: int) -> str:
-    """Returns a sentence where a prediction uses a link that nobody has measured, or nothing."""
+    """Returns a sentence if a prediction uses a link that was not measured, or nothing."""
     if not links.copied or ranks <= links.ranks_per_node:
         return ""
     return (

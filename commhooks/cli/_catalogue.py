@@ -111,7 +111,7 @@ class _Sent:
 
 
 def _sent(scheme: Scheme) -> _Sent:
-    """Counts what one rank sends per step."""
+    """Counts the collectives and bits that one rank sends per step."""
     ranks = Simulation(scheme, {"weight": (_SIDE, _SIDE)}, world_size=_RANKS)
     for engine in ranks.engines:
         engine.step = _LATE
@@ -208,7 +208,7 @@ def _kinds(factory: Any) -> dict[str, str]:
 
 
 def _kind(hint: Any) -> str:
-    """Returns a type as a user would write it."""
+    """Returns the name of a type as a user would write it."""
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(map(repr, typing.get_args(hint)))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):

@@ -1,4 +1,4 @@
-"""Runs the commands of ``commhooks`` except ``schemes``, which is in ``catalogue``."""
+"""Runs the commands of ``commhooks`` that have no module of their own."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class CLASS(Codec):
 
 
 def one_launch(device: str = "cuda") -> str:
-    """Runs a kernel on a device and compares its result; says what came of it, and never raises."""
+    """Runs a kernel on a device, compares its result, and describes the outcome; never raises."""
     try:
         begin = time.perf_counter()
         with use_kernels("native"):
@@ -186,7 +186,7 @@ def _facts() -> Table:
 
 
 def _operations() -> Table:
-    """Lists which implementation of each op runs; the table of the installation has the reasons."""
+    """Lists the implementation of each op that runs; another table gives the reasons."""
     caption = "definition: PyTorch code that computes the same, more slowly"
     table = Table("op", "cpu", "cuda", title="what runs", caption=caption)
     cpu, cuda = kernels.implementations("cpu"), kernels.implementations("cuda")

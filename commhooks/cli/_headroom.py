@@ -1,4 +1,4 @@
-"""Runs a script with ``commhooks headroom``, and says what went wrong if no answer came."""
+"""Runs a script with ``commhooks headroom``, and explains why no result came."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TERM = 10.0  # and after it was told to
 
 
 def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | None) -> int:
-    """Runs a command until the steps are measured; returns the exit code.
+    """Runs a command until enough steps are measured; returns the exit code.
 
     Args:
         command: a program with its arguments, or a Python file with its.
@@ -126,7 +126,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> str:
-    """Says why there is no answer."""
+    """Explains why there is no result."""
     within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
     ended = "was stopped" if killed else f"ended with exit code {code}"
     if status.get("fsdp"):

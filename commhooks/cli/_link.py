@@ -27,7 +27,7 @@ _START_S = 120.0  # for these to import torch and find each other
 
 
 def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | None) -> int:
-    """Measures, as a rank of torchrun or with processes of its own; returns the exit code.
+    """Measures as a rank of torchrun, or with processes of its own; returns the exit code.
 
     Args:
         out: file for the fabric.

@@ -1,4 +1,4 @@
-"""Runs ``commhooks simulate``: predicts steps of schemes and says where each stops paying."""
+"""Runs ``commhooks simulate``: predicts steps of schemes and where each stops paying."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _words(link: Link) -> str:
 
 
 def print_presets(wanted: bool) -> None:
-    """Prints all presets and ends the command, if that is wanted: the callback of an option."""
+    """Prints all presets and ends the command; the callback of an option."""
     if not wanted:
         return
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
@@ -76,7 +76,7 @@ def print_presets(wanted: bool) -> None:
 
 @dataclass(frozen=True)
 class Options:
-    """Holds the arguments of the command, as they were given.
+    """Holds the arguments of the command as given.
 
     Attributes:
         model: a built-in name, or ``FILE.py:FUNCTION``.
@@ -103,7 +103,7 @@ class Options:
 
 
 def simulate(options: Options) -> None:
-    """Prints a table per fabric, and writes files that were asked for.
+    """Prints a table per fabric, and writes the requested files.
 
     Raises:
         typer.BadParameter: an argument is wrong.
@@ -198,12 +198,12 @@ def _where_paying(row: Row) -> str:
 
 
 def short(value: float) -> str:
-    """Returns three digits or more, without an exponent."""
+    """Formats a number with three digits or more, without an exponent."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def _where(comparison: Comparison, fabric: int) -> list[str]:
-    """Says with how many ranks each scheme pays."""
+    """Yields with how many ranks each scheme pays."""
     name, lines = comparison.fabrics[fabric].name, []
     for scheme in comparison.schemes:
         if scheme == BASELINE:

@@ -1,4 +1,4 @@
-"""Measures the error and the bits of schemes on equal gradients.
+"""Measures the error and the bits of schemes on the same gradients.
 
 Each scheme averages gradients of 4 simulated ranks, with entries of N(0, 1), of a Laplace and of a
 t(3) distribution; half of the variance is common to all ranks. Recorded gradients are measured,
@@ -55,7 +55,7 @@ _CROWDED = 0.5
 
 
 class _Dot(NamedTuple):
-    """Holds a scheme's place in a panel."""
+    """Holds a scheme's position in a panel."""
 
     scheme: str
     bits: float
@@ -127,7 +127,7 @@ def _of_one_tensor(points: Sequence[Point]) -> bool:
 
 
 def _draw_panel(panel: Any, points: Sequence[Point], figure: str, *, everyone: bool) -> None:
-    """Draws the front of a figure and all points.
+    """Draws the front of a figure, and all points.
 
     Args:
         everyone: names all schemes, for which a panel needs the width of the page.
@@ -184,7 +184,7 @@ def _name_all(panel: Any, front: Sequence[_Dot], shown: Sequence[_Dot]) -> None:
 def _name_beside(
     panel: Any, dots: Sequence[_Dot], where: float, rows: tuple[float, float, float]
 ) -> None:
-    """Puts labels to the right of all dots, one below the other.
+    """Writes labels to the right of all dots, one below the other.
 
     Args:
         where: bits per entry at which they begin.
@@ -287,7 +287,7 @@ class Point:
 
 
 def cases_of(names: Iterable[str]) -> list[Case]:
-    """Lists the settings under which these schemes are compared."""
+    """Returns the settings under which schemes are compared."""
     return [Case(name, options) for name in names for options in SETTINGS.get(name, [{}])]
 
 
@@ -372,12 +372,12 @@ TAILS: dict[str, Callable[[torch.Generator, int], Tensor]] = {
 
 
 def title_of(gradients: str, ranks: int) -> str:
-    """Returns in words what was measured on."""
+    """Returns a title for the gradients that were measured on."""
     return f"{gradients} gradients, {ranks} ranks"
 
 
 def by_title(points: Iterable[Point]) -> dict[str, list[Point]]:
-    """Returns the points on the same gradients and number of ranks, by the title of these."""
+    """Returns the points by title: the same gradients and number of ranks."""
     parts: dict[str, list[Point]] = {}
     for point in points:
         parts.setdefault(title_of(point.gradients, point.ranks), []).append(point)
@@ -385,7 +385,7 @@ def by_title(points: Iterable[Point]) -> dict[str, list[Point]]:
 
 
 def with_fronts(points: Sequence[Point]) -> list[Point]:
-    """Marks the points that no other one beats in bits and a figure; all on the same gradients."""
+    """Marks the points on the front of bits and a figure; all on the same gradients."""
 
     def beaten(point: Point, figure: str) -> bool:
         return any(
@@ -400,7 +400,7 @@ def with_fronts(points: Sequence[Point]) -> list[Point]:
 
 
 def cell(point: Point, figure: str) -> str:
-    """Returns a figure with three digits, and a star if the point is on its front."""
+    """Formats a figure with three digits, and a star if the point is on its front."""
     return f"{getattr(point, figure):.3g}{' *' * (figure in point.fronts)}"
 
 

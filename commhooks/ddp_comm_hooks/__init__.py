@@ -66,7 +66,7 @@ def _powersgd(comm_hook: Callable[..., Any], rank: int) -> Any:
 
 
 class DDPCommHookType(Enum):
-    """Names torch's hooks; calling a value registers the hook.
+    """Lists torch's hooks; calling a value registers the hook.
 
     Example:
         >>> DDPCommHookType.ALLREDUCE.value(model=ddp_model, state=process_group)

@@ -34,7 +34,7 @@ _SEGMENT_NBYTES = 2**20  # of Gloo's all-reduce, at most
 
 
 class _Ranks(NamedTuple):
-    """Describes the ranks that take part: on so many nodes, so many on each of them.
+    """Describes the ranks that take part, by nodes and ranks per node.
 
     ``groups`` is how many such groups are busy at once, and share a node's network cards.
     """
@@ -98,7 +98,7 @@ def shared_seconds(
     fabric: Fabric,
     part: Sequence[int] | None = None,
 ) -> Seconds:
-    """Returns the part of a collective's time in which messages of other buckets may travel.
+    """Returns the latency of a collective that messages of other buckets can share.
 
     It is latency; in the rest the links carry nothing else.
 
@@ -117,7 +117,7 @@ def shared_seconds(
 
 @cache
 def _without_overlap(fabric: Fabric) -> Fabric:
-    """Returns the fabric less the latency that messages share."""
+    """Returns the fabric without the latency that messages share."""
 
     def own(link: Link) -> Link:
         return replace(link, latency=(1 - fabric.overlap) * link.latency)
@@ -211,7 +211,7 @@ def _doubling_all_reduce(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Sec
 
 
 def _doubling_all_gather(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:
-    """Returns the time of recursive doubling: what was received so far doubles with each step."""
+    """Returns the time of recursive doubling, whose messages double with each step."""
     if fabric.library == "nccl" and members.per_node > 1:  # NCCL has it for one GPU per node only
         return np.full_like(sizes, np.inf)
     return _doubling(sizes, members, fabric, sent=members.size - 1)
@@ -227,7 +227,7 @@ def _doubling(sizes: Seconds, members: _Ranks, fabric: Fabric, *, sent: float) -
 
 
 def _pairwise(sizes: Seconds, members: _Ranks, fabric: Fabric) -> Seconds:
-    """Returns the time of an all-to-all: each rank sends its part to each other one."""
+    """Returns the time of an all-to-all, in which each rank sends a part to each other rank."""
     parts = sizes / members.size
     outside = members.size - members.per_node
     time, slowest = 0.0, np.zeros_like(sizes)

@@ -1,4 +1,4 @@
-"""Describes how fast a device computes what a scheme computes between its collectives."""
+"""Describes how fast a device computes the parts of a scheme between its collectives."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _Work = Callable[[], object]
 
 
 class Contention(NamedTuple):
-    """Describes by how many seconds backward is longer per second of an exchange's computations.
+    """Describes by how many seconds backward gets longer per second of a scheme's computations.
 
     1: both take turns, as on one core; 0: neither notices the other.
 
@@ -64,7 +64,7 @@ TAKE_TURNS = Contention(1.0, 1.0, 1.0)
 
 
 def measure_contention(device: torch.device | str = "cpu") -> Contention:
-    """Returns by how many seconds a step is longer per second of computations on the side.
+    """Measures by how many seconds a step gets longer per second of other computations.
 
     Products of matrices stand in for backward, and sums of large tensors for a scheme. On a CPU the
     products run in the caller's thread and the sums in another one, as the parts of an exchange
@@ -99,7 +99,7 @@ def measure_contention(device: torch.device | str = "cpu") -> Contention:
 
 
 def _module_of(device: torch.device) -> tuple[Any, str]:
-    """Returns torch's module for a device, and what is missing to measure on it."""
+    """Returns torch's module for a device, and the reason if it cannot be measured on."""
     module: Any = None
     with suppress(RuntimeError, AttributeError):
         module = torch.get_device_module(device.type)
@@ -120,7 +120,7 @@ def _works(device: torch.device, *, width: int, entries: int) -> tuple[_Work, _W
 
 
 def _share_on_cpu(step: _Work, side: _Work) -> float:
-    """Measures two threads on the cores of this process."""
+    """Measures the contention of two threads on the cores of this process."""
     step_s, side_s = _seconds(step), _seconds(side)
     calls = max(1, round(max(_STEP_S, 10 * side_s) / step_s))
     shares = []
@@ -166,7 +166,7 @@ class _Side:
 
 
 def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device) -> float:
-    """Measures two streams."""
+    """Measures the contention of two streams."""
     # Of high priority, as those of exchanges (ddp_core.exchange._streams).
     here, other = module.current_stream(device), module.Stream(device=device, priority=-1)
 
@@ -205,7 +205,7 @@ def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device
 
 
 def _share(longer_s: float, side_s: float) -> float:
-    """Returns the share of the side's seconds by which the step is longer.
+    """Returns the increase of the step's time per second of the other work.
 
     At most 1: more is noise, or what the products' matrices lose of a cache. A backward pass reads
     too much to find its tensors there anyway. Where nothing ran on the side, 1 is assumed.
@@ -214,7 +214,7 @@ def _share(longer_s: float, side_s: float) -> float:
 
 
 def _seconds(work: _Work) -> float:
-    """Returns the seconds of a call, the median of nine after two that warm up."""
+    """Returns the seconds of a call: the median of nine, after two warm-up calls."""
     _repeat(work, 2)
     return statistics.median(_timed(work) for _ in range(9))
 
@@ -271,7 +271,7 @@ def time_parts(
 
 
 def time_addition(numel: int, device: torch.device, *, repeats: int = 5) -> float:
-    """Returns the seconds in which two tensors of float32 are added to a third one."""
+    """Measures the seconds in which two float32 tensors are added to a third one."""
     a, b, out = torch.ones(3, numel, device=device)
     leave, now = _leaving(device), _clock(device)
     runs = []
@@ -306,7 +306,7 @@ def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple
 
 
 def _leaving(device: torch.device) -> Callable[[], float]:
-    """Returns what leaves caches and memory as backward leaves them, and tells the time then."""
+    """Returns a function that leaves caches and memory as backward does, and returns the time."""
     now, trim = _clock(device), _trim(device)
     other = torch.empty(_CACHE // 4, device=device)
 
@@ -330,7 +330,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _trim(device: torch.device) -> Callable[[int], object]:
-    """Returns what gives free memory back to the system, where the C library can (glibc).
+    """Returns a function that gives free memory back to the system (glibc), or does nothing.
 
     Training does so as it frees activations. What an exchange allocates is then new memory, whose
     pages the system makes one by one: half of the time of eden on a CPU, a third of int4.
@@ -346,7 +346,7 @@ def _trim(device: torch.device) -> Callable[[int], object]:
 
 @dataclass(frozen=True)
 class Device:
-    """Describes a device.
+    """Describes the speed of a device.
 
     Attributes:
         name: shown in tables.
@@ -478,7 +478,7 @@ DEVICES: dict[str, Device] = {
 
 
 def device(name: str | Device) -> Device:
-    """Returns a device by name; "here" is the accelerator of this machine, or its processor.
+    """Returns a device by name; "here" is this machine's accelerator, or its processor.
 
     Raises:
         ValueError: there is no such device; the message lists those that there are.

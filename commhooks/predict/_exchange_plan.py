@@ -1,4 +1,4 @@
-"""Finds what a scheme would send of a bucket, and what it would compute, without data or ranks."""
+"""Traces what a scheme sends and computes for a bucket, without data or ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Message(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Describes what is computed between two collectives, or while one travels.
+    """Describes the computations between two collectives, or during one.
 
     Attributes:
         nbytes: bytes that all operations read and write.
@@ -79,7 +79,7 @@ class ExchangePlan:
 
 @lru_cache(maxsize=16384)
 def trace_exchange(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: int) -> ExchangePlan:
-    """Returns what rank 0 sends and computes in an exchange of a bucket late in training.
+    """Returns what rank 0 sends and computes for a bucket late in training.
 
     The scheme itself runs, on tensors without data (PyTorch's "meta" device): payloads, rounds and
     computations are those of a real run, also for a scheme that was written a minute ago.
@@ -129,7 +129,7 @@ class _Shapes(Memory):
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Limits torch to one thread, and collects no garbage, inside the ``with`` block.
+    """Limits torch to one thread and disables garbage collection inside the ``with`` block.
 
     The few operations on data here are too small for more threads. A plan for thousands of ranks
     makes as many small objects, which stay; looking through them again and again would take half
@@ -147,7 +147,7 @@ def _undisturbed() -> Iterator[None]:
 
 
 class _Counter(TorchDispatchMode):
-    """Adds up the bytes of the tensors of all operations, apart for each part of an exchange."""
+    """Counts the bytes and calls of all operations, separately for each part of an exchange."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -161,7 +161,7 @@ class _Counter(TorchDispatchMode):
         self._nbytes = self._calls = 0
 
     def end_part(self) -> None:
-        """Ends a part of the exchange: at a collective, before its result, or at the end."""
+        """Ends a part: at a collective, before its result, or at the end of the exchange."""
         self.work.append(Work(self._nbytes, self._calls))
         self._nbytes = self._calls = 0
 

@@ -1,4 +1,4 @@
-"""Describes what joins the ranks: links inside and between nodes, and their files."""
+"""Describes the fabric that connects ranks: links inside and between nodes, and their files."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Fabric:
 
     @property
     def copied(self) -> bool:
-        """Whether its link between nodes was not measured, but is that inside of one."""
+        """Whether the link between nodes was not measured, but copied from that inside nodes."""
         return self.source == COPIED
 
     def __post_init__(self) -> None:
@@ -179,7 +179,7 @@ def _line(
     library: Library = "nccl",
     overlap: float = 0.0,
 ) -> Fabric:
-    """Returns machines with one rank each, on lines of a rate in Gbit/s.
+    """Returns a fabric of machines with one rank each, on lines of a rate in Gbit/s.
 
     Args:
         gbit: the rate.
@@ -191,14 +191,14 @@ def _line(
 
 
 def _card(name: str, *, gbit: float) -> Fabric:
-    """Returns machines with one card each, which reads and writes memory by itself (RDMA)."""
+    """Returns a fabric of machines with one network card each, which uses RDMA."""
     # NCCL counts 12 GB/s per 100 Gbit/s.
     source = "NCCL's source (topo.h: 12 GB/s per 100 Gbit/s; tuning.cc), not measured"
     return _line(name, gbit=gbit, share=0.96, latency=_NET_S, source=source)
 
 
 def _long_line(name: str, *, gbit: float, round_trip: float) -> Fabric:
-    """Returns machines on a line whose latency is the way, which messages are on together."""
+    """Returns a long-distance fabric, whose latency is propagation delay, which messages share."""
     return _line(
         name,
         gbit=gbit,
@@ -214,7 +214,7 @@ def _long_line(name: str, *, gbit: float, round_trip: float) -> Fabric:
 def _box(
     name: str, inside: float, latency: float, source: str, *, multicast: float | None = None
 ) -> Fabric:
-    """Returns machines of 8 GPUs; several of them are on lines as ``100gbe``."""
+    """Returns a fabric of machines with 8 GPUs each, connected as ``100gbe``."""
     return Fabric(
         name,
         between=Link(20e-6, 10e9),
@@ -234,7 +234,7 @@ def _nodes(
     ranks_per_node: int = 8,
     tree_nbytes: float | None = None,
 ) -> Fabric:
-    """Returns nodes of GPUs as in ``box``, with network cards of their own."""
+    """Returns a fabric of GPU nodes as in ``box``, with a network card per GPU."""
     return Fabric(
         name,
         between=between,

@@ -1,4 +1,4 @@
-"""Says what compression could save in a training job, from steps with and without communication."""
+"""Measures what compression could save in a job, from steps with and without communication."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class Difference:
-    """Holds a difference of step times.
+    """Holds a difference of step times and its noise.
 
     Attributes:
         seconds: median over the turns of the difference of their medians.
@@ -66,15 +66,15 @@ class Difference:
     noise_s: float
 
     def is_large(self, kind: StepTimes) -> bool:
-        """Whether it is more than chance, and than what is worth a word, beside a step."""
+        """Whether the difference exceeds its noise and 2 % of a step."""
         return self.seconds > max(self.noise_s, _SMALL * kind.median_s)
 
     def may_be_worth(self, kind: StepTimes) -> bool:
-        """Whether the noise is such that it may be a good part of a step."""
+        """Whether difference plus noise exceeds 10 % of a step."""
         return self.seconds + self.noise_s > _WORTH * kind.median_s
 
     def is_impossible(self, kind: StepTimes) -> bool:
-        """Whether sending less took longer by more than chance: something else took the time."""
+        """Whether sending less took longer by more than noise, so that something else disturbed."""
         return self.seconds < -max(self.noise_s, _SMALL * kind.median_s)
 
 
@@ -87,7 +87,7 @@ def step_times_of(seconds: Sequence[float]) -> StepTimes:
 def difference_of(
     durations: Sequence[Mapping[str, Sequence[float]]], kind: str, base: str
 ) -> Difference:
-    """Returns the difference of two kinds of steps, with its noise."""
+    """Returns the difference between the step times of two variants, with its noise."""
     gaps = [statistics.median(turn[kind]) - statistics.median(turn[base]) for turn in durations]
     # Turns that differ by the same each time say little if there are two of them: not below what
     # the steps by themselves leave open.
@@ -96,7 +96,7 @@ def difference_of(
 
 
 def _error(values: Sequence[float]) -> float:
-    """Returns the standard error of a median, by the median distance from it."""
+    """Returns the standard error of a median, by the median distance from the median."""
     middle = statistics.median(values)
     spread = 1.4826 * statistics.median(abs(value - middle) for value in values)
     # 1.25: the standard error of a median over that of a mean.
@@ -114,7 +114,7 @@ _LEFT = 0.1  # a ratio is enough if this share of what compression can save is l
 
 @dataclass(frozen=True)
 class Headroom:
-    """Holds what compression could save; ``print`` it for words and numbers.
+    """Holds what compression could save; ``print`` it for a report.
 
     Attributes:
         dense, bf16, one_value, noop: step times with a dense all-reduce, a bf16 all-reduce, one
@@ -171,12 +171,12 @@ class Headroom:
 
     @property
     def best(self) -> StepTimes:
-        """Returns dense or bf16: what a scheme has to beat."""
+        """Returns the faster of dense and bf16, which a scheme has to beat."""
         return min(self.dense, self.bf16, key=lambda kind: kind.median_s)
 
     @property
     def verdict(self) -> Verdict:
-        """Returns what to do.
+        """Returns the recommendation.
 
         "hidden": do not compress, backward hides the communication. "latency": do not compress,
         what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
@@ -194,7 +194,7 @@ class Headroom:
         return "unclear" if self.savable_over_bf16.may_be_worth(self.bf16) else "bf16"
 
     def step_s(self, ratio: float) -> float:
-        """Predicts the step time at a ratio of compression, if its computations took no time.
+        """Predicts the step time at a compression ratio, without a scheme's computations.
 
         Between the measured steps with all bytes and with one value per bucket. From when the
         buckets begin and for how long they travel: the links carry one after the other, each in
@@ -210,7 +210,7 @@ class Headroom:
         return self._first(lambda ratio: self.step_s(ratio) <= goal) or _HIGHEST
 
     def break_even(self, cost_s: float, *, over: str = "none") -> float | None:
-        """Returns the ratio from which on a scheme wins that adds ``cost_s`` seconds to a step.
+        """Returns the ratio from which a scheme pays that adds ``cost_s`` seconds to a step.
 
         Args:
             cost_s: what the scheme's computations add to a step.
@@ -231,7 +231,7 @@ class Headroom:
         return max(free, 0.0)
 
     def _first(self, holds: Callable[[float], bool]) -> float | None:
-        """Returns the least ratio, up to 10,000, from which on something holds."""
+        """Returns the smallest ratio, up to 10,000, for which a condition holds."""
         ratios = [1.02**power for power in range(466)]  # to _HIGHEST
         return next((ratio for ratio in ratios if holds(ratio)), None)
 
@@ -252,7 +252,7 @@ class Headroom:
 
 
 def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:
-    """Measures what compression could save, with steps of dense, bf16 and no communication in turn.
+    """Measures what compression could save, with dense, bf16 and no communication in turn.
 
     All ranks call it with equal arguments. Without communication the ranks' parameters drift
     apart: build model and optimizer anew afterwards, and save nothing of these. The model keeps the

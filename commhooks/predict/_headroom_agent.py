@@ -1,4 +1,4 @@
-"""Measures the headroom of a script that knows nothing of it, in each of its ranks' processes.
+"""Measures the headroom of an unmodified script, in the process of each rank.
 
 ``commhooks headroom`` has DistributedDataParallel's constructor call :func:`ddp_built`. The hook is
 registered at the first forward pass that trains: a script that registers one of its own does so
@@ -42,7 +42,7 @@ class _Script:
         self.rank = 0  # of the measured model; the script may destroy its group before it ends
 
     def write_status(self, **facts: Any) -> None:
-        """Leaves facts for the command that has started this script; one rank per machine does."""
+        """Writes facts for the command that started this script; one rank per machine does."""
         if torch.distributed.is_initialized():
             self.rank = torch.distributed.get_rank()
         # On a machine that the command does not run on, there is no such folder.
@@ -53,7 +53,7 @@ class _Script:
             whole.replace(self.status)
 
     def before_forward(self, ddp: DistributedDataParallel, inputs: Any) -> None:
-        """Marks the begin of a step; ends the process after the last one."""
+        """Marks the begin of a step, and ends the process after the last one."""
         if not torch.is_grad_enabled() or not ddp.training:
             return  # an evaluation, which may be one rank's alone
         if self.ends:
@@ -74,7 +74,7 @@ class _Script:
                 self.end()
 
     def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
-        """Registers the hook on the first model that trains with others; whether it did."""
+        """Registers the hook on the first model that trains with others; returns whether it did."""
         if comm_hooks(ddp):
             self.refuse_hook(None, comm_hooks(ddp)[0][0])
         if torch.distributed.get_world_size(ddp.process_group) == 1:
@@ -99,12 +99,12 @@ class _Script:
         return True
 
     def refuse_hook(self, state: Any, hook: Any) -> NoReturn:
-        """Ends a script that registers a hook of its own, before the first step or later."""
+        """Ends a script that registers its own hook, before the first step or later."""
         self.write_status(own_hook=getattr(hook, "__qualname__", repr(hook)))
         self.end()
 
     def report(self, turns: InterleavedRun) -> NoReturn:
-        """Prints the answer on rank 0, and ends the process."""
+        """Prints the result on rank 0, and ends the process."""
         if not turns.turns:
             self.write_status(too_slow=turns.step)
             self.end()
@@ -122,7 +122,7 @@ class _Script:
         self.end(done=True)
 
     def end(self, *, done: bool = False) -> NoReturn:
-        """Ends the process, also one that catches ``SystemExit`` and goes on."""
+        """Ends the process, even if the script catches ``SystemExit``."""
         self.ends += 1
         if done and self.turns is not None:
             self.turns.leave()
@@ -132,7 +132,7 @@ class _Script:
         raise SystemExit(0)
 
     def at_exit(self) -> None:
-        """Tells how far the script came by itself."""
+        """Writes how many steps the script ran by itself."""
         if not self.ends and self.turns is not None:
             self.write_status(ended=self.turns.step)
 
@@ -160,7 +160,7 @@ def _before_forward(script: _Script, ddp: DistributedDataParallel, inputs: Any) 
 
 
 def fsdp_built(model: Any) -> None:
-    """Ends a script that uses FSDP: there gradients are no buckets of a hook."""
+    """Ends a script that uses FSDP, whose gradients are no buckets of a hook."""
     script = _this_script()
     script.write_status(fsdp=True)
     script.end()

@@ -1,4 +1,4 @@
-"""Runs a model's steps with four kinds of communication in turn, and takes their times."""
+"""Runs a model's steps with four variants of communication in turn, and times them."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Facts:
 
 
 class BucketTransfer(NamedTuple):
-    """Describes how a bucket travels.
+    """Describes when a bucket is sent, and for how long.
 
     Attributes:
         ready_s: when it begins, counted from when the last one does: 0 or less.
@@ -132,7 +132,7 @@ class InterleavedRun:
 
     @property
     def turns(self) -> int:
-        """Returns how often each kind has had its turn."""
+        """Returns how many turns each variant has."""
         return self._turns
 
     @property
@@ -141,7 +141,7 @@ class InterleavedRun:
         return WARM_UP + self._wanted * len(VARIANTS) * BLOCK - self.step
 
     def step_begins(self) -> bool:
-        """Notes that a step begins, before its first forward pass; whether the measurement ended.
+        """Marks the begin of a step, before its first forward pass; returns whether all have run.
 
         Further forward passes of a step are not noted.
         """
@@ -158,7 +158,7 @@ class InterleavedRun:
         return self._ended
 
     def _past(self, turns: int) -> bool:
-        """Whether rank 0 sees that the next turn would end after the deadline."""
+        """Whether rank 0 expects the next turn to end after the deadline."""
         if self._deadline is None:
             return False
         key = f"goes on after {turns}"
@@ -169,7 +169,7 @@ class InterleavedRun:
         return self._notes.read(key) == "no"
 
     def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[BucketTransfer]]:
-        """Returns durations by turn and kind, facts, and the travel of buckets; on all ranks.
+        """Returns step times by turn and variant, facts, and bucket transfers; on all ranks.
 
         The duration of a step is that of its slowest rank.
 
@@ -203,7 +203,7 @@ class InterleavedRun:
         return _by_turn(slowest, self._turns), facts, [BucketTransfer(*fields) for fields in agreed]
 
     def leave(self) -> None:
-        """Returns when all ranks are here, rank 0 last: its process may be the one of the store."""
+        """Returns when all ranks have called it, rank 0 last: its process may hold the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
         self._notes.post(f"rank {rank} parts", "")
@@ -223,7 +223,7 @@ def _schedule(turns: int) -> Scheme:
 
 
 def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]]]:
-    """Sorts the durations of steps; the first step of each block is left out.
+    """Sorts step times by turn and variant; drops the first step of each block.
 
     Raises:
         RegistrationError: a block has no step with a time.
@@ -244,7 +244,7 @@ def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]
 
 
 def _travel(hook: HookState) -> tuple[list[BucketTransfer], int]:
-    """Returns how each bucket travelled on this rank, and the bytes of all gradients.
+    """Returns the bucket transfers of this rank, and the bytes of all gradients.
 
     Buckets travel one after the other: one that waits for the one before is not under way.
     """
@@ -274,17 +274,17 @@ def _travel(hook: HookState) -> tuple[list[BucketTransfer], int]:
 
 
 def _kind(step: int) -> str:
-    """Returns the kind of communication of a step."""
+    """Returns the variant of communication in a step."""
     return "none" if step < WARM_UP else VARIANTS[(step - WARM_UP) // BLOCK % len(VARIANTS)]
 
 
 def _lower(seconds: Sequence[float]) -> float:
-    """Returns the lower quartile: longer times have waited for another rank."""
+    """Returns the lower quartile: longer times include waiting for another rank."""
     return statistics.quantiles(seconds, n=4)[0] if len(seconds) > 1 else seconds[0]
 
 
 def _of_all(travels: Sequence[Sequence[BucketTransfer]]) -> list[BucketTransfer]:
-    """Returns how buckets travelled where they waited least; rank 0 says when they begin."""
+    """Returns each bucket's transfer from the rank that waited least; rank 0 gives the begin."""
     return [
         BucketTransfer(
             ranks[0].ready_s,
@@ -296,7 +296,7 @@ def _of_all(travels: Sequence[Sequence[BucketTransfer]]) -> list[BucketTransfer]
 
 
 def _now(cuda: bool) -> Any:
-    """Returns the present moment: of the GPU's current stream, or of the host."""
+    """Returns the present time of the GPU's current stream, or of the host."""
     if not cuda:
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -305,7 +305,7 @@ def _now(cuda: bool) -> Any:
 
 
 def _seconds(begin: Any, end: Any) -> float:
-    """Returns the seconds between two moments; NaN if one was not taken."""
+    """Returns the seconds between two times; NaN if one is missing."""
     if begin is None or end is None:
         return math.nan
     if isinstance(begin, float):

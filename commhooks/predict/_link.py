@@ -1,4 +1,4 @@
-"""Measures what joins the ranks of a job: collectives as training issues them, and a fit."""
+"""Measures the fabric of a job by collectives as training issues them, and fits a model."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ __all__ = [
 
 
 class Cell(NamedTuple):
-    """Describes what is measured at once."""
+    """Describes a collective that is measured."""
 
     part: int
     collective: str
@@ -53,7 +53,7 @@ class Cell(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Holds what was measured of a size once, and the seconds that all has taken until then."""
+    """Holds the first measurements of one size, and the seconds since the begin."""
 
     cells: list[Cell]
     bursts: list[int]
@@ -62,14 +62,14 @@ class Size(NamedTuple):
 
     @property
     def cost(self) -> float:
-        """Returns the seconds of a round."""
+        """Returns the seconds of one round."""
         return sum(
             seconds * burst for seconds, burst in zip(self.seconds, self.bursts, strict=True)
         )
 
 
 def _rows(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Returns a row per rank, of about as many bytes together."""
+    """Returns a tensor with a row per rank, of about as many bytes together."""
     return tensor.new_zeros(ranks, max(1, tensor.numel() // ranks))
 
 
@@ -94,7 +94,7 @@ _BUDGET = 0.2  # share of the whole measurement's
 def measured_overlap(
     group: Any, highest: Callable[[Sequence[float]], list[float]], budget_s: float
 ) -> float:
-    """Returns the share of the latency that passes for two messages at once, from 0 to 1.
+    """Measures the share of the latency that two messages share, from 0 to 1.
 
     A collective of the ranks of ``group``.
 
@@ -115,7 +115,7 @@ def measured_overlap(
 
 
 def shared(pairs: Sequence[tuple[float, float]]) -> float:
-    """Returns the overlap.
+    """Returns the share of the latency that two messages share, from pairs of times.
 
     Args:
         pairs: seconds of one message, and of two at once.
@@ -146,7 +146,7 @@ _POINTS, _ZOOMS = 19, 5
 
 @dataclass(frozen=True)
 class Layout:
-    """Describes how many ranks there are, and how many of them share a node."""
+    """Describes the number of ranks, and of ranks per node."""
 
     ranks: int
     per_node: int
@@ -174,7 +174,7 @@ class Time(NamedTuple):
 def fitted(
     layout: Layout, times: Sequence[Time], library: Library, *, overlap: float = 0.0
 ) -> Fabric:
-    """Returns the fabric under which the model's times come nearest to measured ones.
+    """Returns the fabric whose modelled times are nearest to the measured ones.
 
     Nearest by the sum of absolute logarithms of their ratios: small and large sizes count alike,
     and a few odd times move nothing. Between nodes, one rank per node tells the latency; the
@@ -214,7 +214,7 @@ def fitted(
 
 
 def modelled(layout: Layout, time: Time, fabric: Fabric) -> float:
-    """Returns what the model gives for a measurement."""
+    """Returns the modelled time of a measurement."""
     return float(_modelled(layout, time.part, time.collective, [time.nbytes], fabric)[0])
 
 
@@ -233,7 +233,7 @@ def _modelled(
 def _nearest(
     layout: Layout, times: Sequence[Time], part: Part, fabric_of: Callable[[Link], Fabric]
 ) -> Link:
-    """Returns the link of a part; of several that fit equally, the slowest."""
+    """Returns the best link of a part; the slowest if several fit equally."""
     groups = []
     for collective in COLLECTIVES:
         some = [time for time in times if (time.part, time.collective) == (part, collective)]
@@ -282,7 +282,7 @@ _numbers = itertools.count()  # of the measurements in this process, equal on al
 
 @dataclass(frozen=True)
 class LinkReport:
-    """Holds a measured fabric, and the measurements.
+    """Holds a measured fabric and the measurements.
 
     Attributes:
         fabric: the fit.
@@ -312,7 +312,7 @@ class LinkReport:
 
     @property
     def fit_error(self) -> float:
-        """Returns by what factor the fit misses the measurements, in the median: 1 is perfect."""
+        """Returns the median factor between modelled and measured times; 1 is perfect."""
         pairs = [(modelled(self.layout, time, self.fabric), time.seconds) for time in self.times]
         return statistics.median(max(pair) / min(pair) for pair in pairs)
 
@@ -324,7 +324,7 @@ def measure_link(
     device: Literal["cpu", "cuda"] | None = None,
     timeout_s: float = 120.0,
 ) -> Fabric:
-    """Measures the fabric between the ranks of a group; all of them call it, between two steps.
+    """Measures the fabric between the ranks of a group; all ranks call it, between two steps.
 
     Messages travel in process groups of its own, over the same library: the order of collectives
     in the job's groups is not touched.
@@ -356,7 +356,7 @@ def link_report(
     device: Literal["cpu", "cuda"] | None = None,
     timeout_s: float = 120.0,
 ) -> LinkReport:
-    """Measures as :func:`measure_link`; returns the measurements as well."""
+    """Measures as :func:`measure_link`, and returns the measurements as well."""
     if not dist.is_available() or not dist.is_initialized():
         raise RegistrationError(
             "measure_link: no process group; call torch.distributed.init_process_group first"
@@ -391,7 +391,7 @@ def _device(group: dist.ProcessGroup, asked: str | None) -> torch.device:
 
 
 class _Own(NamedTuple):
-    """A part of the ranks, seen from this one; ``group`` is None where it does not take part."""
+    """Describes a part of the ranks; ``group`` is None if this rank is not in it."""
 
     part: Part
     size: int
@@ -452,14 +452,14 @@ class _Measurement:
     # ---- ranks
 
     def _nodes(self, global_rank: int) -> list[str]:
-        """Returns the node of each rank, by the number of ranks per node that torchrun tells."""
+        """Returns the node of each rank, by torchrun's number of ranks per node."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
         node = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
         self._notes.post(f"node of {self._rank}", node)
         return [self._notes.read(f"node of {rank}") for rank in range(self._size)]
 
     def _make_parts(self) -> list[_Own]:
-        """Returns the parts that are measured; the last one is of all ranks."""
+        """Returns the parts that are measured; the last part has all ranks."""
         whole = range(self._size)
         mates = [rank for rank in whole if self._node[rank] == self._node[self._rank]]
         leaders = [self._node.index(node) for node in dict.fromkeys(self._node)]
@@ -485,7 +485,7 @@ class _Measurement:
         return _Own(part, size, group)
 
     def _highest(self, values: Sequence[float]) -> list[float]:
-        """Returns the largest of all ranks, value by value."""
+        """Returns the largest of all ranks' values, position by position."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
         AllReduce(tensor, "max").issue(self._parts[-1].group).wait()
         return [float(value) for value in tensor.tolist()]
@@ -523,7 +523,7 @@ class _Measurement:
         return cells, [often for size in sizes for often in size.bursts]
 
     def _measured(self, nbytes: int) -> Size:
-        """Measures all collectives of a size once."""
+        """Measures all collectives of one size once."""
         cells = [
             Cell(part, collective, nbytes)
             for part, group_part in enumerate(self._parts)
@@ -554,7 +554,7 @@ class _Measurement:
         return (time.perf_counter() - begin) / burst
 
     def _core_seconds(self, cells: Sequence[Cell]) -> float:
-        """Returns the processor time per byte that a rank sends; 0 where no processor does it."""
+        """Returns the processor time per byte that a rank sends, or 0."""
         if self._device.type != "cpu":
             return 0.0
         nbytes = min(max(cell.nbytes for cell in cells), 2**22)

@@ -28,7 +28,7 @@ __all__ = ["MODELS", "Model", "model", "model_of"]
 
 @dataclass(frozen=True)
 class Model:
-    """Describes a model on no particular device.
+    """Describes a model independently of a device.
 
     Attributes:
         name: shown in tables.
@@ -87,7 +87,7 @@ class Model:
 
 
 class _Layers(list[Layer]):
-    """Collects layers; ``tokens`` and ``side`` say how often a layer is applied to a sample."""
+    """Collects layers; ``tokens`` and ``side`` give how often a layer is applied to a sample."""
 
     def add(self, name: str, *shape: int, flops: float = 0.0) -> None:
         self.append(Layer(name, shape, flops))
@@ -98,7 +98,7 @@ class _Layers(list[Layer]):
             self.add(f"{name}.bias", width)
 
     def conv(self, name: str, c_in: int, c_out: int, kernel: int, side: int) -> None:
-        """Adds a convolution; ``side`` is that of its output."""
+        """Adds a convolution; ``side`` is its output's."""
         shape = (c_out, c_in, kernel, kernel)
         self.add(f"{name}.weight", *shape, flops=2 * c_out * c_in * kernel**2 * side**2)
 
@@ -110,11 +110,11 @@ class _Layers(list[Layer]):
             self.add(f"{name}.bias", c_out)
 
     def also(self, flops: float) -> None:
-        """Adds operations without a parameter."""
+        """Adds operations without parameters."""
         self[-1] = replace(self[-1], flops=self[-1].flops + flops)
 
     def attend(self, tokens: int, width: int) -> None:
-        """Adds scores and weighted values: two products of tokens x width x tokens."""
+        """Adds attention: two products of tokens x width x tokens."""
         self.also(4 * tokens**2 * width)
 
 
@@ -338,7 +338,7 @@ def model(name: str) -> Model:
 
 
 def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
-    """Returns a model with the shapes of a module's parameters and the operations that use them.
+    """Returns a model with the parameters of a module, and the operations that use them.
 
     The forward pass runs on tensors without data (PyTorch's "meta" device), so that a model of any
     size takes no memory beside its parameters. Operations without a parameter count with the
@@ -386,7 +386,7 @@ def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
 
 
 def _on_meta(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module without data, and without a copy of the data on the way."""
+    """Returns a copy of a module without data, without copying the data meanwhile."""
     memo: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty: Tensor = torch.empty_like(tensor, device="meta")
@@ -401,7 +401,7 @@ def _moved(value: Any) -> Any:
 
 
 class _Order:
-    """Credits operations to the parameter of the module that began last."""
+    """Attributes operations to the parameter of the module that began last."""
 
     def __init__(self, module: nn.Module) -> None:
         self.flops: dict[str, float] = {}

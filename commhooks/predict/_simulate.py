@@ -1,4 +1,4 @@
-"""Compares predicted steps of schemes with bf16, over numbers of ranks, fabrics and bandwidths."""
+"""Compares predicted steps of schemes with bf16, across ranks, fabrics and bandwidths."""
 
 from __future__ import annotations
 
@@ -102,12 +102,12 @@ class Comparison:
 
     @property
     def speedup(self) -> NDArray[np.float64]:
-        """Returns steps with bf16 over those with each scheme, by scheme, size and fabric."""
+        """Returns the speedup over bf16, by scheme, number of ranks and fabric."""
         return self._over_baseline(self.steps)
 
     @property
     def speedup_by_bandwidth(self) -> NDArray[np.float64]:
-        """Returns the same by scheme, number of ranks, fabric and bandwidth of ``BANDWIDTHS``."""
+        """Returns the speedup over bf16 by scheme, ranks, fabric and bandwidth."""
         speedup = self._over_baseline(self.by_bandwidth)
         shape = (len(self.schemes), len(self.ranks), len(self.fabrics), len(BANDWIDTHS))
         return speedup.reshape(shape)
@@ -144,7 +144,7 @@ class Comparison:
                     )
 
     def paying_sizes(self, scheme: str, fabric: int = 0) -> list[int]:
-        """Returns the sizes at which a scheme pays on a fabric, by position."""
+        """Returns the numbers of ranks at which a scheme pays on a fabric."""
         gains = self.speedup[list(self.schemes).index(scheme), :, fabric]
         return [size for size, gain in zip(self.sizes, gains, strict=True) if gain >= 1 + MARGIN]
 
@@ -162,7 +162,7 @@ def _paying(speedup: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _crossing(speedup: NDArray[np.float64], outside: int, inside: int) -> float:
-    """Returns the bandwidth between two at which the saving is the margin."""
+    """Returns the bandwidth, between two, at which the saving equals the margin."""
     at = [outside, inside]
     return float(np.exp(np.interp(1 + MARGIN, speedup[at], np.log(BANDWIDTHS[at]))))
 
@@ -262,7 +262,7 @@ _TICKS = tuple(base * 10.0**power for power in range(-3, 4) for base in (1, 2, 5
 
 
 def check_format(path: Path) -> None:
-    """Checks that a picture can be written under a name, before anything is computed for it.
+    """Checks that a picture can be written to a path, before anything is computed for it.
 
     Raises:
         ValueError: its ending is not that of a format.
@@ -280,7 +280,7 @@ def check_format(path: Path) -> None:
 
 
 def draw(comparison: Comparison, path: Path) -> None:
-    """Draws a row per fabric: left over the ranks, right over the bandwidth between nodes.
+    """Draws a row per fabric: speedup over ranks, and over the bandwidth between nodes.
 
     Args:
         comparison: the predictions.

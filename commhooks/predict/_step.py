@@ -1,4 +1,4 @@
-"""Predicts the time of training steps: buckets travel while backward computes the next ones."""
+"""Predicts the time of training steps, in which buckets travel while backward computes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Parts:
-    """Holds what exchanges take: arrays by bucket, part of an exchange, and case.
+    """Holds the times of exchanges: arrays by bucket, part of an exchange, and case.
 
     An exchange computes, sends, computes, and so on: it has one computation more than messages. It
     may also compute while a message travels.
@@ -69,7 +69,7 @@ class Parts:
 
     @classmethod
     def empty(cls, buckets: int, rounds: int, cases: tuple[int, ...]) -> Parts:
-        """Returns arrays for up to so many buckets and messages each."""
+        """Returns arrays for this number of buckets, and of messages per bucket."""
         return cls(
             ready=np.full((buckets, *cases), np.inf),
             rounds=np.zeros((buckets, *cases), dtype=np.int64),
@@ -83,7 +83,7 @@ class Parts:
         )
 
     def fill(self, seconds: Sequence[float], at: tuple[int, ...]) -> None:
-        """Puts in what ``Device.parts`` returns for a bucket.
+        """Fills in what ``Device.parts`` returns for a bucket.
 
         Args:
             at: the bucket, and the case's first places; those that are left out get the same.
@@ -97,7 +97,7 @@ class Parts:
 
 
 def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> Times:
-    """Returns the seconds after which all exchanges and backward are over, by case.
+    """Returns the seconds after which backward and all exchanges are done, by case.
 
     The device computes one part after the other, and the links carry the bytes of one message after
     the other, in the order in which they are due; a message has arrived after its latency, in which
@@ -176,7 +176,7 @@ Layout = Literal["scheme"] | None  # as of ``register``
 
 @dataclass(frozen=True)
 class Step:
-    """Holds a prediction of one step.
+    """Holds the prediction of one step.
 
     Attributes:
         step_s: seconds of the step.
@@ -199,13 +199,13 @@ class Step:
 
     @property
     def exposed_s(self) -> float:
-        """Returns what communication and the scheme add to the step."""
+        """Returns the time that communication and the scheme add to the step."""
         return self.step_s - self.compute_s
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Holds predictions by scheme, number of ranks and fabric: the axes of its arrays.
+    """Holds predictions in arrays by scheme, number of ranks and fabric.
 
     Attributes:
         compute_s: seconds of a step without communication and without a scheme.
@@ -223,7 +223,7 @@ class Steps:
 
     @property
     def exposed_s(self) -> Times:
-        """Returns what communication and the scheme add to the step."""
+        """Returns the time that communication and the scheme add to each step."""
         return self.step_s - self.compute_s
 
     def __getitem__(self, index: tuple[int, int, int]) -> Step:
@@ -242,7 +242,7 @@ class Steps:
 def exchanges_of(
     scheme: Scheme, workload: Workload, ranks: int, *, cap_mb: float = 25.0
 ) -> tuple[Buckets, list[ExchangePlan]]:
-    """Returns the buckets of a step under a scheme, and the exchange of each."""
+    """Returns the buckets of a step under a scheme, and each bucket's exchange."""
     buckets = _Buckets(workload, cap_mb, 1.0, None).of(scheme)
     return buckets, [trace_exchange(scheme, shapes, ranks) for shapes in buckets.shapes]
 
@@ -298,7 +298,7 @@ def predict_steps(
     first_mb: float = 1.0,
     layout: Layout = None,
 ) -> Steps:
-    """Predicts a step for all combinations of schemes, numbers of ranks and fabrics at once.
+    """Predicts steps for all combinations of schemes, numbers of ranks and fabrics at once.
 
     Args:
         schemes: see :func:`predict_step`, as for the other arguments.
@@ -358,7 +358,7 @@ def predict_steps(
 
 
 class _Buckets:
-    """Makes the buckets of a step; schemes that group parameters alike share them."""
+    """Makes the buckets of a step; schemes with equal groups of parameters share them."""
 
     def __init__(self, workload: Workload, cap_mb: float, first_mb: float, layout: Layout) -> None:
         self._workload, self._layout = workload, layout
@@ -402,7 +402,7 @@ def _summed(exchanges: _Exchanges, value: Callable[[Message], float]) -> Times:
 def _fill_wire(
     parts: Parts, exchanges: _Exchanges, ranks: Sequence[int], fabrics: Sequence[Fabric]
 ) -> None:
-    """Fills in the times of messages, those of all schemes of a kind at once."""
+    """Fills in the times of messages, for all schemes with equal messages at once."""
     core_s = np.array([fabric.cpu_s_per_byte for fabric in fabrics])
     for r, count in enumerate(ranks):
         places = [
@@ -425,7 +425,7 @@ def _fill_wire(
 def message_seconds(
     messages: Sequence[Message], ranks: int, fabrics: Sequence[Fabric]
 ) -> tuple[Times, Times]:
-    """Returns the times of messages by message and fabric, and what part of them is shared."""
+    """Returns the times of messages by message and fabric, and the shared part of each."""
     kinds: dict[tuple[str, tuple[int, ...] | None], list[int]] = defaultdict(list)
     for index, message in enumerate(messages):
         kinds[message.collective, message.ranks].append(index)

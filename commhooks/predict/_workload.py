@@ -1,4 +1,4 @@
-"""Describes a training step without communication: parameters, and when their gradients come."""
+"""Describes a training step without communication: parameters, and when gradients arrive."""
 
 from __future__ import annotations
 
@@ -123,12 +123,12 @@ class Workload:
 
     @classmethod
     def of(cls, name: str, layers: Iterable[Layer], *, forward_s: float) -> Workload:
-        """Returns a workload whose backward pass takes twice the time of its forward pass."""
+        """Returns a workload whose backward pass takes twice as long as its forward pass."""
         return cls(name, tuple(layers), forward_s, 2 * forward_s)
 
     @classmethod
     def of_module(cls, module: nn.Module, *, forward_s: float, name: str = "") -> Workload:
-        """Returns the workload of a model whose layers take time by their parameters.
+        """Returns the workload of a model, with times in proportion to its parameters.
 
         Args:
             module: the model; its parameters are taken to be used in the order of registration.
@@ -261,7 +261,7 @@ class _Times:
 
 
 class Recorder:
-    """Records the times of steps of a model: begin, each parameter's gradient, begin of the next.
+    """Records the times of a model's steps: begin, each parameter's gradient, next begin.
 
     With several backward passes per step, the last one counts. On a GPU the host's times are those
     at which work was enqueued; in a steady state both advance alike.
@@ -305,7 +305,7 @@ class Recorder:
             handle.remove()
 
     def workload(self, name: str, group: dist.ProcessGroup | None = None) -> Workload:
-        """Returns the workload of a step, from the recorded steps but the last.
+        """Returns the workload of a step, from all recorded steps but the last.
 
         Args:
             name: shown in tables.
@@ -348,7 +348,7 @@ class Recorder:
 
 
 def _usual(seconds: Sequence[float]) -> float:
-    """Returns the mean of all steps but those that took twice the median: a machine's hiccups."""
+    """Returns the mean of the steps that took less than twice the median."""
     middle = statistics.median(seconds)
     return statistics.fmean(duration for duration in seconds if duration <= 2 * middle)
 
@@ -370,7 +370,7 @@ def _recording(model: nn.Module) -> Iterator[Recorder]:
 
 
 def record(model: nn.Module, step: Callable[[], Any], *, steps: int = 5) -> Workload:
-    """Runs some steps and returns the workload that they are.
+    """Runs some steps and returns their workload.
 
     Steps with communication are no workload: take the model without DistributedDataParallel, or
     with the hook "noop".

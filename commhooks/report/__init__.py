@@ -1,4 +1,4 @@
-"""Shows what a hook did: pictures, traces and pages. Imported when one is asked for."""
+"""Draws pictures, traces and pages of a hook's run; imported on first use."""
 
 # Modules, in the order in which to read them:
 #

@@ -95,7 +95,7 @@ class Page:
         self._wide(f"<table><thead>{head}</thead><tbody>{body}</tbody></table>", caption)
 
     def figure(self, figure: Figure, caption: str = "") -> None:
-        """Adds a picture of matplotlib, as vectors."""
+        """Adds a matplotlib figure, as vectors."""
         with needs("Page.figure()", "matplotlib"):
             import matplotlib as mpl
 

@@ -136,7 +136,7 @@ def _steps(rows: pd.DataFrame) -> Figure:
 
 
 def _errors(page: Page, verification: Verification) -> None:
-    """Adds the parameters with the largest errors, and what was found."""
+    """Adds the parameters with the largest errors, and the findings of verification."""
     rows = verification.latest(wait=True)
     if not verification.steps:
         page.text("No step was verified yet.")

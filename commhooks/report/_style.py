@@ -1,4 +1,4 @@
-"""Colours and labels of all pictures."""
+"""Defines the colours and labels of all pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ OKABE_ITO = (BLUE, ORANGE, GREEN, PURPLE, RED, SKY, GREY)
 
 
 def spread(wanted: Sequence[float], least: float, low: float, high: float) -> list[float]:
-    """Returns positions that are near the wanted ones, and at least ``least`` apart.
+    """Returns positions near the wanted ones, at least ``least`` apart.
 
     Args:
         wanted: positions, in any order.

@@ -21,7 +21,7 @@ COLOURS = {"encode": ORANGE, "collective": BLUE, "decode": GREEN}
 
 
 class Span(NamedTuple):
-    """Holds what one bucket did for some time.
+    """Holds a period in which a bucket was encoded, travelled or was decoded.
 
     Attributes:
         bucket: its index.
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 
 
 def spans(rows: Sequence[RoundRecord]) -> list[Span]:
-    """Returns what the buckets of a step did, without what took no time or is not known yet."""
+    """Returns the periods of a step's buckets, without those that are empty or unknown."""
     drawn = []
     for row in rows:
         collective = f"{row.collective}, round {row.round}"
@@ -112,7 +112,7 @@ def _draw(axes: Axes, drawn: Sequence[Span], launched_last: float) -> None:
 
 
 def chrome_trace(ledger: Ledger, path: str | Path, *, rank: int = 0) -> None:
-    """Writes all steps that are kept as a trace for Perfetto and chrome://tracing.
+    """Writes all kept steps as a trace for Perfetto and chrome://tracing.
 
     Args:
         ledger: of the hook.

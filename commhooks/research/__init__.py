@@ -1,4 +1,4 @@
-"""Tools to study schemes without training: simulation, laws, traces, budgets, messages."""
+"""Provides tools to study schemes without training: simulation, laws, traces, budgets."""
 
 # Modules, in the order in which to read them:
 #

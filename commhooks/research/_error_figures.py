@@ -1,4 +1,4 @@
-"""Measures the error of an averaged gradient: of the whole, of its tensors, as Adam sees it.
+"""Measures the error of an averaged gradient: in all, per tensor, and as Adam sees it.
 
 The relative squared error of a whole gradient is that of its two or three largest tensors. Adam
 divides every entry by its usual size and sees all of them. So there are four figures:
@@ -28,7 +28,7 @@ ROUNDING = 2.0**-20
 
 
 class ErrorFigures(NamedTuple):
-    """Holds the figures of one averaged gradient; all of them are relative and squared.
+    """Holds the errors of one averaged gradient, all relative and squared.
 
     Attributes:
         error: of the whole gradient.
@@ -48,7 +48,7 @@ class ErrorFigures(NamedTuple):
 
 
 class SecondMoment:
-    """Keeps the second moment that Adam would have after the exact means of successive steps.
+    """Keeps Adam's second moment of the exact means of successive steps.
 
     Args:
         beta: decay per step, Adam's second ``beta``.
@@ -64,7 +64,7 @@ class SecondMoment:
         self._sum: Tensor | None = None
 
     def updated(self, mean: Tensor) -> Tensor:
-        """Takes the exact mean of the next step; returns the bias-corrected moment, in float64."""
+        """Adds the exact mean of the next step; returns the bias-corrected moment, in float64."""
         squares = (1 - self._beta) * mean.double().square()
         self._sum = squares if self._sum is None else self._sum.mul_(self._beta).add_(squares)
         self._steps += 1
@@ -72,7 +72,7 @@ class SecondMoment:
 
 
 def error_figures(mean: Tensor, exact: Tensor, layout: Layout, moment: Tensor) -> ErrorFigures:
-    """Returns the figures of an averaged gradient.
+    """Returns the errors of an averaged gradient.
 
     A step of zeros, as of a skipped batch, has no relative error: ``error`` and ``adam`` are
     absolute there. Where ``moment`` is zero, the gradient has been exactly zero in all steps so
@@ -121,7 +121,7 @@ def _per_tensor(flat: Tensor, layout: Layout) -> Tensor:
 
 
 def _middle(ascending: Tensor) -> float:
-    """Returns the median; NaN if there is any, since a tensor that is lost has no error."""
+    """Returns the median; NaN if any value is, since a lost tensor has no error."""
     if not len(ascending):
         return 0.0
     low, high = float(ascending[(len(ascending) - 1) // 2]), float(ascending[len(ascending) // 2])

@@ -1,4 +1,4 @@
-"""Defines what a law of schemes is, and the gradients and ranks on which laws are checked."""
+"""Defines laws of schemes, and the gradients and ranks on which they are checked."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
 
 
 class LawBroken(Error, AssertionError):
-    """Raised when a scheme breaks a law; the message has the input."""
+    """Raised when a scheme breaks a law; the message describes the input."""
 
 
 class Law(NamedTuple):
-    """Holds a check of schemes, and which kinds of schemes are exempt.
+    """Holds a check of schemes, and the kinds of schemes that are exempt.
 
     Attributes:
         check: raises ``LawBroken``.

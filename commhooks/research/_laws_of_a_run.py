@@ -67,7 +67,7 @@ def _bias(make: MakeScheme) -> None:
 
 
 def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields directions along which a bias of all, of small or of large entries adds up."""
+    """Yields directions along which a bias of all, small or large entries adds up."""
     small = x.abs() < 0.5 * x.square().mean().sqrt()
     yield "in size", x
     yield "small entries", x.sign() * small
@@ -135,7 +135,7 @@ def _conservation_in_16_bits(make: MakeScheme) -> None:
 
 
 def _lost(scheme: Scheme, world_size: int, steps: int) -> float:
-    """Returns by how much applied and residual differ from the gradients, over the largest sum."""
+    """Returns how far applied plus residual differ from the gradients, over the largest sum."""
     ranks = ranks_of(scheme, world_size)
     applied = total = torch.zeros(NUMEL, dtype=torch.float64)
     for step in range(steps):

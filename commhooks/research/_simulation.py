@@ -141,7 +141,7 @@ class Simulation:
             return result
 
     def memory(self, rank: int, key: str = "residual") -> Tensor:
-        """Returns what a rank keeps under ``key``: flat, in parameter order, zero where nothing."""
+        """Returns a rank's memory under ``key``, flat, in parameter order, with zeros for none."""
         engine = self.engines[rank]
         pieces = []
         for name, size in zip(self.layout.names, self.layout.sizes, strict=True):

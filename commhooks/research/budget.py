@@ -150,7 +150,7 @@ def _steps(
 def _tried(
     index: int, steps: Sequence[tuple[Layout, Sequence[Tensor]]], candidates: Sequence[Scheme]
 ) -> list[_Choice]:
-    """Runs each candidate on one parameter: payload bytes per step, summed error of all steps.
+    """Runs each candidate on one parameter; returns payload bytes per step and the summed error.
 
     Leaves out a candidate whose average is not finite in some step.
     """
@@ -209,7 +209,7 @@ def _slope(a: _Choice, b: _Choice) -> float:
 
 
 def _filled(hulls: Sequence[Sequence[_Choice]], room: float, goal: float) -> list[int]:
-    """Returns an index into each hull: takes the steepest changes that fit, until ``goal`` is met.
+    """Returns an index into each hull: applies the steepest changes until ``goal`` is met.
 
     Args:
         hulls: the choices for each parameter.
@@ -239,7 +239,7 @@ def _filled(hulls: Sequence[Sequence[_Choice]], room: float, goal: float) -> lis
 
 
 def _as_rules(layout: Layout, chosen: Sequence[_Choice]) -> PerParameter:
-    """Makes rules: the most frequent choice is the default, all others are listed by name."""
+    """Returns rules: the most frequent choice is the default, others are listed by name."""
     schemes = [choice.scheme for choice in chosen]
     # dict.fromkeys keeps the order of the parameters, so that a tie is the same on every rank.
     default = max(dict.fromkeys(schemes), key=schemes.count)

@@ -104,7 +104,7 @@ class Trace:
 
 
 class Gradients(Protocol):
-    """Names what :class:`Trace` offers: gradients of all ranks, step by step."""
+    """Declares what :class:`Trace` provides: gradients of all ranks, step by step."""
 
     @property
     def name(self) -> str: ...
@@ -116,7 +116,7 @@ class Gradients(Protocol):
 
 
 class Step(NamedTuple):
-    """Holds the gradients of one step, and what a scheme is compared with.
+    """Holds the gradients of one step, and the values that a scheme is compared with.
 
     Attributes:
         number: of the step.
@@ -226,7 +226,7 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
 
 
 def simulation_of(step: Step, scheme: str | Scheme, **options: Any) -> Simulation:
-    """Returns simulated ranks for the parameters of a step, which has not run yet.
+    """Returns simulated ranks for the parameters of a step, which they have not run yet.
 
     Args:
         step: as :func:`steps_of` yields it.

@@ -1,4 +1,4 @@
-"""Schemes. Importing this package imports, and so registers, every file in its folder."""
+"""Provides the schemes; importing this package registers every scheme in its folder."""
 
 import importlib
 import pkgutil

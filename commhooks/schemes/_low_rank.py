@@ -1,4 +1,4 @@
-"""Parts that low-rank schemes share: settings, random factors, messages, finiteness."""
+"""Provides what low-rank schemes share: settings, random factors, messages, finiteness checks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def check_rate(scheme: Scheme, rate: float) -> None:
 
 
 def work_buffer(bucket: Bucket) -> Tensor:
-    """Returns the tensor that takes the sum of gradient and residual.
+    """Returns the tensor that receives the sum of gradient and residual.
 
     The sum overwrites ``raw`` where a scheme may do that: the less memory is touched, the faster.
     """

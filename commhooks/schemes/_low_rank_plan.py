@@ -74,7 +74,7 @@ class Plan:
     tail_numel: int
 
     def with_tail(self, tail: Tail) -> tuple[Tensor, Tail] | None:
-        """Returns what kernels take: the table of the tail and ``tail``; None if there is none."""
+        """Returns the table of the tail and ``tail``, as kernels take them; None without a tail."""
         return (self.tail, tail) if self.tail_numel else None
 
     @cached_property
@@ -107,7 +107,7 @@ def plan_bucket(layout: Layout, rank: int, min_compression_rate: float) -> Plan:
 
 
 def _joined(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the spans, adjacent ones joined."""
+    """Returns spans with adjacent spans merged."""
     joined: list[tuple[int, int]] = []
     for begin, end in spans:
         if joined and joined[-1][1] == begin:

@@ -17,5 +17,5 @@ def check_ratio(scheme: Scheme, ratio: float) -> None:
 
 
 def number_kept(ratio: float, n: int) -> int:
-    """Returns how many of ``n`` entries are sent: one at least."""
+    """Returns how many of ``n`` entries are sent; at least one."""
     return min(n, max(1, int(ratio * n)))

@@ -124,7 +124,7 @@ class _Tiles:
         return torch.cat([square.view(-1, _TILE), line.view(-1, _TILE)])
 
     def back(self, rows: Tensor) -> Tensor:
-        """Returns the flat tensor that has these coefficients."""
+        """Returns the flat tensor of these coefficients."""
         squares = len(rows) - self._line_tiles
         square = rows[:squares].reshape(-1, _SIDE, _SIDE)
         for _ in range(2):

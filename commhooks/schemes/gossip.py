@@ -1,4 +1,4 @@
-"""Defines gossip: in each step a rank averages with one other rank."""
+"""Defines gossip, in which a rank averages with one other rank per step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def partner_of(rank: int, step: int, world_size: int) -> int:
 @register_scheme("gossip")
 @dataclass(frozen=True)
 class Gossip(Scheme):
-    """Averages with one other rank per step, each in turn, instead of with all: one message each.
+    """Averages with one other rank per step, each in turn, and not with all: one message per step.
 
     Every rank keeps the sum s of the gradients that it returned. In a step, a rank and its partner
     both compute ``t = (s + g) / 2 + (s' + g') / 2``, with the same bits, and return ``t - s``, each

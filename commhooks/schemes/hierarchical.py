@@ -26,7 +26,7 @@ __all__ = ["Hierarchical", "sdp4bit"]
 
 @dataclass(frozen=True)
 class Hierarchical(Scheme):
-    """Averages inside each node by one codec, then the nodes' means by another.
+    """Averages inside each node by one codec, then the means of the nodes by another.
 
     Each rank of a node sums one part of the bucket (all-to-all inside the node). The node means of
     that part are averaged in two phases among the ranks with the same local rank in all nodes, and
@@ -83,7 +83,7 @@ class Hierarchical(Scheme):
         )
 
     def node_size(self, world_size: int) -> int:
-        """Returns the number of consecutive ranks that are taken as a node."""
+        """Returns the number of consecutive ranks that form a node."""
         local = self.local_size or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         return math.gcd(local, world_size)
 
@@ -155,7 +155,7 @@ def _cut(
 
 
 def _padded(rows: Tensor, width: int) -> Tensor:
-    """Pads rows to ``width`` bytes, as the last part of a bucket may have shorter ones."""
+    """Pads rows to ``width`` bytes; the last part of a bucket may have shorter rows."""
     padding = width - rows.shape[-1]
     return rows if not padding else torch.nn.functional.pad(rows, (0, padding))
 

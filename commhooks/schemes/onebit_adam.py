@@ -24,7 +24,7 @@ _MOMENTUM = Slot("onebit_adam.momentum")
 @register_scheme("onebit_adam")
 @dataclass(frozen=True)
 class OneBitMomentum(Scheme):
-    """Averages gradients until ``freeze_step``, and from then on momenta, in one bit with feedback.
+    """Averages gradients until ``freeze_step``, then momenta, in one bit with feedback.
 
     Adam divides by its second moment, which signs of gradients do not preserve; signs of momenta
     converge once the second moment is frozen. ``commhooks.optim.OneBitAdam`` is the optimizer that

@@ -48,7 +48,7 @@ KEY = "powersgd.q"
 
 
 class RightFactor(Factor):
-    """Declares the Q that a step starts from; a Q of another rank lends the rows that fit."""
+    """Declares the factor Q that a step starts from; fitting rows of another rank's Q serve."""
 
     def initial(self, name: str, shape: torch.Size, now: StepInfo) -> Tensor:
         new, old = draw(name, shape, now, 0), now.memory.get(self.key, name)

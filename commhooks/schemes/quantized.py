@@ -97,7 +97,7 @@ class Blockwise(BlockCodec):
 
     @property
     def stochastic(self) -> bool:
-        """Whether random draws decide what an entry is rounded to."""
+        """Whether entries are rounded by random draws."""
         return self.rounding != "nearest"
 
     def to_nearest(self) -> Blockwise:
@@ -126,7 +126,7 @@ class Blockwise(BlockCodec):
 
     @property
     def _form(self) -> tuple[str, int]:
-        """Returns what kernels call the format, and the block."""
+        """Returns the name of the format, as kernels know it, and the block."""
         return "dithered_int8" if self.rounding == "dither" else self.format, self.block
 
     def _bits(self, random: Randomness) -> RandomBits | None:
@@ -136,7 +136,7 @@ class Blockwise(BlockCodec):
         return self._draws(random)
 
     def _draws(self, random: Randomness) -> RandomBits | None:
-        """Returns the bits that decoding needs, too."""
+        """Returns the random bits that decoding needs as well."""
         return random.per_phase if self.rounding == "dither" else None
 
     def segments(self, rows: Sequence[Sequence[int]]) -> Segments:

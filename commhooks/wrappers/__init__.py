@@ -1,4 +1,4 @@
-"""Wrappers, the schemes that run other schemes: feedback, casts, schedules, rules, guards."""
+"""Provides wrappers, schemes that run other schemes: feedback, casts, schedules, rules, guards."""
 
 # Modules, in the order in which to read them:
 #

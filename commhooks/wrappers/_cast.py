@@ -57,7 +57,7 @@ class Cast(Wrapper):
         return (yield from self._cast(self.scheme.all_gather(bucket, parts), bucket))
 
     def _cast(self, inner: SchemeExchange, bucket: Bucket) -> SchemeExchange:
-        """Runs an exchange of the scheme inside, whose collectives travel in 16 bits."""
+        """Runs an exchange of the inner scheme, whose collectives travel in 16 bits."""
         # Only feedback, around this wrapper or inside, asks what was sent; others save the pass.
         keep_sent = bucket.unsent is not None or has_feedback(self.scheme)
         # A wider mean is finite where its payload is, which has half the bytes.
@@ -115,7 +115,7 @@ class Cast(Wrapper):
 
 
 def _record_sent(request: Collective, narrow: Collective, scale: float, keep: bool) -> None:
-    """Notes what was sent if it was rounded again, by a cast around this one."""
+    """Records the values that were sent if a cast around this one rounded them again."""
     if keep and narrow.sent is not None:
         request.sent = narrow.sent.to(request.tensor.dtype).mul_(scale)
 

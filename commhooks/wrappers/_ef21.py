@@ -1,4 +1,4 @@
-"""Defines ``EF21``, which sends differences from what was sent before."""
+"""Defines ``EF21``, which sends the difference between a gradient and its running estimate."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _VELOCITY = Slot("ef21.velocity", resize="mean")
 
 @dataclass(frozen=True)
 class EF21(Feedback):
-    """Sends the difference between a gradient and its estimate; all ranks sum up the differences.
+    """Sends the difference between a gradient and its estimate; ranks add up the mean differences.
 
     ``G_i += C(g_i - G_i)`` is the estimate of rank i's gradient; the optimizer gets the mean of G_i
     over ranks. Needs a contraction (a biased scheme). Unlike a residual, which grows with the

@@ -1,4 +1,4 @@
-"""Defines error feedback: the residual of a step is added to the next gradient.
+"""Defines error feedback, which adds the residual of a step to the next gradient.
 
 A wrapper hands the residual to the scheme inside; ``Bucket.gradient``, or a kernel, adds it.
 """
@@ -77,7 +77,7 @@ def check_contraction(owner: Wrapper, scheme: Scheme, most: float) -> None:
 
 
 class Feedback(Wrapper):
-    """Keeps, for later steps, what a step did not send; base class of such wrappers.
+    """Keeps what a step did not send for later steps; a base class.
 
     Attributes:
         corrects: the scheme inside gets the gradient plus what was kept; False: something else,
@@ -107,7 +107,7 @@ class Feedback(Wrapper):
 
 @dataclass(frozen=True)
 class ErrorFeedback(Feedback):
-    """Adds to each gradient what earlier steps did not send: ``c = g + e; e = c - sent(c)``.
+    """Adds what earlier steps did not send to each gradient: ``c = g + e; e = c - sent(c)``.
 
     The residual ``e`` is kept per rank and parameter in float32 (float64 for float64 gradients).
     A step in which any gradient of any rank is not finite does not change it, so that a step
@@ -140,7 +140,7 @@ class ErrorFeedback(Feedback):
 
 
 def _with_residual(bucket: Bucket) -> Bucket:
-    """Returns a bucket with the residual of earlier steps, and room for that of this one."""
+    """Returns a bucket with the residual of earlier steps, and memory for this step's."""
     residual = bucket.read(RESIDUAL_SLOT)
     # Not in place: if the step turns out not to be finite, the old residual stays.
     unsent = bucket.scratch(RESIDUAL_SLOT, like=residual)
@@ -148,8 +148,8 @@ def _with_residual(bucket: Bucket) -> Bucket:
 
 
 def _kept(inside: Bucket, result: Result) -> Result:
-    """Keeps what a step did not send as the next residual, and returns the completed result."""
-    result = inside.with_unsent(result)
+    """Stores what a step did not send as the next residual, and completes the result."""
+    result = inside.completed(result)
     assert result.unsent is not None
     inside.write(RESIDUAL_SLOT, result.unsent)
     return result
@@ -250,12 +250,12 @@ def unwrap_flush(scheme: Scheme) -> Scheme:
 
 
 def keeps_residual(scheme: Scheme) -> bool:
-    """Whether the scheme is, or has inside, an ``ErrorFeedback``, which keeps a residual."""
+    """Whether the scheme is, or contains, an ``ErrorFeedback``, which keeps a residual."""
     return any(isinstance(inside, ErrorFeedback) for inside in walk(scheme))
 
 
 def has_feedback(scheme: Scheme) -> bool:
-    """Whether the scheme is, or has inside, feedback, which needs to know exactly what was sent."""
+    """Whether the scheme is, or contains, feedback, which has to know exactly what was sent."""
     return any(isinstance(inside, Feedback) for inside in walk(scheme))
 
 
@@ -267,7 +267,7 @@ def without_feedback(scheme: Scheme) -> Scheme:
 
 
 def with_flush(scheme: Scheme) -> Scheme:
-    """Returns a scheme that uses up a residual: ``scheme``, or ``FlushResidual`` around it."""
+    """Returns a scheme that consumes a residual: ``scheme``, or ``FlushResidual`` around it."""
     try:
         return _with_flush(scheme)
     except TypeError:  # a setting that has no hash, such as a list

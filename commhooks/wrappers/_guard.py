@@ -1,4 +1,4 @@
-"""Defines ``Guard``, which averages densely for a while where compression errors grow."""
+"""Defines ``Guard``, which averages densely for a while if compression errors grow."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SAMPLE = 4096  # entries: their norm is known to 1 / sqrt(2 * 4096), 1 %, for 3
 
 @dataclass(frozen=True)
 class Guard(Wrapper):
-    """Watches a scheme, and averages densely for a while where its error or residual grows.
+    """Watches a scheme, and averages densely for a while if its error or residual grows.
 
     Every ``every`` steps the ranks compare some contiguous entries of each averaged bucket with
     their exact average, and average the size of the residual (one more all-reduce, of 4096 entries
@@ -115,7 +115,7 @@ class Guard(Wrapper):
         return bucket.read(RESIDUAL_SLOT).double().square().sum()
 
     def _judge(self, error: float, residual: float, bucket: Bucket) -> None:
-        """Notes both measures; where one is too large, decides until which step to stay dense."""
+        """Records both measures, and decides until which step to stay dense if one is too large."""
         reasons = []
         if self.max_error is not None and error > self.max_error:
             reasons.append(f"the error of the average is {error:.3g}, at most {self.max_error:.3g}")
@@ -160,7 +160,7 @@ class Guard(Wrapper):
 
 
 def _less_own(sample: Tensor, begin: int, mean: Tensor, bucket: Bucket) -> Tensor:
-    """Returns entries of a gradient whose average over ranks is the error of their mean.
+    """Returns a gradient minus the part whose mean over ranks is the error of their mean.
 
     Each entry's mean is known to one rank, which subtracts it for all.
 

@@ -94,7 +94,7 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Returns the torch dtype of a name such as "fp16" or "bf16", or the dtype itself."""
+    """Returns the torch dtype for a name such as "fp16" or "bf16", or the dtype itself."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype not in _DTYPES:

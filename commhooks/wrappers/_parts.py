@@ -53,7 +53,7 @@ class Part:
             self.request, self.result = None, stop.value
 
     def write_back(self, bucket: Bucket) -> None:
-        """Copies the mean and what was not sent to the parameters' spans of the bucket."""
+        """Copies the mean, and what was not sent, to the parameters' places in the bucket."""
         if bucket.unsent is not None:
             self.result = self.bucket.with_unsent(self.result)
             assert self.result.unsent is not None
@@ -64,7 +64,7 @@ class Part:
         self._write(self.result.mean.view(-1), here, bucket.output, there)
 
     def _write(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:
-        """Copies what two ranges of entries have in common.
+        """Copies the entries that two ranges have in common.
 
         Args:
             flat, here: entries of the part, and which of its entries they are.
@@ -99,7 +99,7 @@ def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] 
 
 
 def whole_of(parts: Sequence[Part], bucket: Bucket) -> Result:
-    """Returns the result of a bucket whose parts have all been exchanged."""
+    """Returns the result of a bucket once all its parts have been exchanged."""
     for part in parts:
         part.write_back(bucket)
     flags = [part.result.finite for part in parts if part.result.finite is not None]
@@ -108,7 +108,7 @@ def whole_of(parts: Sequence[Part], bucket: Bucket) -> Result:
 
 
 def side_by_side(parts: Sequence[Part]) -> SchemeExchange:
-    """Runs the exchanges of all parts together, and merges all-reduces of one operation and dtype.
+    """Runs the exchanges of all parts together; merges all-reduces of equal operation and dtype.
 
     Every rank has the same parts in the same order, so all ranks merge the same requests.
     """

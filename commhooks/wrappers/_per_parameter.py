@@ -99,7 +99,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class PerParameter(Choice):
-    """Chooses a scheme for each parameter: the first rule that matches, else ``default``.
+    """Chooses a scheme for each parameter: that of the first rule that matches, else ``default``.
 
     The chosen schemes run side by side; their all-reduces of equal operation and dtype are merged
     into one message.
@@ -180,7 +180,7 @@ class PerParameter(Choice):
 def warn_of_idle_rules(
     scheme: Scheme, parameters: Iterable[tuple[str, torch.Size, torch.dtype, Any]]
 ) -> None:
-    """Warns of rules with a name, role or dtype that no parameter of the model matches.
+    """Warns of rules that match no parameter of the model, by name, role or dtype.
 
     Rules by size or number of dimensions alone suit any model, and never warn.
 

@@ -1,4 +1,4 @@
-"""Defines wrappers that choose the scheme by the step."""
+"""Defines wrappers that choose a scheme by the step."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["DelayedStart", "PeriodicDense", "Schedule", "running_at"]
 
 
 def check_no_start(owner: Scheme, scheme: Scheme) -> None:
-    """Raises if a scheme inside counts its dense first steps itself, since it learns from them."""
+    """Raises if an inner scheme has dense first steps of its own, from which it learns."""
     for inside in walk(scheme):
         if setting := inside.traits.dense_warmup:
             raise ValueError(
@@ -75,7 +75,7 @@ class DelayedStart(Wrapper):
 
 @dataclass(frozen=True)
 class PeriodicDense(Wrapper):
-    """Averages densely in every ``every``-th step, the residual of error feedback included.
+    """Averages densely in every ``every``-th step, and sends the residual of feedback with it.
 
     Bounds how late an entry arrives, and for how long an approximation can mislead, for
     ``1 / every`` of the dense bytes.
@@ -179,7 +179,7 @@ class Schedule(Choice):
 
 
 def running_at(scheme: Scheme, step: int) -> Scheme:
-    """Returns the scheme that runs in a step, of one that chooses by the step."""
+    """Returns the scheme that runs in a step, if a scheme chooses by the step."""
     while True:
         if isinstance(scheme, Schedule):
             scheme = scheme.at(step)

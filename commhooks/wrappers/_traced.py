@@ -23,7 +23,7 @@ FILE_NAME = re.compile(r"step(\d+)_rank(\d+)_\w+\.safetensors")
 
 @dataclass(frozen=True)
 class Traced(Wrapper):
-    """Records the local gradients of some steps, by parameter, and exchanges them by ``scheme``.
+    """Records the local gradients of some steps by parameter, and exchanges them by ``scheme``.
 
     Writes one safetensors file per step, rank and bucket; every rank writes to ``folder``.
 
@@ -59,7 +59,7 @@ class Traced(Wrapper):
         return (yield from self.scheme.exchange(bucket))
 
     def _wanted(self, bucket: Bucket) -> bool:
-        """Whether fewer than ``steps`` steps are recorded, or another bucket of this one is."""
+        """Whether this bucket's step is recorded: fewer than ``steps`` are, or part of it is."""
         # By files, not by a counter: a resumed run goes on, and a finished record stays as it is.
         files = Path(self.folder).glob(f"step*_rank{bucket.rank}_*.safetensors")
         recorded = {int(match[1]) for path in files if (match := FILE_NAME.fullmatch(path.name))}

@@ -1,4 +1,4 @@
-"""The module around a model, with the arguments and names of torch's class."""
+"""Wraps a model in DistributedDataParallel, with the arguments and names of torch's class."""
 
 # Modules, in the order in which to read them:
 #

@@ -1,4 +1,4 @@
-"""What ranks must agree on: the model, and those arguments that decide which messages a step has.
+"""Checks that ranks agree on the model, and on the arguments that decide which messages a step has.
 
 Compared when a model is wrapped, and by hooks when they meet. A difference would be a wait until
 the timeout, or values of other tensors.
@@ -35,7 +35,7 @@ _Fact = tuple[str, tuple[int, ...], tuple[int, ...], str]  # name, sizes, stride
 def module_facts(
     ddp: Any, *, taken: bool = False, arguments: Sequence[str] = ()
 ) -> dict[str, list[str]]:
-    """Returns what ranks must have in common besides the trained parameters, by names for messages.
+    """Returns what ranks must agree on besides trained parameters, by the names in messages.
 
     Args:
         ddp: a module of torch's or this package's DistributedDataParallel.
@@ -65,7 +65,7 @@ def _described(tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def frozen_facts(replica: Replica) -> dict[str, list[str]]:
-    """Returns the same of frozen parameters, which ranks take from rank 0 when they begin."""
+    """Returns the frozen parameters, on which ranks must agree, for messages."""
     named = replica.module.named_parameters()
     ignored = replica.ignored
     frozen = {
@@ -77,7 +77,7 @@ def frozen_facts(replica: Replica) -> dict[str, list[str]]:
 
 
 def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
-    """Says in which fact ranks differ first, and how; None: in none.
+    """Returns a message about the first fact in which ranks differ; None if they agree.
 
     Args:
         everyone: facts by name, of each rank; a list is compared item by item.

@@ -1,5 +1,4 @@
-"""torch.compile: graphs are split so that buckets become ready during backward, and the splits are
-the buckets.
+"""Splits the graphs of torch.compile, so that buckets become ready during backward.
 
 A compiled graph's gradients all come at its end. The compiler therefore splits the graph of a
 DistributedDataParallel module where it guesses the buckets to end, as far as the graph permits.
@@ -21,7 +20,7 @@ __all__ = ["splitting_at_buckets"]
 
 @contextmanager
 def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
-    """Splits what is compiled inside for ``module``, and tells its bucket plan where.
+    """Splits graphs that are compiled within the context, and plans buckets by the splits.
 
     Args:
         module: has the attribute ``bucket_bytes_cap``, which the compiler reads.
@@ -43,12 +42,12 @@ def splitting_at_buckets(module: Any, plan: BucketPlan) -> Iterator[None]:
 
 @functools.cache
 def _compiler() -> tuple[Any, Any]:
-    """The compiler's module, and the class that takes the place of its optimizer."""
+    """Returns the compiler's module, and the class that replaces its optimizer of graphs."""
     compiler = splitter_module()
     original: Any = compiler.DDPOptimizer
 
     class Splitter(original):  # type: ignore[misc]
-        """The compiler's own, with our first capacity, which reports the buckets it chose."""
+        """Splits as the compiler does, with the first bucket's size, and reports the buckets."""
 
         def __init__(
             self, plan: BucketPlan, bucket_bytes_cap: int, backend_compile_fn: Any

@@ -1,4 +1,4 @@
-"""What DistributedDataParallel checks of its arguments; messages are those that users know."""
+"""Checks the arguments of DistributedDataParallel, with torch's messages where torch has them."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def replica(
     device_ids: Sequence[Any] | None,
     output_device: Any,
 ) -> Replica:
-    """Returns the model on this rank, without what is delayed or what its author has left out."""
+    """Returns the model of this rank, without delayed and ignored parameters."""
     ignored = set(ignored_names(module))
     ignored |= {name for name, _ in delayed}
     managed = [parameter for name, parameter in module.named_parameters() if name not in ignored]
@@ -109,7 +109,7 @@ def replica(
 def _placement(
     parameters: Sequence[nn.Parameter], device_ids: Sequence[Any] | None, output_device: Any
 ) -> Placement:
-    """The model's device, and where inputs and outputs go."""
+    """Returns the device of the model, and those of inputs and outputs."""
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError("device_ids can only be None or contain a single element.")
     devices = {parameter.device for parameter in parameters}
@@ -149,7 +149,7 @@ def refuse_sync_batch_norm(module: nn.Module) -> None:
 
 
 def check_hook(hook: Any) -> None:
-    """Refuses what is not a hook; annotations may be left out, or be text."""
+    """Raises unless a hook is callable and its annotations, if any, fit; they may be strings."""
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     annotations = getattr(hook, "__annotations__", {})
@@ -192,7 +192,7 @@ def warn_of_broadcast_buffers(*, both: bool, stacklevel: int) -> None:
 
 
 def warn_that_static_finds_unused(*, stacklevel: int) -> None:
-    """Warns that two options are not needed together."""
+    """Warns that ``static_graph`` needs no ``find_unused_parameters``."""
     warnings.warn(
         "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` "
         "will detect unused parameters automatically, so you do not need to set "

@@ -1,4 +1,4 @@
-"""DistributedDataParallel: the module around a model whose gradients all ranks average."""
+"""Defines DistributedDataParallel, the module around a model whose gradients all ranks average."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = ["DistributedDataParallel"]
 
 
 class DistributedDataParallel(TorchNames, TorchDDP):
-    """Averages gradients as torch's class of this name, in Python: same arguments, same semantics.
+    """Averages gradients in Python, with the arguments and semantics of torch's class.
 
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
     what it does is here and in :class:`ddp_core.Reducer`. Beyond torch's: hooks can be replaced and
@@ -283,14 +283,14 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._ddp_state.hooks.schedule(step, hook, state)
 
     def request_layout(self, group_of: BucketGroup | None) -> None:
-        """Gives buckets parameters for which ``group_of(name, parameter)`` is the same.
+        """Puts only parameters with equal ``group_of(name, parameter)`` into one bucket.
 
         From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
         """
         self._ddp_state.reducer.plan.request(group_of)
 
     def saved_layout(self) -> tuple[list[list[nn.Parameter]], list[int], list[nn.Parameter]]:
-        """Returns what a run that goes on needs to have the same buckets.
+        """Returns what a resumed run needs to have the same buckets.
 
         Returns:
             The parameters of each bucket, without those of sparse gradients, none before the first
@@ -314,7 +314,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         arrival: Sequence[nn.Parameter],
         agree: Callable[[], None],
     ) -> None:
-        """Goes on with what :meth:`saved_layout` gave, from the next step on; all ranks call it.
+        """Restores what :meth:`saved_layout` gave from the next step on; all ranks call it.
 
         Where those do not suit this model and its sizes of buckets, ``arrival`` decides.
 
@@ -338,13 +338,13 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._ddp_state.reducer.plan.resume(SavedBuckets(members, tuple(limits), order, agree))
 
     def refresh_layout(self) -> None:
-        """Asks the hook's state again what layout it wants: its answers have changed."""
+        """Asks the hook's state again for its layout, since its answers have changed."""
         self._ddp_state.hooks.refresh_layout()
 
     def _register_buffer_comm_hook(
         self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = None
     ) -> None:
-        """``hook(state, {name: buffer})`` makes buffers equal instead of rank 0's broadcast."""
+        """Synchronises buffers by ``hook(state, {name: buffer})``, not by rank 0's broadcast."""
         if not callable(hook):
             raise TypeError("Buffer communication hook must be callable.")
         # By name: torch's enumeration of locations is private.
@@ -354,7 +354,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     # ---- other ranks
 
     def change_group(self, group: dist.ProcessGroup) -> None:
-        """Goes on with other ranks, from buckets that are agreed on once more.
+        """Continues with other ranks, from buckets that they agree on anew.
 
         All ranks of ``group`` call it alike, between two steps; nothing is asked of the ranks
         before, which may be gone. A hook follows if its state has a method ``change_group(group)``.
@@ -369,7 +369,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         self._ddp_state.change_group(group)
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Does what :meth:`change_group` does; torch's name for it."""
+        """Calls :meth:`change_group`, under torch's name for it."""
         self._ddp_state.change_group(new_process_group)
 
     # ---- steps without a backward pass
@@ -399,7 +399,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             self._set_holding(held)
 
     def _set_holding(self, holds: bool) -> bool:
-        """Sets whether passes are held; returns whether they were."""
+        """Sets whether passes are within ``hold``; returns whether they were before."""
         if not self._ddp_state.reduces:  # all parameters are delayed
             return False
         unreduced = self._ddp_state.reducer.backward.unreduced
@@ -408,7 +408,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     @not_traced
     def reduce(self) -> None:
-        """Averages what passes have accumulated in ``.grad``, bucket by bucket, as one step.
+        """Averages the gradients accumulated in ``.grad``, bucket by bucket, as one step.
 
         All ranks call it alike. A rank without gradients takes part with zeros. Buffers are made
         equal here, as in the next forward pass otherwise.
@@ -451,7 +451,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     @property
     def timeline(self) -> Timeline:
-        """Returns when each bucket's gradients came, travelled and were awaited."""
+        """Returns when each bucket's gradients were ready, travelled and were waited for."""
         return self.reducer.timeline
 
 

@@ -1,4 +1,4 @@
-"""What a DistributedDataParallel is made of, and how that is put together for a process group."""
+"""Builds the parts of a DistributedDataParallel, at first and for another process group."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class DDPState:
         self._looked_for_optimizers = False
 
     def build(self, model: nn.Module) -> None:
-        """Makes what belongs to a module that was constructed, or unpickled."""
+        """Builds the parts that belong to one module, after construction or unpickling."""
         # Held weakly, for the module holds its hooks: no cycle keeps a model alive.
         self._model: weakref.ref[Any] = weakref.ref(model)
         self.hooks = CommHooks(self._model, self.settings.caps)
@@ -116,7 +116,7 @@ class DDPState:
             refuse_sync_batch_norm(replica.module)
 
     def change_group(self, group: dist.ProcessGroup) -> None:
-        """Goes on with other ranks, from buckets that are agreed on once more.
+        """Continues with other ranks, from buckets that they agree on anew.
 
         Raises:
             RuntimeError: a hook cannot follow; nothing was changed, nor if a hook raises.
@@ -148,7 +148,7 @@ class DDPState:
     # ---- what forward passes do
 
     def find_optimizers(self) -> None:
-        """Takes over optimizers that step in backward; they are set up before the first forward."""
+        """Adopts optimizers that step in backward, which users set up before the first forward."""
         if self._looked_for_optimizers:
             return
         self._looked_for_optimizers = True
@@ -184,7 +184,7 @@ class DDPState:
             self.reducer.launcher.await_futures(futures)
 
     def broadcast_model(self, *, candidate: bool) -> None:
-        """Takes, as all ranks do, the model of a rank that is a candidate."""
+        """Broadcasts the model of one candidate rank to all ranks, which all call this."""
         source = max_candidate_rank(self.replica, candidate=candidate)
         self.replica.broadcast_from(source, buffers=self.buffers.enabled)
 
@@ -198,7 +198,7 @@ class DDPState:
         return state
 
     def restore(self) -> None:
-        """Goes on with the default process group, after unpickling."""
+        """Uses the default process group after unpickling."""
         self.replica.use_default_group()
         if self.delayed is not None:
             self.delayed.attach(self.replica.group)

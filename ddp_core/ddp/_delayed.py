@@ -1,4 +1,4 @@
-"""Parameters that are averaged together, when another one's gradient is ready."""
+"""Averages some parameters together, once the gradient of another parameter is ready."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class DelayedAllReduce:
         trigger: nn.Parameter | None,
         replica: Replica,
     ) -> DelayedAllReduce | None:
-        """Makes one from the arguments of DistributedDataParallel; None if nothing is delayed."""
+        """Returns a delayed all-reduce for the arguments of DistributedDataParallel, or None."""
         if not named:
             return None
         assert trigger is not None  # checked with the names
@@ -70,7 +70,7 @@ class DelayedAllReduce:
         }
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Watches the parameters; also after unpickling, which keeps nothing but them."""
+        """Registers the parameters' hooks, also after unpickling, which keeps parameters only."""
         self.group, self._synchronises = group, True
         sizes = [parameter.numel() for parameter in self._parameters]
         self._buffer = self._parameters[0].detach().new_zeros(sum(sizes))
@@ -105,13 +105,13 @@ class DelayedAllReduce:
                 self._adopt(place)
 
     def reduce(self) -> None:
-        """Averages what passes have accumulated, outside of a backward pass."""
+        """Averages accumulated gradients outside of a backward pass."""
         self.prepare(synchronises=self._synchronises)  # zeros on a rank that had no pass
         self._all_reduce()
         self._finish()
 
     def _adopt(self, place: int) -> None:
-        """Makes a gradient that is another tensor, by now, the view that is averaged."""
+        """Copies a gradient that is another tensor by now into its view of the buffer."""
         parameter, view = self._parameters[place], self._views[place]
         if parameter.grad is not view:
             assert parameter.grad is not None
@@ -119,7 +119,7 @@ class DelayedAllReduce:
             parameter.grad = view
 
     def _gradient_came(self, place: int | None) -> None:
-        """Of a parameter, or (None) of the trigger."""
+        """Counts the gradient of a parameter, or (None) of the trigger."""
         if self._work is not None:
             raise RuntimeError(
                 "a gradient of delay_all_reduce_named_params came while they were being averaged: "

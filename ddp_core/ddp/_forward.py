@@ -1,4 +1,4 @@
-"""What happens around the forward pass of the module: before it computes, and after."""
+"""Runs what surrounds a module's forward pass: buffers, collectives, and preparing backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ForwardPass", "ShadowHook", "before_forward", "through_sink"]
 
 
 class _Module(Protocol):
-    """What is asked of a DistributedDataParallel at every pass: trainers may have set it."""
+    """Declares what every pass reads from a DistributedDataParallel; trainers may set these."""
 
     device_ids: list[int] | None
     dim: int
@@ -42,7 +42,7 @@ def before_forward(
 
 
 class ForwardPass:
-    """Does what comes before and after one forward pass of a DistributedDataParallel."""
+    """Prepares and ends one forward pass of a DistributedDataParallel."""
 
     def __init__(self, state: DDPState, module: _Module) -> None:
         self._ddp_state, self._module = state, module
@@ -53,7 +53,7 @@ class ForwardPass:
     def begin(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Does what comes before the inner module computes; returns what that gets."""
+        """Prepares the pass; returns the arguments of the inner module."""
         precision = self._ddp_state.precision
         if not self._is_recomputed:
             self.begin_step(JoinFlags(torch.is_grad_enabled(), self._synchronises()))
@@ -71,7 +71,7 @@ class ForwardPass:
         return torch.is_grad_enabled() and self._module.require_backward_grad_sync
 
     def begin_step(self, plans: JoinFlags) -> None:
-        """Does what all ranks do alike; collectives have one order, see `ShadowHook`."""
+        """Issues the collectives before forward, in the order that `ShadowHook` repeats."""
         state, reducer = self._ddp_state, self._ddp_state.reducer
         if plans.grads:
             state.known.check()
@@ -103,7 +103,7 @@ class ForwardPass:
 
     @not_traced
     def end(self, output: Any) -> Any:
-        """Does what comes after the inner module has computed; returns what the caller gets."""
+        """Ends the pass once the inner module has computed; returns what the caller gets."""
         if not self._is_recomputed:
             output = self._end_step(output)
         if self._low is not None:
@@ -128,7 +128,7 @@ class ForwardPass:
         return output
 
     def end_step(self, *, sync: bool) -> None:
-        """Does what all ranks do alike after the module has computed."""
+        """Issues the collectives after forward, on all ranks alike."""
         buffers = self._ddp_state.buffers
         if self._ddp_state.reducer.backward.unreduced.in_hold:
             return
@@ -145,7 +145,7 @@ class ForwardPass:
 
 
 class _Sink(torch.autograd.Function):
-    """The identity; one node for all outputs, so that backward passes all of them or none."""
+    """Returns its inputs, as one node for all outputs: backward reaches all of them or none."""
 
     @staticmethod
     def forward(
@@ -169,7 +169,7 @@ class _Sink(torch.autograd.Function):
 
 
 def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> Any:
-    """Returns ``output``; tensors with a graph behind them have passed through the sink.
+    """Returns ``output``, with all tensors that have a graph passed through the sink.
 
     Args:
         step: is told when backward begins. A graph may outlive it.
@@ -194,7 +194,7 @@ def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> An
 
 
 class ShadowHook(JoinHook):
-    """Does what a forward and a backward pass of the others expects of this rank.
+    """Takes part in the collectives of the other ranks' passes once this rank has no more inputs.
 
     Args:
         static_world_size: gradients are divided by the number of all ranks; else by the number of
@@ -223,7 +223,7 @@ class ShadowHook(JoinHook):
         super().__init__()
 
     def main_hook(self) -> None:
-        """Takes part in one step of the others."""
+        """Takes part in the collectives of one step of the other ranks."""
         state, buffers = self._ddp_state, self._ddp_state.buffers
         state.before_collectives()
         plans = recv_join_flags(state.replica)
@@ -242,5 +242,5 @@ class ShadowHook(JoinHook):
             state.reducer.shadow(at_point=plans.at_point)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Takes, at the end, the model of a rank that trained last, as all ranks do."""
+        """Receives, as all ranks do, the model of a rank that trained last."""
         self._ddp_state.broadcast_model(candidate=is_last_joiner)

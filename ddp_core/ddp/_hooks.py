@@ -1,4 +1,4 @@
-"""The communication hook of a module: set, removed, scheduled, and the layout it asks for."""
+"""Sets, removes and schedules a module's communication hook, and requests its layout."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Registered = tuple[CommHook, Any]  # the hook and its state
 
 
 class CommHooks:
-    """Holds the hook that runs now, and those that run later.
+    """Holds the registered hook of a module, and the scheduled ones.
 
     Args:
         model: that averages by them; a hook's state is shown it.
@@ -36,11 +36,11 @@ class CommHooks:
         self._scheduled: dict[int, Registered | None] = {}
 
     def attach(self, reducer: Reducer) -> None:
-        """Takes the reducer that averages the model's gradients from now on."""
+        """Sets the reducer that averages the model's gradients from now on."""
         self._reducer = reducer
 
     def set(self, hook: CommHook | None, state: Any) -> None:
-        """Sets the hook of all following steps; None: the plain all-reduce."""
+        """Sets the hook of all following steps; None stands for the plain all-reduce."""
         reducer = self._reducer
         if hook is not None:
             self._check(hook)
@@ -66,7 +66,7 @@ class CommHooks:
             raise
 
     def launch_with_hooks(self) -> None:
-        """Makes the reducer that there is now launch buckets by the hook that is set."""
+        """Makes the present reducer launch buckets through the registered hook."""
         self._reducer.launcher.set_hook(self.registered[0] if self.registered else None)
 
     def schedule(self, step: int, hook: CommHook | None, state: Any) -> None:
@@ -82,7 +82,7 @@ class CommHooks:
         self._scheduled[step] = None if hook is None else (hook, state)
 
     def follow_schedule(self) -> None:
-        """Sets the hook that was scheduled for the coming step, if any."""
+        """Sets the hook that is scheduled for the coming step, if any."""
         step = self._reducer.launcher.step
         if step in self._scheduled:
             hook, state = self._scheduled.pop(step) or (None, None)
@@ -90,11 +90,11 @@ class CommHooks:
             self._reducer.rebuild()  # the new one may want another layout, in this step
 
     def refresh_layout(self) -> None:
-        """Asks the hook's state again: its answers have changed."""
+        """Asks the hook's state again for its layout, since its answers have changed."""
         self._ask_for_layout(self._reducer.plan.group_of, refresh=True)
 
     def check_states_follow(self, buffer_hook: BufferHook | None) -> None:
-        """Raises unless every hook can go on with other ranks, between two steps."""
+        """Raises unless the states of all hooks can change to other ranks between two steps."""
         self._reducer.drop_raised_step()
         if self._reducer.under_way:
             raise RuntimeError(
@@ -110,14 +110,14 @@ class CommHooks:
                 )
 
     def change_group(self, group: dist.ProcessGroup, buffer_hook: BufferHook | None) -> None:
-        """Tells the states of all hooks which ranks there are from now on."""
+        """Calls ``change_group`` of the states of all hooks."""
         # A state may have several hooks, and is told once.
         states = {id(state): state for (_, state), _ in self._everything(buffer_hook)}
         for state in states.values():
             state.change_group(group)
 
     def _everything(self, buffer_hook: BufferHook | None) -> Iterator[tuple[Registered, str]]:
-        """All hooks with their states, and what to do where one cannot follow."""
+        """Yields all hooks with their states, and advice for one that cannot change ranks."""
         for registered in self.registered:
             yield (
                 registered,

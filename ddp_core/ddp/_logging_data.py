@@ -1,4 +1,4 @@
-"""The dictionary that ``_get_ddp_logging_data`` returns, with the fields of torch's."""
+"""Builds the dictionary that ``_get_ddp_logging_data`` returns, with the fields of torch's."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def logging_data(state: DDPState) -> dict[str, Any]:
 
 
 def log_construction(state: DDPState, mixed_precision: Any) -> None:
-    """Logs what torch's class logs of its settings, and all with ``TORCH_DISTRIBUTED_DEBUG``."""
+    """Logs the settings that torch's class logs, and all with ``TORCH_DISTRIBUTED_DEBUG``."""
     if not state.reduces:
         logger.info("Delay the AllReduce of all parameters.")
     if mixed_precision is not None:
@@ -129,14 +129,14 @@ def _listed(values: Iterable[object]) -> str:
 
 
 def _communication(times: StepTimes) -> tuple[float, float]:
-    """When the first bucket went out, and when the last one was there."""
+    """Returns when the first bucket was launched, and when the last one was done."""
     launched = [bucket.launched for bucket in times.buckets if bucket.launched]
     decoded = [bucket.decoded for bucket in times.buckets if bucket.decoded]
     return min(launched, default=times.backward_ended), max(decoded, default=times.finished)
 
 
 def _moments(times: StepTimes) -> dict[str, int]:
-    """In nanoseconds since 1970."""
+    """Returns times in nanoseconds since 1970."""
     epoch = time.time() - time.perf_counter()  # the clock counts from a moment of its own
     comm_began, comm_ended = _communication(times)
     seconds = {

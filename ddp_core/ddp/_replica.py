@@ -1,4 +1,4 @@
-"""What the ranks of a model share, and how they hear that some have run out of inputs."""
+"""Holds what the ranks of a model share, and notifies ranks that have run out of inputs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Placement(NamedTuple):
-    """Says where the model is."""
+    """Describes the devices of a model."""
 
     device: torch.device
     device_ids: list[int] | None
@@ -37,7 +37,7 @@ class Placement(NamedTuple):
 
 
 class Replica:
-    """Holds a model that every rank of a group has, and makes ranks have the same.
+    """Holds a model that every rank of a group has, and copies its values between ranks.
 
     Args:
         module: the model.
@@ -58,7 +58,7 @@ class Replica:
 
     @property
     def device(self) -> torch.device:
-        """Returns the device of the parameters, and of messages of the ranks about them."""
+        """Returns the device of the parameters, on which messages about them travel."""
         return self.placement.device
 
     def trained(self) -> list[Trained]:
@@ -74,7 +74,7 @@ class Replica:
         return {n: b for n, b in self.module.named_buffers() if n not in self.ignored}
 
     def broadcast_from(self, source: int, *, buffers: bool) -> None:
-        """Takes the parameters of rank ``source``, and its buffers on request."""
+        """Broadcasts the parameters of rank ``source``, and its buffers on request."""
         # Frozen parameters, too: ranks would compute different things with different ones.
         tensors: list[Tensor] = [*self.parameters()]
         if buffers:
@@ -96,7 +96,7 @@ class Replica:
         return {name: value for name, value in vars(self).items() if name != "group"}
 
     def use_default_group(self) -> None:
-        """Goes on with the default group, after unpickling.
+        """Uses the default group after unpickling.
 
         Raises:
             RuntimeError: there is none.
@@ -146,21 +146,21 @@ class Buffers:
         self.find()
 
     def find(self) -> None:
-        """Looks the buffers up again: modules may have put others in their place."""
+        """Looks the buffers up again, since modules may have replaced them."""
         self.named = self._replica.buffers()
 
     @property
     def are_due(self) -> bool:
-        """Whether the next forward makes them equal on all ranks."""
+        """Whether the next forward pass synchronises buffers."""
         return self.sync_next and self.enabled and bool(self.named)
 
     def are_due_when(self, *, after_forward: bool) -> bool:
-        """Whether it does so then: only a hook can ask for after forward."""
+        """Whether buffers are synchronised before forward, or after it (hooks only)."""
         later = self.hook is not None and self.hook.after_forward
         return self.are_due and after_forward == later
 
     def synchronise(self, source: int) -> list[Any]:
-        """Makes them equal; returns futures to await, if the hook gave any.
+        """Makes buffers equal on all ranks; returns the hook's futures, if it gave any.
 
         Args:
             source: rank whose buffers all take (unless there is a hook).
@@ -183,7 +183,7 @@ class Buffers:
 
 @dataclass
 class UnevenInputs:
-    """Says how a module takes part in ``join``."""
+    """Describes how a module takes part in ``join``."""
 
     has_joined: bool = False  # ranks may have run out of inputs
     static_world_size: bool = True  # gradients are divided by the number of all ranks
@@ -191,7 +191,7 @@ class UnevenInputs:
 
 
 class JoinFlags(NamedTuple):
-    """Says what the ranks with inputs do in this forward pass, all alike."""
+    """Describes the collectives that ranks with inputs run in this forward pass, all alike."""
 
     grads: bool  # it records a graph
     sync: bool  # its backward pass averages gradients
@@ -199,7 +199,7 @@ class JoinFlags(NamedTuple):
 
 
 def send_join_flags(joinable: Any, replica: Replica, plans: JoinFlags) -> dist.Work | None:
-    """Lets ranks without inputs know; all ranks with inputs call it in forward.
+    """Sends the flags of a pass to ranks without inputs; all ranks with inputs call it in forward.
 
     Args:
         joinable: the module, as :class:`torch.distributed.algorithms.join.Join` knows it.
@@ -215,14 +215,14 @@ def send_join_flags(joinable: Any, replica: Replica, plans: JoinFlags) -> dist.W
 
 
 def recv_join_flags(replica: Replica) -> JoinFlags:
-    """Returns what the others plan; a rank without inputs calls it where they announce."""
+    """Returns the flags that ranks with inputs send; called by a rank without inputs."""
     flags = torch.zeros(len(JoinFlags._fields), dtype=torch.float32, device=replica.device)
     dist.all_reduce(flags, group=replica.group)
     return JoinFlags(*(bool(flag) for flag in flags.tolist()))
 
 
 def max_candidate_rank(replica: Replica, *, candidate: bool) -> int:
-    """Returns the largest rank that is a candidate, the same answer on all ranks.
+    """Returns the largest rank that is a candidate, the same on all ranks.
 
     Raises:
         RuntimeError: there is no candidate.

@@ -34,7 +34,7 @@ _SPEC = "_dtensor_spec"
 
 
 def dtensor_spec(parameter: Tensor) -> Any:
-    """Returns mesh and placements of the DTensor that a local shard is of; None for others.
+    """Returns the mesh and placements of a local shard's DTensor; None for other tensors.
 
     Also of the shards that torch's DistributedDataParallel has made.
     """
@@ -43,7 +43,7 @@ def dtensor_spec(parameter: Tensor) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Describes where a module has a parameter, and of which DTensor that is the local shard."""
+    """Describes a parameter of a module, and the DTensor of which it is the local shard."""
 
     owner: nn.Module
     name: str
@@ -55,7 +55,7 @@ class _Place:
 
 
 def _distributed(local: Any, spec: Any) -> Any:
-    """Returns the DTensor of a shard, whose memory it has."""
+    """Returns the DTensor of a shard, which shares its memory."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -69,7 +69,7 @@ def _distributed(local: Any, spec: Any) -> Any:
 
 
 def _shard_of(value: Tensor, shape: torch.Size, spec: Any) -> Tensor:
-    """Returns this rank's shard of a DTensor or of a whole tensor; other tensors as they are.
+    """Returns this rank's shard of a DTensor or of a whole tensor; other tensors unchanged.
 
     Args:
         shape: the shape of the shard.
@@ -100,7 +100,7 @@ def _shard_of(value: Tensor, shape: torch.Size, spec: Any) -> Tensor:
 
 
 class _Distributed:
-    """Gives modules their DTensors before forward, and takes them back afterwards."""
+    """Installs DTensors in modules before forward, and the shards again afterwards."""
 
     def __init__(self, places: list[_Place]) -> None:
         self._places = places
@@ -121,7 +121,7 @@ class _Distributed:
 
 
 def _save(places: Sequence[_Place], module: nn.Module, state: Any, prefix: str, _: Any) -> None:
-    """Puts DTensors into a state in place of their shards."""
+    """Replaces shards in a state by DTensors."""
     for place in places:
         local = state.get(prefix + place.name)
         if isinstance(local, Tensor):
@@ -129,7 +129,7 @@ def _save(places: Sequence[_Place], module: nn.Module, state: Any, prefix: str, 
 
 
 def _load(places: Sequence[_Place], module: nn.Module, state: Any, prefix: str, *more: Any) -> None:
-    """Puts this rank's shards into a state that is being loaded."""
+    """Replaces DTensors by this rank's shards in a state that is being loaded."""
     errors: list[str] = more[-1]
     for place in places:
         key, parameter = prefix + place.name, place.owner._parameters[place.name]
@@ -142,7 +142,7 @@ def _load(places: Sequence[_Place], module: nn.Module, state: Any, prefix: str, 
 
 
 def localize(module: nn.Module) -> None:
-    """Replaces DTensor parameters by their local shards; nothing if there are none.
+    """Replaces DTensor parameters by their local shards; does nothing if there are none.
 
     A parameter that several modules share stays one.
     """
@@ -184,7 +184,7 @@ def localize(module: nn.Module) -> None:
 
 @cache
 def _watch_optimizers() -> None:
-    """Makes the state of optimizers of shards be saved as DTensors, too.
+    """Registers hooks that save the state of shards' optimizers as DTensors.
 
     An optimizer takes the hooks that do it in its first step: it has no state before.
     """
@@ -227,7 +227,7 @@ def _save_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
 def _distributed_state(
     state: Mapping[str, Any], shape: torch.Size, spec: Any
 ) -> tuple[dict[str, Any], set[str]]:
-    """Returns what an optimizer keeps of a shard with DTensors, and the names of what is none."""
+    """Returns an optimizer's state of a shard with DTensors, and the names of what is none."""
     others: set[str] = set()
 
     def distributed(name: str, value: Tensor) -> Any:
@@ -241,7 +241,7 @@ def _distributed_state(
 
 
 def _load_state(optimizer: Optimizer) -> None:
-    """Takes this rank's shards of what an optimizer has loaded."""
+    """Replaces whole tensors in a loaded optimizer state by this rank's shards."""
     for parameter, state in optimizer.state.items():
         spec = getattr(parameter, _SPEC, None)
         if spec is None:
@@ -256,7 +256,7 @@ def _load_state(optimizer: Optimizer) -> None:
 
 
 def _with_tensors(state: Mapping[str, Any], change: Callable[[str, Tensor], Any]) -> dict[str, Any]:
-    """Returns a state, and the dicts in it, with changed tensors."""
+    """Returns a state, and the dictionaries in it, with each tensor changed."""
     changed: dict[str, Any] = {}
     for name, value in state.items():
         if isinstance(value, Tensor):

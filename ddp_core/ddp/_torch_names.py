@@ -1,4 +1,4 @@
-"""Attributes and methods of torch's classes that trainers, the compiler and ``Join`` use."""
+"""Provides torch's attributes and methods that trainers, the compiler and ``Join`` use."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = ["TorchNames"]
 
 
 class TorchNames:
-    """Gives the parts of DistributedDataParallel the names that torch has for them; a mixin."""
+    """Gives the parts of DistributedDataParallel torch's names; a mixin."""
 
     _ddp_state: DDPState
     _join_config: Any  # torch's `Joinable` has it
@@ -35,22 +35,22 @@ class TorchNames:
 
     @property
     def reducer(self) -> TorchReducer:
-        """Returns what averages gradients."""
+        """Returns the reducer, which averages gradients."""
         return self._ddp_state.reducer
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """Returns the ranks."""
+        """Returns the process group of the ranks."""
         return self._ddp_state.replica.group
 
     @property
     def parameters_to_ignore(self) -> set[str]:
-        """Returns names of parameters and buffers that ranks do not share."""
+        """Returns the names of parameters and buffers that ranks do not share."""
         return self._ddp_state.replica.ignored
 
     @property
     def broadcast_bucket_size(self) -> int:
-        """Returns the bytes of a message with parameters or buffers, at most."""
+        """Returns the largest size of a message with parameters or buffers, in bytes."""
         return self._ddp_state.replica.chunk_nbytes
 
     @broadcast_bucket_size.setter
@@ -63,12 +63,12 @@ class TorchNames:
 
     @property
     def modules_buffers(self) -> list[Tensor]:
-        """Returns the buffers that are kept equal."""
+        """Returns the buffers that are synchronised."""
         return list(self._ddp_state.buffers.named.values())
 
     @property
     def named_module_buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers that are kept equal, by name."""
+        """Returns the buffers that are synchronised, by name."""
         return self._ddp_state.buffers.named
 
     @property
@@ -86,28 +86,28 @@ class TorchNames:
 
     @property
     def bucket_bytes_cap_default(self) -> bool:
-        """Whether the user has not asked for a size."""
+        """Whether the user has set no bucket size."""
         return self._ddp_state.settings.caps.free
 
     @property
     def bucket_bytes_cap_list(self) -> list[int]:
-        """Returns sizes bucket by bucket, if the user gave them so."""
+        """Returns the size of each bucket, if the user gave a list."""
         caps = self._ddp_state.settings.caps
         return list(caps.limits) if caps.explicit else []
 
     @property
     def use_side_stream_for_tensor_copies(self) -> bool:
-        """Returns what ``to_kwargs`` asks; ``forward`` moves its inputs on the current stream."""
+        """Returns the flag that ``to_kwargs`` reads; inputs move on the current stream."""
         return os.environ.get("PYTORCH_DDP_USE_SIDE_STREAM", "1") == "1"
 
     @property
     def buffer_hook(self) -> Any:
-        """Returns the hook that makes buffers equal."""
+        """Returns the hook that synchronises buffers."""
         return self._ddp_state.buffers.hook
 
     @property
     def forward_sync_buffers(self) -> bool:
-        """Whether buffers are made equal in forward."""
+        """Whether forward synchronises buffers."""
         return self._ddp_state.buffers.enabled
 
     @forward_sync_buffers.setter
@@ -118,7 +118,7 @@ class TorchNames:
 
     @property
     def require_forward_param_sync(self) -> bool:
-        """Whether the next forward makes buffers equal, if they are made so at all."""
+        """Whether the next forward pass synchronises buffers, if any pass does."""
         return self._ddp_state.buffers.sync_next
 
     @require_forward_param_sync.setter
@@ -126,7 +126,7 @@ class TorchNames:
         self._ddp_state.buffers.sync_next = value
 
     def will_sync_module_buffers(self) -> bool:
-        """Whether the next forward makes buffers equal on all ranks."""
+        """Whether the next forward pass synchronises buffers."""
         return self._ddp_state.buffers.are_due
 
     @property
@@ -149,12 +149,12 @@ class TorchNames:
     # ---- methods
 
     def join_hook(self, **kwargs: Any) -> ShadowHook:
-        """Returns what torch's ``Join`` runs on a rank without inputs."""
+        """Returns the hook that torch's ``Join`` runs on a rank without inputs."""
         static = kwargs.get("divide_by_initial_world_size", True)
         return ShadowHook(self._ddp_state, static_world_size=static)
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """Settings, bucket sizes and times, with the names of torch's logging data."""
+        """Returns settings, bucket sizes and times, with the names of torch's logging data."""
         return logging_data(self._ddp_state)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -179,7 +179,7 @@ class TorchNames:
     # ---- torch's steps that stand alone
 
     def _clear_grad_buffer(self) -> None:
-        """Does nothing: ``zero_grad`` clears delayed gradients, too, which have no buffer here."""
+        """Does nothing: ``zero_grad`` clears delayed gradients as well."""
 
     def _sync_buffers(self) -> None:
         # A rank without inputs takes part: then all have to agree on whose buffers hold.

@@ -1,4 +1,4 @@
-"""Methods of torch's C++ reducer that trainers call, under the names they have there."""
+"""Provides methods of torch's C++ reducer that trainers call, under torch's names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["TorchReducer", "refusing"]
 
 
 def refusing(what: str, instead: str) -> Callable[..., Any]:
-    """Returns a method that says what to call instead of ``what``."""
+    """Returns a method that raises and names the call to use instead of ``what``."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
@@ -29,10 +29,10 @@ def refusing(what: str, instead: str) -> Callable[..., Any]:
 
 
 class TorchReducer(Reducer):
-    """Gives the reducer torch's names for what it does."""
+    """Averages gradients as :class:`Reducer` does, with the method names of torch's reducer."""
 
     def _rebuild_buckets(self) -> bool:
-        """As ``prepare_for_forward``; whether there are new buckets."""
+        """Prepares for forward; returns whether buckets were rebuilt."""
         before = list(self.buckets)
         self.prepare_for_forward()
         return self.buckets != before

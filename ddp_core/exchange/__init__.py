@@ -1,4 +1,4 @@
-"""Collectives as requests, and what drives them; knows no DistributedDataParallel."""
+"""Runs collectives that schemes request; knows nothing of DistributedDataParallel."""
 
 # Modules, in the order in which to read them:
 #

@@ -1,4 +1,4 @@
-"""Clocks: of the host, and of devices, which run behind the host.
+"""Reads the time of the host, and of devices, which run behind the host.
 
 On a GPU the host's clock tells when work was enqueued. Events in the streams tell when it is done;
 they are read later, when the device has come there, and nobody waits for them.
@@ -21,7 +21,7 @@ _ORIGIN_SECONDS = 1.0
 
 
 class Timestamp:
-    """Holds a point in the work of a device; its time is known when the device has come there."""
+    """Holds a point in a device's work; its time is known once the device has reached it."""
 
     __slots__ = ("_event", "_origin", "_seconds")
 
@@ -29,7 +29,7 @@ class Timestamp:
         self._event, self._origin, self._seconds = event, origin, seconds
 
     def seconds(self) -> float:
-        """Returns the time by the device's clock, NaN while it is not known; does not wait."""
+        """Returns the time by the device's clock, or NaN while it is unknown; does not wait."""
         origin = self._origin
         if origin is not None and self._event.query() and origin._event.query():
             begin = origin.seconds()
@@ -40,10 +40,10 @@ class Timestamp:
 
 
 class Clock:
-    """Tells the time; this one that of the host."""
+    """Reads the time of the host; subclasses read that of a device."""
 
     def now(self) -> float | Timestamp:
-        """Returns the present moment of the current stream, or of the host."""
+        """Returns the present time of the current stream, or of the host."""
         return time.perf_counter()
 
 
@@ -53,7 +53,7 @@ class _Unknown(Clock):
 
 
 class _DeviceClock(Clock):
-    """Tells the time of a device; it agrees with the host's at the first moment asked for."""
+    """Reads the time of a device; agrees with the host's clock at the first call."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._module = device, torch.get_device_module(device.type)
@@ -94,7 +94,7 @@ def clock_of(device: torch.device, *, timed: bool = True) -> Clock:
 
 
 class Timed:
-    """Holds times, which are NaN until a device has come there.
+    """Holds times, which are NaN until the device has reached them.
 
     Attributes:
         moments: of a device, by the name of the attribute that gets its time.
@@ -104,7 +104,7 @@ class Timed:
     moments: dict[str, Timestamp]
 
     def resolve(self) -> bool:
-        """Fills in the times that are known by now; whether all are."""
+        """Fills in the times that are known by now; returns whether all are."""
         for name, moment in list(self.moments.items()):
             seconds = moment.seconds()
             if not math.isnan(seconds):
@@ -114,7 +114,7 @@ class Timed:
 
 
 def set_time(record: Timed, name: str, now: float | Timestamp) -> None:
-    """Sets a time of a record, which may become known later."""
+    """Sets a time of a record; a device's time is resolved later."""
     if isinstance(now, Timestamp):
         record.moments[name] = now
         now = math.nan
@@ -122,7 +122,7 @@ def set_time(record: Timed, name: str, now: float | Timestamp) -> None:
 
 
 def event_after(future: Any, device: torch.device) -> Callable[[], bool]:
-    """Returns a function that tells whether the device has done what a completed future is of.
+    """Returns a function that tells whether a device has done the work of a completed future.
 
     Such a future is completed when its work is enqueued; the caller's stream does not wait.
     """

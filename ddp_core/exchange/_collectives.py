@@ -33,7 +33,7 @@ __all__ = [
 
 
 class Overlap:
-    """Holds work that needs no result of a collective, and runs it once.
+    """Holds work that needs no result of a collective and runs beside it, once.
 
     A driver that can calls ``run`` once the collective is under way. The exchange calls ``finish``
     after it, so that the work is done whatever drives it.
@@ -47,7 +47,7 @@ class Overlap:
         self._error: Exception | None = None
 
     def run(self) -> None:
-        """Does the work, unless it is done; keeps what it raises for ``finish``."""
+        """Does the work, unless it is done; stores an exception for ``finish``."""
         work, self._work = self._work, None
         if work is None:
             return
@@ -57,13 +57,13 @@ class Overlap:
             self._error = error
 
     def finish(self) -> None:
-        """Does the work, unless it is done, and raises what it has raised."""
+        """Does the work, unless it is done, and raises what it raised."""
         self.run()
         if self._error is not None:
             raise self._error
 
     def after(self, first: Callable[[], None]) -> Overlap:
-        """Returns an overlap of ``first`` and then this, for a request that replaces its own."""
+        """Returns an overlap that does ``first``'s work, then this one's."""
 
         def both() -> None:
             first()
@@ -94,14 +94,14 @@ class Collective:
 
     @property
     def payload_nbytes(self) -> int:
-        """Returns the bytes that this rank hands to the collective."""
+        """Returns the bytes that this rank passes to the collective."""
         if self.tensor.is_sparse:  # indices travel as well, and entries that are zero do not
             parts = (sparse_indices(self.tensor), sparse_values(self.tensor))
             return sum(part.numel() * part.element_size() for part in parts)
         return self.tensor.numel() * self.tensor.element_size()
 
     def wire_nbytes(self, world_size: int) -> float:
-        """Returns the bytes that this rank sends, by a bandwidth-optimal algorithm's formula."""
+        """Returns the bytes that this rank sends in a bandwidth-optimal algorithm."""
         raise NotImplementedError
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs | SparseSum:
@@ -109,11 +109,11 @@ class Collective:
         raise NotImplementedError
 
     def result(self) -> Tensor:
-        """Returns what the scheme is sent back, once the work is done."""
+        """Returns the value that the scheme receives, once the work is done."""
         return self.tensor
 
     def run_overlap(self) -> None:
-        """Does the work that is left for while the collective is under way, if there is any."""
+        """Does the work that runs while the collective is under way, if there is any."""
         if self.overlap is not None:
             self.overlap.run()
 
@@ -127,12 +127,12 @@ class Collective:
         raise NotImplementedError
 
     def signature(self) -> tuple[Any, ...]:
-        """Returns what has to agree on all ranks."""
+        """Returns what has to be equal on all ranks."""
         return (self.name, tuple(self.tensor.shape), self.tensor.dtype)
 
 
 def as_request(yielded: object) -> Collective:
-    """Returns what an exchange yielded, if it is a collective.
+    """Returns what an exchange yielded if it is a collective; raises TypeError otherwise.
 
     Raises:
         TypeError: it is something else, such as the tensor alone.
@@ -193,7 +193,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class _Among(Collective):
-    """A collective of all ranks, or of those among ``ranks``.
+    """Requests a collective of all ranks, or of those in ``ranks``.
 
     All ranks of the group ask for it at the same time, each with the ranks of its own part.
     """
@@ -274,7 +274,7 @@ class AllReduce(Collective):
 
 
 def nccl_scales(tensor: Tensor) -> bool:
-    """Whether NCCL's own mean of such a tensor has the bits of one that is scaled before.
+    """Whether NCCL's own mean equals, bit for bit, a sum of values divided before.
 
     It multiplies float32 entries by float32 1/n as it loads them, but 16-bit ones by 1/n rounded to
     16 bits. Its mean is not summed by switches (NVLink SHARP), so large tensors are scaled before.
@@ -454,12 +454,12 @@ class Broadcast(Collective):
 
 
 def sums_sparse(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether an all-reduce of ``group`` takes sparse tensors of ``device``: only Gloo's does."""
+    """Whether an all-reduce of ``group`` takes sparse tensors of ``device``; only Gloo's does."""
     return is_gloo(backend_for(group, device))
 
 
 class SparseSum:
-    """Sums a sparse tensor over all ranks, in place; waited for as ``dist.Work`` is.
+    """Sums a sparse tensor over all ranks, in place; has the methods of ``dist.Work``.
 
     Indices and values of all ranks are gathered and added in rank order, as Gloo adds them. The
     number of entries differs between ranks and decides the size of messages, so the host waits for
@@ -513,7 +513,7 @@ class SparseSum:
         self._tensor.copy_(total.coalesce())
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completes when the sum is written; an error is what its value raises."""
+        """Returns a future that completes when the sum is written, or holds the error."""
         return future_after(self.wait, "commhooks-sparse-sum")
 
     def is_completed(self) -> bool:

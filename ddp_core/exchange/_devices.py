@@ -1,4 +1,4 @@
-"""The memory of tensors, and what a device with streams needs besides; the CPU needs nothing."""
+"""Handles the memory of tensors on devices with streams; on the CPU there is nothing to do."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def stream_of(device: torch.device) -> Any:
 
 
 def future_on(device: torch.device) -> torch.futures.Future[Any]:
-    """Returns a future of tensors on a device: whoever waits for it, waits for its streams.
+    """Returns a future of tensors on a device; waiting for it makes streams wait for the tensors.
 
     A future that was not told its devices hands on tensors of a GPU without waiting.
     """
@@ -54,7 +54,7 @@ def future_on(device: torch.device) -> torch.futures.Future[Any]:
 
 
 def completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
-    """Returns a future that has its tensor."""
+    """Returns a completed future that holds a tensor."""
     future: torch.futures.Future[Tensor] = future_on(tensor.device)
     future.set_result(tensor)
     return future
@@ -80,7 +80,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class StreamOrder:
-    """Orders what several streams do to the same tensors, where that is rare.
+    """Orders what several streams do to the same tensors, where sharing is rare.
 
     What is enqueued in a turn happens after all that was enqueued in the turns before, on whatever
     streams that was.
@@ -91,7 +91,7 @@ class StreamOrder:
 
     @contextmanager
     def turn(self, device: torch.device) -> Iterator[None]:
-        """Takes a turn on a device's current stream; the host does not wait."""
+        """Makes a device's current stream wait for earlier turns; the host does not wait."""
         stream = stream_of(device)
         if stream is None:
             yield

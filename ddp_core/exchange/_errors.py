@@ -1,4 +1,4 @@
-"""Errors of the core; every message names the call, the rule, what came and what to do."""
+"""Defines the core's errors, whose messages name the call, the rule, the value and the remedy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = [
 
 
 class Error(Exception):
-    """Catches all exceptions of ``ddp_core`` and ``commhooks``: their base class.
+    """Catches every exception of ``ddp_core`` and ``commhooks``, as their base class.
 
     Each of them has a built-in base class, too: ``except ValueError`` goes on working. A wrong
     argument of a function is Python's own ``TypeError`` or ``ValueError``.
@@ -45,15 +45,15 @@ def _collective_error(message: str, step: int, bucket: int, round: int) -> Colle
 
 
 class PeerError(Error, RuntimeError):
-    """Raised when another rank reported that it failed; the message has its words."""
+    """Raised when another rank reported a failure, which the message quotes."""
 
 
 class MismatchError(Error, RuntimeError):
-    """Raised when the ranks do not agree on what they are doing."""
+    """Raised when ranks do not agree on what they run."""
 
 
 class MissingRankError(MismatchError):
-    """Raised when a rank did not come to a call that all ranks make alike."""
+    """Raised when a rank did not take part in a call that all ranks make."""
 
 
 class SilentStoreError(MissingRankError):
@@ -69,7 +69,7 @@ class MissingPackageError(Error, ImportError):
 
 
 def listed(names: Collection[object], most: int = 3) -> str:
-    """Returns names or numbers for a message, and no more than ``most``: "a, b, c and 2 more"."""
+    """Returns names or numbers for a message, at most ``most`` of them: "a, b, c and 2 more"."""
     first = ", ".join(map(str, islice(names, most)))
     return first if len(names) <= most else f"{first} and {len(names) - most} more"
 

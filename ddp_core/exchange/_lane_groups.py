@@ -1,4 +1,4 @@
-"""Process groups for further lanes, kept for the next hook on the group whose ranks they have.
+"""Makes process groups for lanes, and keeps them for the next hook on a group of the same ranks.
 
 A Gloo group finds its peers by its name in a store, so a name must not come twice, and all ranks
 have to take the same one. torch's own names for groups of some ranks are a hash of these ranks and
@@ -53,7 +53,7 @@ _MORE = (
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
-    """Returns what carries tensors of ``device``, without a wrapper that checks collectives."""
+    """Returns the backend of a group for ``device``, without a wrapper that checks collectives."""
     backend: Any = None
     with contextlib.suppress(Exception):  # a group of somebody else's making has none
         backend = backend_of(group, device)
@@ -62,23 +62,23 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def host_backend(group: dist.ProcessGroup) -> Any:
-    """Returns what carries host tensors in ``group``."""
+    """Returns the backend of ``group`` for host tensors."""
     return backend_for(group, _CPU)
 
 
 def is_gloo(backend: object) -> bool:
-    """Whether it is Gloo's."""
+    """Whether a backend is Gloo."""
     return dist.is_gloo_available() and isinstance(backend, dist.ProcessGroupGloo)
 
 
 def is_nccl(backend: object) -> bool:
-    """Whether it is NCCL's."""
+    """Whether a backend is NCCL."""
     return dist.is_nccl_available() and isinstance(backend, dist.ProcessGroupNCCL)
 
 
 @dataclass(eq=False)
 class LaneGroup:
-    """Holds a process group for one lane.
+    """Holds the process group of one lane.
 
     Attributes:
         issued: collectives so far. Where ranks differ in it, the next ones would not match.
@@ -94,14 +94,14 @@ class LaneGroup:
     unusable: bool = False
 
     def release_group(self) -> None:
-        """Lets the next hook have it."""
+        """Returns the group to the pool, for the next hook."""
         if self.unusable or self.issued != self.completed or self.pool.closed:
             self.pool.drop(self)
         else:
             self.pool.free[self.name] = self
 
     def discard(self, works: Sequence[Any] = ()) -> None:
-        """Drops it without waiting for other ranks, which may be gone.
+        """Drops the group without waiting for other ranks, which may be gone.
 
         Args:
             works: collectives that may be under way.
@@ -115,7 +115,7 @@ class LaneGroup:
 
 
 def _end_of(work: Any) -> threading.Event:
-    """Returns an event that is set when a collective has ended, well or not."""
+    """Returns an event that is set when a collective has ended, with or without an error."""
     end = threading.Event()
     # Not ``work.wait`` on the thread: when the interpreter ends meanwhile, that aborts the process.
     work.get_future().add_done_callback(lambda _: end.set())
@@ -123,7 +123,7 @@ def _end_of(work: Any) -> threading.Event:
 
 
 class _Pool:
-    """The lane groups of one process group."""
+    """Holds the lane groups of one process group."""
 
     def __init__(self) -> None:
         self.all: dict[str, LaneGroup] = {}
@@ -144,7 +144,7 @@ class _Pool:
                 group.shutdown()
 
     def drop_later(self, lent: LaneGroup, ended: Callable[[], object]) -> None:
-        """Drops a group once ``ended`` has returned, on a thread of its own.
+        """Drops a group on another thread, once ``ended`` has returned.
 
         Gloo knows no abort: a group that is dropped with a collective under way makes its dropper
         wait for the collective, until the timeout if another rank is silent.
@@ -171,7 +171,7 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDic
 
 
 def _keep() -> None:
-    """Lets a child of os.fork() end: it keeps its parent's process groups to the very end.
+    """Keeps the parent's process groups open in a child of os.fork(), which cannot close them.
 
     A group waits for its threads when it goes. The child has none of them, so it would wait for
     ever, or abort.
@@ -191,7 +191,7 @@ if sys.platform != "win32":
 
 
 def acquire_lane_groups(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
-    """Returns ``count`` groups of the ranks of ``parent``, the same on all ranks; a collective.
+    """Returns ``count`` groups with the ranks of ``parent``, the same on all ranks; a collective.
 
     Raises:
         RuntimeError: torch.distributed does not know ``parent``.
@@ -235,7 +235,7 @@ def acquire_lane_groups(parent: dist.ProcessGroup, count: int) -> list[LaneGroup
 
 
 def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
-    """A group of the same ranks whose collectives return at once."""
+    """Makes a group of the same ranks whose collectives return at once."""
     if is_gloo(host_backend(parent)):
         seconds, place = group_limit(parent), (parent.rank(), parent.size(), name)
         limit = timedelta(seconds=seconds)
@@ -253,7 +253,7 @@ def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
 
 
 def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
-    """Returns what ``make`` returns: a group, whose ranks find each other in the store.
+    """Returns what ``make`` returns: a group whose ranks connect through the store.
 
     Raises:
         SilentStoreError: the store of ``parent`` does not answer within its timeout.
@@ -273,7 +273,7 @@ def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
 def private_group(
     store: Any, rank: int, size: int, name: str, device: torch.device, timeout: timedelta
 ) -> Any:
-    """Makes a group on Gloo, or on NCCL for a GPU; waits for its ranks, so ask it of a SharedStore.
+    """Makes a Gloo group, or an NCCL group for a GPU; waits for its ranks.
 
     Not known to torch.distributed, so that destroying the default group leaves it alone. Nor is it
     wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL: there a collective returns only once all ranks have

@@ -1,4 +1,4 @@
-"""Lanes: one ordered queue and one process group per round, for Gloo and other host backends.
+"""Runs one ordered queue and one process group per round, for Gloo and other host backends.
 
 On Gloo, callbacks of different buckets fire in different orders on different ranks. A collective
 issued from whichever callback fires first therefore meets another bucket's collective on the other
@@ -50,7 +50,7 @@ class _Lane:
 
 
 def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
-    """The driver thread: resumes exchanges until it is told to stop. Does not keep the lanes.
+    """Resumes exchanges on the driver thread until it is stopped; holds no reference to the lanes.
 
     What is under way then is brought to its end: other ranks take part in it. What is given up is
     not, and other ranks may be gone.
@@ -82,7 +82,7 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
 def _discard(
     lanes: Lanes, discarded: threading.Event, events: queue.SimpleQueue[_Event | None]
 ) -> None:
-    """Fails what is under way, and drops the groups once their last collectives have ended."""
+    """Fails exchanges under way, and drops the groups once their last collectives have ended."""
     lent, left = list(lanes._lent), lanes._fail_all()
     lanes._lent.clear()
     discarded.set()
@@ -194,7 +194,7 @@ class Lanes:
         return task.completion.then(task.outcome)
 
     def close(self) -> None:
-        """Stops the driver thread, gives back the groups of further lanes. Safe to call twice."""
+        """Stops the driver thread and releases the groups of further lanes. Safe to call twice."""
         self._finalizer()
 
     def abandon(self) -> None:
@@ -232,7 +232,7 @@ class Lanes:
         request.run_overlap()
 
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
-        """Goes on with an exchange whose collective is done; see ``_submit_next``."""
+        """Resumes an exchange whose collective is done; see ``_submit_next``."""
         task = self._under_way[ticket]
         lent = self._lanes[task.round].lent
         if lent is not None:
@@ -241,7 +241,7 @@ class Lanes:
         return self._submit_next(task, task.advance(None if error is None else task.failed(error)))
 
     def _submit_next(self, task: Task, request: Collective | None) -> _Completion | None:
-        """Puts the next collective of ``task`` into its lane.
+        """Queues the next collective of ``task`` in its lane.
 
         Returns what is to be completed if there is none.
         """
@@ -268,7 +268,7 @@ class Lanes:
                 lane.next_ticket += 1
 
     def _next(self, lane: _Lane) -> Task | None:
-        """Whose turn it is, if it has come; to be issued by the caller alone."""
+        """Returns the task whose turn it is, or None; the caller alone must issue it."""
         with self._lock:
             if lane.issuing:
                 return None

@@ -1,4 +1,4 @@
-"""All-to-all and all-gather as messages between pairs of ranks that are all under way.
+"""Runs all-to-all and all-gather as messages between pairs of ranks, all under way at once.
 
 On Gloo always, and on any backend where only some ranks of a group take part.
 
@@ -35,17 +35,17 @@ _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
 
 
 def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
-    """Whether collectives of ``group`` over such a tensor are Gloo's, and it is on the host."""
+    """Whether Gloo carries collectives of ``group`` over a host tensor such as this one."""
     return tensor.device.type == "cpu" and is_gloo(host_backend(group))
 
 
 def carried_by_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether tensors of ``device``, which is not the host, travel by Gloo in ``group``."""
+    """Whether Gloo carries tensors of ``device``, which is not the host, in ``group``."""
     return device.type != "cpu" and is_gloo(backend_for(group, device))
 
 
 class Pairs:
-    """Holds messages under way, as ``dist.Work`` does one of them.
+    """Holds messages under way, with the methods of ``dist.Work``.
 
     Args:
         works: one per message.
@@ -63,7 +63,7 @@ class Pairs:
         self._tensors = tensors  # they live as long as they travel
 
     def wait(self) -> bool:
-        """Returns when all have arrived; raises if one does not."""
+        """Returns when all messages have arrived; raises if one does not."""
         for work in self._works:
             work.wait()
         for into, arrived in self._copies:
@@ -71,7 +71,7 @@ class Pairs:
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Completes when all have arrived; an error is what its value raises."""
+        """Returns a future that completes when all messages have arrived, or holds the error."""
         return future_after(self.wait, "commhooks-pairs")
 
 
@@ -100,7 +100,7 @@ _waiters: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 @atexit.register
 def _join_waiters() -> None:
-    """Lets threads end that have completed their futures: after that they drop the messages.
+    """Ends threads that have completed their futures, so that they drop the messages.
 
     A daemon that drops a tensor while the interpreter ends aborts the process.
     """

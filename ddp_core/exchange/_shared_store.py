@@ -1,4 +1,4 @@
-"""Asks the store that all ranks of a group see, and never waits for it without a limit.
+"""Calls the store that all ranks of a group share, and always with a limit.
 
 A call on a TCPStore returns when its host has answered. If the host is silent (stopped, without
 power, its cable cut) the call does not return, whatever ``set_timeout`` says, nor does it on a
@@ -46,7 +46,7 @@ _GRACE = 1.0
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout of ``group``; None if the backend does not tell."""
+    """Returns the timeout of ``group``; None if the backend has none."""
     for device in (_CPU, *device_types(group)):
         with contextlib.suppress(Exception):
             backend = backend_of(group, device)
@@ -61,7 +61,7 @@ def group_limit(group: dist.ProcessGroup) -> float:
 
 
 def group_store(group: dist.ProcessGroup) -> Any:
-    """Returns the store that all ranks of ``group`` see; None if it has none.
+    """Returns the store that all ranks of ``group`` share; None if the group has none.
 
     To make groups of: a call on it may never return, see :func:`shared_store`.
     """
@@ -74,7 +74,7 @@ def group_store(group: dist.ProcessGroup) -> Any:
 
 
 class _Question:
-    """Holds what is asked, and the answer."""
+    """Holds a call on a store, and its result."""
 
     def __init__(self, ask: Callable[[Any], Any]) -> None:
         self._ask = ask
@@ -93,7 +93,7 @@ class _Question:
 
 
 class SharedStore:
-    """Asks a store on a thread, one question after the other.
+    """Calls a store on a thread, one question after the other.
 
     Args:
         store: torch's, of any kind.
@@ -114,11 +114,11 @@ class SharedStore:
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question is still under way though its limit has passed."""
+        """Whether a question is still unanswered though its limit has passed."""
         return self._overdue is not None and not self._overdue.answered.is_set()
 
     def ask(self, question: Callable[[Any], _T], limit: float) -> _T:
-        """Returns what ``question`` returns, which is called with the store; raises what it raises.
+        """Returns what ``question(store)`` returns, and raises what it raises.
 
         Args:
             limit: seconds; not less than one, since who has waited for a rank asks afterwards.
@@ -142,7 +142,7 @@ class SharedStore:
         return answer
 
     def peek(self, question: Callable[[Any], _T], limit: float) -> _T | None:
-        """Returns the same where the store answers; None at once if it has been silent, or fails.
+        """Returns what :meth:`ask` returns, or None if the store has been silent or fails.
 
         For whoever waits for something else, which has a limit of its own.
         """
@@ -153,7 +153,7 @@ class SharedStore:
         return None
 
     def notify(self, message: Callable[[Any], object], limit: float = 0.0) -> None:
-        """Calls ``message`` with the store, soon; never raises.
+        """Calls ``message(store)`` soon; never raises.
 
         Args:
             limit: seconds to wait until it is told, unless the store has been silent.
@@ -213,7 +213,7 @@ _asking: weakref.WeakSet[SharedStore] = weakref.WeakSet()
 
 
 def shared_store(group: dist.ProcessGroup) -> SharedStore | None:
-    """Returns what asks the store of ``group``; None if it has none."""
+    """Returns the shared store of ``group``; None if the group has none."""
     store, known = group_store(group), _stores.get(group)
     if store is None or (known is not None and known.store is store):
         return known if store is not None else None
@@ -223,7 +223,7 @@ def shared_store(group: dist.ProcessGroup) -> SharedStore | None:
 
 @atexit.register
 def _end() -> None:
-    """Lets threads end that can: one that comes back while the interpreter ends aborts it."""
+    """Joins threads before the interpreter ends, which a thread that returns later would abort."""
     end = time.monotonic() + _GRACE
     for store in list(_asking):
         thread = store._thread
@@ -242,17 +242,17 @@ def _place(store: Any) -> str:
 
 
 def text_of(key: str) -> Callable[[Any], str | None]:
-    """Returns a question for the text of a key; None if it is not set."""
+    """Returns a question that reads the text of a key, or None if it is not set."""
     return lambda store: store.get(key).decode() if store.check([key]) else None
 
 
 def first_decides(key: str, text: str) -> Callable[[Any], str]:
-    """Returns a question that sets a key unless it is set; the answer is what all ranks read."""
+    """Returns a question that sets a key once, for all ranks, and returns what was set."""
     return lambda store: str(store.compare_set(key, "", text).decode())
 
 
 class StoreBarrier(NamedTuple):
-    """Lets ranks meet once, at keys of a store that begin with ``key`` and have no other use."""
+    """Waits for all ranks at keys of a store that begin with ``key``, once."""
 
     store: SharedStore
     key: str
@@ -260,11 +260,11 @@ class StoreBarrier(NamedTuple):
     size: int
 
     def decide(self, outcome: str) -> Callable[[Any], str]:
-        """Returns a question that ends the meeting, unless another rank has; the answer is how."""
+        """Returns a question that sets the outcome once, for all ranks, and returns it."""
         return first_decides(f"{self.key}/outcome", outcome)
 
     def wait_for_all(self, outcome: str, end: float) -> str | None:
-        """Comes; returns how it ended, by ``outcome`` if all come; None at ``end`` (monotonic)."""
+        """Arrives; returns the outcome (``outcome`` if all arrive), or None after ``end``."""
 
         def come(store: Any) -> str | None:
             store.set(f"{self.key}/{self.rank}", "")
@@ -275,7 +275,7 @@ class StoreBarrier(NamedTuple):
         return ended or self.store.wait_for(f"{self.key}/outcome", end - time.monotonic())
 
     def arrived_ranks(self) -> tuple[list[int], list[int]]:
-        """Returns the ranks that have come until now, and the others."""
+        """Returns the ranks that have arrived until now, and the others."""
         keys = {rank: f"{self.key}/{rank}" for rank in range(self.size)}
         came = self.store.ask(
             lambda store: [rank for rank in keys if store.check([keys[rank]])], 0.0
@@ -283,7 +283,7 @@ class StoreBarrier(NamedTuple):
         return came, [rank for rank in keys if rank not in came]
 
     def delete_keys(self) -> None:
-        """Removes the keys, when all ranks have read them."""
+        """Deletes the keys, when all ranks have read them."""
         # Else every meeting of a long job leaves keys in the memory of the store's process.
         names = [f"{self.key}/{self.rank}"]
         if self.rank == 0:
@@ -293,7 +293,7 @@ class StoreBarrier(NamedTuple):
 
 
 class Notes:
-    """Holds texts that ranks leave each other in the store of their group, during one call.
+    """Exchanges texts between ranks through the store of their group, during one call.
 
     Its name and number are the same on all ranks, and never come again.
     """
@@ -303,11 +303,11 @@ class Notes:
         self.store, self._call, self._limit = SharedStore(prefixed), call, limit
 
     def post(self, key: str, text: str) -> None:
-        """Leaves a text."""
+        """Writes a text for the other ranks."""
         self.store.ask(lambda store: store.set(key, text), self._limit)
 
     def read(self, key: str) -> str:
-        """Returns a text once a rank has left it; raises MissingRankError if none does."""
+        """Returns a text once a rank has posted it; raises MissingRankError if none does."""
         text = self.store.wait_for(key, self._limit)
         if text is None:
             raise MissingRankError(

@@ -1,4 +1,4 @@
-"""Simulated ranks: drives the exchange generators of n ranks in one process, without a group."""
+"""Runs the exchange generators of n simulated ranks in one process, without a group."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 def simulate(ranks: Sequence[Generator[Collective, Tensor, T]]) -> list[T]:
-    """Runs one exchange of every rank in lock step and returns what each rank's generator returned.
+    """Runs one exchange of every rank in lock step; returns what each rank's generator returned.
 
     Args:
         ranks: the generator of each rank, in rank order.

@@ -1,4 +1,4 @@
-"""The stream driver: for backends whose ``wait`` orders streams instead of blocking the caller.
+"""Drives exchanges on backends whose ``wait`` orders streams instead of blocking the caller.
 
 On CUDA with NCCL, and on any device whose work is queued on streams (XPU, NPU), an exchange runs to
 its end inside the hook call: encoding, waiting and decoding are only enqueued, on a side stream, so
@@ -55,7 +55,7 @@ _SIDE_STREAMS = 2
 
 
 class Streams:
-    """Drives exchanges on side streams of high priority, by turns.
+    """Drives exchanges on side streams of high priority, in rotation.
 
     Args:
         group: ranks and backend of all collectives.
@@ -90,7 +90,7 @@ class Streams:
                 current.wait_stream(side)
 
     def _side_stream(self, device: torch.device, task: Task) -> AbstractContextManager[None]:
-        """Makes a side stream current, after all that the caller's stream has to do so far."""
+        """Makes a side stream current, after all work of the caller's stream so far."""
         module = stream_module(device.type)
         if device not in self._streams:
             # High priority: small kernels would otherwise queue behind those of backward.
@@ -106,7 +106,7 @@ class Streams:
         return stream
 
     def _follow(self, device: torch.device) -> None:
-        """Makes all side streams wait for the last exchange, whose end has given back memory.
+        """Makes all side streams wait for the last exchange, which has released memory.
 
         It has read, at the end of its step, what was made on other streams, and their allocator
         hands that out again.
@@ -117,7 +117,7 @@ class Streams:
                 other.wait_stream(last)
 
     def close(self) -> None:
-        """Forgets the streams."""
+        """Drops the streams."""
         self._streams.clear()
         self._turns.clear()
         self._last.clear()
@@ -142,7 +142,7 @@ class Streams:
 
 
 class Drivers:
-    """Holds the drivers of one hook, which are made when they are needed.
+    """Holds the drivers of one hook, made on first use.
 
     Args:
         rounds: collectives per bucket, at most; grows by ``ensure``.
@@ -154,7 +154,7 @@ class Drivers:
         self._streams: Streams | None = None
 
     def ensure(self, rounds: int) -> None:
-        """Allows so many rounds from now on; all ranks call it, between two steps."""
+        """Allows this number of rounds from now on; all ranks call it, between two steps."""
         self._rounds = max(rounds, self._rounds)
         if self._lanes is not None:  # else they are made with this number
             self._lanes.ensure(rounds)
@@ -169,7 +169,7 @@ class Drivers:
             stream_module(device)
 
     def open_lanes(self, group: dist.ProcessGroup) -> Lanes:
-        """Makes the lanes and their groups, a collective, unless they are there."""
+        """Makes the lanes and their groups, unless they exist; a collective."""
         if self._lanes is None:
             self._lanes = Lanes(group, self._rounds)
         return self._lanes
@@ -201,7 +201,7 @@ class Drivers:
             self._streams.join()
 
     def abandon(self) -> None:
-        """Closes without waiting for other ranks; what is needed later is made for other ranks."""
+        """Closes without waiting for other ranks; later drivers are made for the new ranks."""
         if self._lanes is not None:
             self._lanes.abandon()
         if self._streams is not None:
@@ -209,7 +209,7 @@ class Drivers:
         self._lanes = self._streams = None
 
     def close(self) -> None:
-        """Stops the lanes' thread and gives back the extra groups. Safe to call twice."""
+        """Stops the lanes' thread and releases further groups. Safe to call twice."""
         if self._lanes is not None:
             self._lanes.close()
         if self._streams is not None:

@@ -1,4 +1,4 @@
-"""One bucket's exchange under way: the generator, its future, and what was measured of it."""
+"""Holds one bucket's exchange under way: the generator, its future, and its measurements."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ clock = time.perf_counter
 
 @dataclass(slots=True)
 class RoundRecord(Timed):
-    """Records what one collective of one bucket moved, and when (``time.perf_counter``).
+    """Records the bytes and the times (``time.perf_counter``) of one collective of a bucket.
 
     On a GPU times are those of its streams, in some steps, and else NaN; see ``Timed.settle``.
     """
@@ -129,7 +129,7 @@ class Task:
         return self.request
 
     def failed(self, error: BaseException) -> CollectiveError:
-        """Says which collective of which bucket and step failed, and how."""
+        """Returns the error for a failed collective, with its bucket and step."""
         name = self.request.name if self.request is not None else "collective"
         failure = CollectiveError(
             f"{name} failed in step {self.step}, bucket {self.bucket}, round {self.round}: "
@@ -142,7 +142,7 @@ class Task:
         return failure
 
     def abort(self) -> None:
-        """Ends the exchange without an answer: its result is an error."""
+        """Ends the exchange without a result; its future holds an error."""
         self.exchange.close()
         self.error = CollectiveError(
             f"the exchange of step {self.step}, bucket {self.bucket} was given up: its ranks have "
@@ -163,7 +163,7 @@ class Task:
                 self.record(row)
 
     def outcome(self, _: object = None) -> Tensor:
-        """Returns the result, or raises what went wrong, and says where."""
+        """Returns the result, or raises the error of the exchange."""
         if isinstance(self.error, (CollectiveError, RoundsError)):
             raise self.error
         if self.error is not None:

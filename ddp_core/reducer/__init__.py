@@ -1,4 +1,4 @@
-"""The reducer: gradients in buckets, launched in order, waited for at the end of backward."""
+"""Averages gradients in buckets, launched in order and waited for at the end of backward."""
 
 # Modules, in the order in which to read them:
 #

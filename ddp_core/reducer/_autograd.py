@@ -1,4 +1,4 @@
-"""Autograd's gradient accumulators: told when a gradient has come, asked whether one will come."""
+"""Watches autograd's gradient accumulators, and finds those that a backward pass will not reach."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Accumulators:
         self.watch()
 
     def watch(self) -> None:
-        """Puts a hook on every node; anew, where parameters have got other ones."""
+        """Registers a hook on every node; again, where parameters have new nodes."""
         self.unwatch()
         for index, parameter in enumerate(self._parameters):
             node = accumulator_of(parameter)
@@ -66,7 +66,7 @@ class Accumulators:
         self._handles, self._nodes = [], []
 
     def refuse_other_nodes(self) -> None:
-        """Tells the listener, from now on, of gradients that another node has written.
+        """Notifies the listener, from now on, of gradients that another node has written.
 
         A parameter whose data had another dtype when it was used has another node.
         """
@@ -82,18 +82,18 @@ class Accumulators:
             self._refusals.append(when_accumulated(parameter, partial(look, index)))
 
     def close(self) -> None:
-        """Removes all hooks, for good: each would be a call in every backward pass."""
+        """Removes all hooks for good: each would cost a call in every backward pass."""
         self.unwatch()
         for handle in self._refusals:
             handle.remove()
 
     def out_of_reach(self) -> list[int]:
-        """Returns the parameters that the backward pass under way will not come to."""
+        """Returns the parameters that the backward pass under way will not reach."""
         return [index for index, node in enumerate(self._nodes) if not will_run(node)]
 
 
 def accumulator_of(parameter: Tensor) -> Any:
-    """Returns the node that writes a parameter's gradient; a parameter does not keep it alive."""
+    """Returns the node that accumulates a parameter's gradient, which the caller keeps alive."""
     trains = parameter.requires_grad
     if not trains:
         parameter.requires_grad_(True)  # one that is frozen for now has no node else
@@ -118,7 +118,7 @@ def when_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> A
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls it when the backward pass under way has succeeded; not at all if it raises.
+    """Calls a function when the backward pass under way has succeeded, and not if it raises.
 
     Within a reentrant backward pass: when that inner pass has.
     """
@@ -126,7 +126,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def is_nested() -> bool:
-    """Whether, after backward, the pass that ended was a reentrant one within another."""
+    """Whether, at the end of backward, the pass was a reentrant one within another."""
     return current_node() is not None
 
 

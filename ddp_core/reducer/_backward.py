@@ -1,4 +1,4 @@
-"""A step's backward pass, as autograd hands it over: gradients that come or will not, and the end.
+"""Handles a step's backward pass: gradients that autograd writes or will not write, and the end.
 
 arrived(i) ... bucket full -> launched in index order -> (hook or all-reduce) -> future
 end of backward -> wait for each bucket in order -> param.grad
@@ -28,7 +28,7 @@ __all__ = ["Backward", "History"]
 
 
 class Backward:
-    """Launches buckets as their gradients come, and ends the step when all have.
+    """Launches buckets as their gradients arrive, and ends the step when all have.
 
     Args:
         flight: the step under way.
@@ -57,13 +57,13 @@ class Backward:
 
     @property
     def has_raised(self) -> bool:
-        """Whether the step's backward pass began and will not end: it is not the one of now."""
+        """Whether the step's backward pass began, has raised, and is not the present one."""
         return self._exchange.step.is_open and self._opened_in != backward_number()
 
     # ---- gradients
 
     def arrived(self, index: int) -> None:
-        """Takes note that the gradient of a parameter has come, or turned out undefined."""
+        """Records that the gradient of a parameter has arrived, or turned out undefined."""
         step = self._exchange.step
         if step.fast_path:
             self.mark_ready(step, index)
@@ -91,12 +91,12 @@ class Backward:
         self.mark_ready(step, index)
 
     def arrived_in_full_precision(self, index: int) -> None:
-        """Raises if a gradient came for the parameter with full precision, too late to be sent."""
+        """Raises if a gradient arrived for the full-precision parameter, too late to be sent."""
         if self._exchange.step.expecting and self._exchange.is_low:
             self._errors.full_precision(index)
 
     def begins(self) -> None:
-        """Opens the step at the start of backward, where outputs pass through the sink."""
+        """Opens the step at the start of backward, if outputs pass through the sink."""
         step = self._exchange.step
         if step.expecting and not step.is_open:
             self._open(step)
@@ -104,7 +104,7 @@ class Backward:
             self._mark_unused(step)
 
     def _open(self, step: Step) -> None:
-        """The first gradient of a backward pass, or of a reentrant one within it."""
+        """Opens a backward pass at its first gradient; also a reentrant pass within another."""
         step.is_open = True  # still open at the next forward: it has raised
         self._opened_in = backward_number()
         call_after_backward(self._ended)
@@ -124,7 +124,7 @@ class Backward:
         )
 
     def _is_last_call(self, step: Step, index: int) -> bool:
-        """Of a static graph: whether the parameter's hook will not be called again in this step."""
+        """Whether a parameter's hook will not be called again in this step (static graph)."""
         if self._usage.counts is None:
             step.hook_calls_left[index] += 1
             step.hook_call_order.append(index)
@@ -135,7 +135,7 @@ class Backward:
         return left == 0
 
     def _mark_unused(self, step: Step) -> None:
-        """Parameters that this backward pass will not come to count as arrived."""
+        """Marks the parameters ready that this backward pass will not reach."""
         usage = self._usage
         step.unused_marked = True
         if usage.finds_unused:
@@ -149,7 +149,7 @@ class Backward:
             self.mark_ready(step, index)
 
     def mark_ready(self, step: Step, index: int) -> None:
-        """Counts a parameter's gradient as there; launches buckets that are full by it."""
+        """Marks a parameter's gradient ready, and launches buckets that are full by it."""
         step.ready.append(index)
         bucket, copies = self._location[index]
         if copies is not None:
@@ -179,7 +179,7 @@ class Backward:
             raise
 
     def _end_static(self, step: Step) -> bool:
-        """Whether the pass was the step's whole one, not a reentrant one within it."""
+        """Whether the whole pass has ended, and not a reentrant pass within it."""
         launched_all = step.launched == len(self._exchange.buckets)
         if is_nested() and step.forward_in_pass == NO_BACKWARD and not launched_all:
             return False
@@ -190,7 +190,7 @@ class Backward:
         return True
 
     def _learn_static_graph(self, step: Step) -> None:
-        """The first step of a static graph: everything is launched now, and counted for later."""
+        """Launches everything in the first step of a static graph, and records its hook calls."""
         usage = self._usage
         contradictions = usage.record_static_graph(step.hook_calls_left)
         if contradictions:
@@ -230,12 +230,12 @@ class Backward:
         self._exchange.launcher.events.gradients_written(step.unwritten)
 
     def missing(self) -> list[int]:
-        """Returns the parameters whose gradients have not come in this step."""
+        """Returns the parameters whose gradients have not arrived in this step."""
         return sorted(set(range(len(self._parameters))) - set(self._exchange.step.ready))
 
 
 class History:
-    """Holds the recorded steps, and the facts of the last one.
+    """Holds the recorded steps, and facts of the last one.
 
     Args:
         buckets: those of the first step.
@@ -265,14 +265,14 @@ class History:
         self._begun = self.timeline.begins(step, self._clock)
 
     def backward_begins(self) -> StepTimes | None:
-        """Returns the step's record, if there is one; forward is over."""
+        """Returns the step's record, if there is one, and ends its forward part."""
         times, self._begun = self._begun, None
         if times is not None:
             times.mark("backward_began")
         return times
 
     def gradients_written(self, step: Step) -> None:
-        """Takes note of a step whose gradients were averaged."""
+        """Records a step whose gradients were averaged."""
         if self.unused is not None and self.unused != step.unused:
             self.same_unused = False
         self.unused = step.unused

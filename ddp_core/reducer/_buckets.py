@@ -1,4 +1,4 @@
-"""The buckets of a reducer: memory of gradients, flat or sparse, and where each gradient goes."""
+"""Holds the buckets of a reducer: memory of gradients, flat or sparse, and where each one goes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class BucketBase(ABC):
-    """Holds a bucket of a reducer; a hook gets a :class:`ddp_core.GradBucket` of it.
+    """Holds a bucket of a reducer; hooks receive a :class:`ddp_core.GradBucket` of it.
 
     Args:
         members: indices of its parameters.
@@ -60,16 +60,16 @@ class BucketBase(ABC):
         return self.buffer.numel() * self.buffer.element_size()
 
     def reset(self) -> None:
-        """Forgets what has arrived; the step starts anew."""
+        """Resets the count of gradients for the next step."""
         self.pending = len(self.members)
 
     @abstractmethod
     def clear(self) -> None:
-        """Sets the gradients to zero, as those of a rank without inputs."""
+        """Sets the gradients to zero, for a rank without inputs."""
 
     @abstractmethod
     def fill(self, gradients: Sequence[Tensor | None], divisor: float | None) -> None:
-        """Puts all gradients that are not there yet into the buffer.
+        """Copies all gradients that are not in the buffer yet into it.
 
         Args:
             gradients: by slot; None is a zero.
@@ -78,7 +78,7 @@ class BucketBase(ABC):
 
     @abstractmethod
     def scatter(self, result: Tensor, unused: Sequence[bool] | None = None) -> None:
-        """Puts the averaged gradient of every parameter in its ``grad``.
+        """Writes the averaged gradient of every parameter to its ``grad``.
 
         Args:
             result: as large as the buffer, possibly the buffer itself.
@@ -90,11 +90,11 @@ class BucketBase(ABC):
         return False
 
     def adopt_gradients(self) -> None:
-        """Moves existing gradients into this bucket's views, if it has any (it is new)."""
+        """Moves existing gradients into the views of this bucket, which is new, if it has views."""
         return
 
     def as_grad_bucket(self, *, is_last: bool, buffer: Tensor | None = None) -> GradBucket:
-        """Returns what a hook is given, with another buffer than its own on request."""
+        """Returns the bucket that a hook receives, with another buffer on request."""
         return GradBucket(
             self.number,
             self.buffer if buffer is None else buffer,
@@ -127,7 +127,7 @@ def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tens
 
 
 def as_numbers(buffer: Tensor, parameter: Tensor) -> Tensor:
-    """Returns a buffer as numbers of its parameters' kind: complex ones, where those are."""
+    """Returns a buffer as complex numbers where its parameters are complex, else unchanged."""
     if parameter.is_complex() and not buffer.is_complex():
         return torch.view_as_complex(buffer.view(-1, 2))
     return buffer
@@ -153,7 +153,7 @@ def views_of(flat: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its entries fill a block of memory without gaps or overlaps."""
+    """Whether a tensor's entries fill a block of memory without gaps or overlaps."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -167,7 +167,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def same_memory(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are one, or begin at one address and have one dtype."""
+    """Whether two tensors are one object, or begin at one address and have one dtype."""
     return left is right or (
         not left.is_sparse  # has no address
         and not right.is_sparse
@@ -185,7 +185,7 @@ LARGE = 1 << 14
 
 
 class FlatBucket(BucketBase):
-    """Holds gradients of several parameters in one flat tensor.
+    """Holds the gradients of several parameters in one flat tensor.
 
     Args:
         members: indices of its parameters.
@@ -227,12 +227,12 @@ class FlatBucket(BucketBase):
     # ---- gradients in
 
     def is_large(self, index: int) -> bool:
-        """Whether the gradient of this member is copied as it arrives, see ``fill_large``."""
+        """Whether a member's gradient is copied when it arrives, see ``fill_large``."""
         on_host = self.buffer.device.type == "cpu"
         return on_host and self.parameters[self._slot_of[index]].numel() >= LARGE
 
     def fill_large(self, index: int, scale: float | None) -> None:
-        """Copies one large gradient at once, scaled; ``scale`` None leaves it as it is."""
+        """Copies one large gradient when it arrives, scaled unless ``scale`` is None."""
         slot = self._slot_of[index]
         parameter, view = self.parameters[slot], self.views[slot]
         grad = parameter.grad
@@ -284,7 +284,7 @@ class FlatBucket(BucketBase):
             self._scale(fresh, in_place, divisor)
 
     def _scale(self, copies: list[int], in_place: list[int], divisor: float) -> None:
-        """As torch does it: a copy is multiplied by 1/n, a view is divided by n."""
+        """Scales as torch does: a copy is multiplied by 1/n, a view is divided by n."""
         if len(copies) == len(self.members):
             self.buffer.mul_(1.0 / divisor)
             return
@@ -408,7 +408,7 @@ class SparseBucket(BucketBase):
 
 
 def _no_entries(like: Tensor) -> Tensor:
-    """A sparse tensor of zeros."""
+    """Returns a sparse tensor of zeros."""
     indices = torch.empty((1, 0), dtype=torch.int64, device=like.device)
     values = like.detach().new_empty((0, *like.shape[1:]))
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False)
@@ -418,7 +418,7 @@ def _no_entries(like: Tensor) -> Tensor:
 
 
 class BucketSet:
-    """Holds a model's buckets, which are exchanged for others as the plan says.
+    """Holds a model's buckets, which the bucket plan replaces.
 
     Args:
         parameters: of the model.
@@ -451,7 +451,7 @@ class BucketSet:
         return [bucket.members for bucket in self.list]
 
     def install(self, members: Sequence[Sequence[int]]) -> None:
-        """Takes other buckets, with the gradients that there are now."""
+        """Installs other buckets, and moves the present gradients to them."""
         self.list.clear()  # the old ones go first: not both at a time
         self.location.clear()
         for number, indices in enumerate(members):

@@ -1,4 +1,4 @@
-"""Waiting that ends: a rank that fails tells the others, and nobody waits for it for long."""
+"""Reports failures between ranks, and polls for such reports in every wait."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _POLL_SECONDS = POLL_INTERVAL.total_seconds()
 
 
 class WaitPoint(NamedTuple):
-    """Describes what a rank waits for."""
+    """Describes the bucket or message that a rank waits for."""
 
     backward_count: int  # steps, counting those that raised
     step: int
@@ -57,7 +57,7 @@ class WaitPoint(NamedTuple):
 
 
 class FailureBoard:
-    """Tells ranks, by the process group's store, which of them have failed.
+    """Reports failed ranks to the others through the process group's store.
 
     Args:
         group: ranks that share the board.
@@ -75,7 +75,7 @@ class FailureBoard:
         self.abort_agreement = AbortAgreement(group, self._store, name)
 
     def post(self, backward_count: int, text: str) -> None:
-        """Tells the other ranks; never raises. The first report of an attempt counts."""
+        """Posts this rank's failure; never raises. The first report of a backward pass counts."""
         if self._store is not None and backward_count != self._reported:
             self._reported = backward_count
             text_of_attempt = first_decides(self._key(backward_count), f"rank {self._rank}: {text}")
@@ -83,7 +83,7 @@ class FailureBoard:
             self._store.notify(text_of_attempt, _POLL_SECONDS)
 
     def poll(self, place: WaitPoint) -> str | None:
-        """Returns what another rank has reported that will not come to this place.
+        """Returns the report of another rank that will not reach this wait point, or None.
 
         A store that does not answer is not waited for: what is awaited has a timeout of its own.
         """
@@ -95,7 +95,7 @@ class FailureBoard:
         return text
 
     def check(self, place: WaitPoint) -> None:
-        """Raises if another rank has reported that it will not come to this place.
+        """Raises if another rank has reported that it will not reach this wait point.
 
         Raises:
             PeerError: with the other rank's message.
@@ -109,7 +109,7 @@ class FailureBoard:
 
 
 def peer_error(text: str) -> PeerError:
-    """Returns the error of a rank that waits for one that has failed, with that rank's words."""
+    """Returns the error of a rank that waits for a failed one, with that rank's report."""
     return PeerError(
         f"another rank failed in this step, so its gradients will not come: {text}. The process "
         f"group has collectives that nobody answers; end the process and resume from the last "
@@ -120,7 +120,7 @@ def peer_error(text: str) -> PeerError:
 def wait_for_work(
     work: dist.Work, device: torch.device, board: FailureBoard, place: WaitPoint
 ) -> None:
-    """Waits for a collective; looks at the board while it does not end.
+    """Waits for a collective, and polls for failures of other ranks meanwhile.
 
     On CUDA waiting orders streams and returns at once; a thread looks at the board, see
     :mod:`ddp_core.reducer._failures`.
@@ -150,7 +150,7 @@ def wait_for_future(
     of_tensor: bool = True,
     limit: timedelta | None = None,
 ) -> Tensor:
-    """Returns the tensor of a hook's future; looks at the board while it is not complete.
+    """Returns the tensor of a hook's future, and polls for failures while waiting.
 
     Raises:
         FutureNotDone: it is not within ``limit``.
@@ -178,7 +178,7 @@ def wait_for_future(
 def failed(
     error: BaseException, what: str, step: int, bucket: int, report: str | None = None
 ) -> CollectiveError:
-    """Says where a wait ended badly.
+    """Returns the error for a failed wait, with step, bucket and round.
 
     Args:
         report: what another rank has reported, which may be the cause.
@@ -197,7 +197,7 @@ def failed(
 
 
 def never_completed(purpose: str, limit: timedelta | None) -> RuntimeError:
-    """Says that a hook keeps its future for an abandoned step open."""
+    """Returns the error for a hook that never completes the future of an aborted step."""
     return RuntimeError(
         f"a step was abandoned, and the future that the hook returned {purpose} was not completed "
         f"within {limit}, the process group's timeout. A hook that holds buckets back lets them go "
@@ -206,7 +206,7 @@ def never_completed(purpose: str, limit: timedelta | None) -> RuntimeError:
 
 
 def rebuild_failed(error: BaseException, step: int) -> CollectiveError:
-    """Says that ranks could not agree on buckets."""
+    """Returns the error for ranks that could not agree on buckets."""
     return CollectiveError(
         f"agreeing on new buckets failed before step {step}: {error}. A peer died, or the ranks do "
         f"not run the same code",
@@ -217,7 +217,7 @@ def rebuild_failed(error: BaseException, step: int) -> CollectiveError:
 
 
 def _round_in(text: str) -> int:
-    """torch's futures keep an exception's text only; the runner wrote the round there."""
+    """Returns the round that the runner wrote into a message; torch's futures keep its text."""
     digits = text.partition("round ")[2]
     return int(digits[: len(digits) - len(digits.lstrip("0123456789"))] or 0)
 
@@ -230,7 +230,7 @@ _SOON = 1.0  # seconds in which a store answers
 
 
 class _AbortedStep(NamedTuple):
-    """How far a rank came with a step that it has dropped."""
+    """Describes how far a rank got in a step that it has aborted."""
 
     step: int  # since the ranks are together
     launched: int  # buckets
@@ -238,7 +238,7 @@ class _AbortedStep(NamedTuple):
 
 
 class AbortAgreement:
-    """Compares, through the process group's store, the steps that ranks have dropped.
+    """Lets ranks agree, after a failed backward pass, on which step was aborted.
 
     Not by a collective: the ranks that did not raise are in another one. All of a rank's dropped
     steps are counted; ranks that drop alike count alike, and leave the keys of two of them in the
@@ -262,7 +262,7 @@ class AbortAgreement:
         self._error = ""  # the ranks did not drop the same: for good
 
     def record(self, step: int, launched: int, *, from_peer: bool) -> None:
-        """Hears that this rank has dropped a step; tells nobody yet.
+        """Records an aborted step locally; no message is sent.
 
         Args:
             launched: number of buckets whose exchange has begun.
@@ -272,7 +272,7 @@ class AbortAgreement:
             self._aborted = _AbortedStep(step - self.first_step, launched, from_peer)
 
     def agree(self) -> None:
-        """Waits until all ranks have dropped the step that this one has, if it has any.
+        """Waits until all ranks have aborted the step that this rank has, if it has any.
 
         Ranks come here before their next collective.
 
@@ -300,7 +300,7 @@ class AbortAgreement:
         )
 
     def poll(self, step: int, bucket: int) -> str | None:
-        """Returns what is wrong if another rank has dropped what this one waits for.
+        """Returns a message if another rank has aborted the step that this rank waits in.
 
         Args:
             step, bucket: what this rank waits for.
@@ -329,7 +329,7 @@ class AbortAgreement:
         return outcome
 
     def _outcome(self, dropped: _AbortedStep) -> str:
-        """Tells the others; returns what all ranks then know. Whoever decides first does so."""
+        """Posts the aborted step; returns the outcome, which the first rank to decide sets."""
         point = self._point(self._number)
         if point is None:
             return f"{self._text(dropped)}, and the group has no store to ask the others"
@@ -354,13 +354,13 @@ class AbortAgreement:
         return f"{self._text(theirs, who)}, {self._text(dropped)}"
 
     def _text(self, dropped: _AbortedStep, *who: int) -> str:
-        """Says what ranks have dropped; this one by default."""
+        """Describes the step that ranks have aborted; this rank by default."""
         how = "heard of another rank's failure in" if dropped.from_peer else "dropped"
         step, buckets = dropped.step + self.first_step, dropped.launched
         return f"{ranks_in_words(who or [self._rank])} {how} step {step} after {buckets} buckets"
 
     def _point(self, number: int) -> StoreBarrier | None:
-        """Returns where ranks meet; its own key has what the first of them has dropped."""
+        """Returns the barrier of one aborted step; its own key holds the first rank's record."""
         if self._store is None:
             return None
         key = f"ddp_core/{self._name}/abandoned/{number}"
@@ -377,7 +377,7 @@ def _parse(value: str) -> tuple[int, _AbortedStep]:
 
 @dataclass(eq=False)
 class _Pending:
-    """A step with exchanges that the device may not have done."""
+    """Holds a step with exchanges that the device may not have done."""
 
     place: WaitPoint  # the bucket that was enqueued last
     thread: int  # that of the training loop
@@ -385,7 +385,7 @@ class _Pending:
 
 
 class DeviceWatchdog:
-    """Looks at the board, on a thread of its own, while a GPU is at work on exchanges.
+    """Polls for failures on a thread of its own, while a GPU is at work on exchanges.
 
     If another rank has failed in this step, the process group is aborted, so that what waits for
     the GPU returns, and an error is raised in the thread of the training loop: the averaged
@@ -406,7 +406,7 @@ class DeviceWatchdog:
         self._error: PeerError | None = None
 
     def record_launch(self, place: WaitPoint, thread: int) -> None:
-        """Hears of an exchange that is about to be enqueued.
+        """Records an exchange that is about to be enqueued.
 
         Args:
             place: its step, and the bucket.
@@ -427,7 +427,7 @@ class DeviceWatchdog:
             self._thread.start()
 
     def record_enqueued(self) -> None:
-        """Hears that the current stream waits for all exchanges of the step."""
+        """Records that the current stream waits for all exchanges of the step."""
         self.check()
         pending = self._pending
         if pending is not None:
@@ -437,7 +437,7 @@ class DeviceWatchdog:
             pending.is_over = event.query
 
     def forget(self) -> None:
-        """Hears that the step has raised here: nobody goes on to use what it computes."""
+        """Drops the pending step, which has raised here: its results will not be used."""
         self._pending = None
         self._cancel_interrupt()
 
@@ -458,7 +458,7 @@ class DeviceWatchdog:
             return is_over()
 
     def poll(self) -> None:
-        """Looks at the board, if the same step is pending as before."""
+        """Polls the board if the same step is pending as before."""
         pending, seen = self._pending, self._seen
         self._seen = pending
         if pending is None or pending is not seen or self._error is not None:
@@ -490,7 +490,7 @@ def _watchdog(watch: weakref.ref[DeviceWatchdog]) -> None:
 
 
 def _raise_in(thread: int, error: PeerError | None) -> None:
-    """Raises an error in another thread, at its next line; None takes an earlier one back."""
+    """Raises an error in another thread, at its next line; None cancels an earlier one."""
     what: Any = None
     if error is not None:
         # Python makes the exception from a class, without arguments.

@@ -1,4 +1,4 @@
-"""The flat gradient of several parameters, as the reducer hands it to a hook."""
+"""Defines GradBucket, the flat gradient of several parameters that a hook receives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradBucket"]
 
 
 class GradBucket:
-    """Holds one bucket, as torch's class of this name; knows its parameters' names, too.
+    """Holds one bucket as torch's class of this name does, and also its parameters' names.
 
     ``isinstance(bucket, torch.distributed.GradBucket)`` holds.
 

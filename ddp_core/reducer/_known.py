@@ -1,4 +1,4 @@
-"""What has to stay as it was when a model was wrapped: which parameters it has, and their nodes."""
+"""Detects that a wrapped model has other parameters, or other autograd nodes, than before."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _AGAIN = (
 
 
 class Structure:
-    """Remembers which modules and parameters a module has; a look is without a loop in Python."""
+    """Detects a change of a module's modules and parameters, without a loop in Python."""
 
     def __init__(self, owner: nn.Module) -> None:
         self.record(owner)
 
     def record(self, owner: nn.Module) -> None:
-        """Takes the present structure for the one that is compared with."""
+        """Records the present structure, with which later ones are compared."""
         # The tables of all modules, empty ones, too: something may be put in. Views are live.
         tables = [
             t for module in owner.modules() for t in (children_of(module), module._parameters)
@@ -44,13 +44,13 @@ class Structure:
 
     @property
     def has_changed(self) -> bool:
-        """Whether there are other objects than those that are remembered."""
+        """Whether there are other objects than the recorded ones."""
         present = chain(chain.from_iterable(self._views), (_END,))
         return not all(map(is_, present, self._objects))
 
 
 class KnownParameters:
-    """Notices that a model trains other parameters than those whose gradients are averaged.
+    """Detects that a model trains other parameters than those whose gradients are averaged.
 
     Parameters are replaced by ``load_state_dict(assign=True)``, by new layers and parametrizations;
     ``.double()`` and ``.to(device)`` keep them, and replace autograd's nodes, which a reducer
@@ -109,15 +109,15 @@ class KnownParameters:
         return dict(zip(self._names, self._parameters, strict=True))
 
     def knows(self, parameter: Tensor) -> bool:
-        """Whether the model had the parameter from the first."""
+        """Whether the model has had the parameter since it was wrapped."""
         return self._was_there(parameter) or any(parameter is known for known in self._parameters)
 
     def _was_there(self, other: Tensor) -> bool:
-        """Whether the model had one that is not averaged from the first."""
+        """Whether the model has had a parameter since it was wrapped that is not averaged."""
         return self._others.get(id(other), (None, False))[1]
 
     def check(self) -> None:
-        """Looks at the model, before a forward pass that records a graph.
+        """Checks the model before a forward pass that records a graph.
 
         Raises:
             RuntimeError: (or ``kind``) a parameter has another node, or is gone. A new one raises
@@ -155,7 +155,7 @@ class KnownParameters:
         return list(map(_POINTER, self._in_memory))
 
     def _find_others(self) -> None:
-        """Finds out what is different in the model's structure."""
+        """Compares the model's parameters with the known ones, and raises or prepares to."""
         owner = self._owner()
         assert owner is not None  # it runs
         present = {id(parameter): name for name, parameter in owner.named_parameters()}
@@ -189,7 +189,7 @@ class KnownParameters:
     def _refuse_gradient(
         self, owner: nn.Module, module: nn.Module, key: str, parameter: nn.Parameter, name: str
     ) -> None:
-        """Raises when a gradient of a new parameter comes, if the model still has it then."""
+        """Raises when a new parameter gets a gradient, if the model still has it then."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
         ours, place, kind = weakref.ref(owner), weakref.ref(module), self._kind

@@ -1,4 +1,4 @@
-"""A full bucket goes out: to the hook, or to a plain all-reduce; and is waited for."""
+"""Launches a full bucket, through the hook or a plain all-reduce, and waits for it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ CommHook = Callable[[Any, Any], Any]  # (state, bucket) -> Future[Tensor]
 
 
 class Outcome:
-    """Holds what a launched bucket is waited for: a work handle, a hook's future, or nothing.
+    """Holds what a launched bucket waits for: a work handle, a hook's future, or nothing.
 
     Args:
         device: of the bucket.
@@ -64,11 +64,11 @@ class Outcome:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether nothing was sent."""
+        """Whether nothing was launched."""
         return self.work is None and self.future is None
 
     def is_done(self) -> bool:
-        """Whether waiting for it would return at once."""
+        """Whether waiting would return at once."""
         if self.future is not None:
             if not self.future.done() or self.device.type == "cpu":
                 return bool(self.future.done())
@@ -81,7 +81,7 @@ class Outcome:
 
 
 class Launcher:
-    """Starts and ends the exchange of buckets; an error says in which step and bucket.
+    """Starts and ends the exchange of buckets; errors name step and bucket.
 
     Args:
         group: ranks to average over.
@@ -110,30 +110,30 @@ class Launcher:
         self._thread = 0  # that of the training loop
 
     def set_hook(self, hook: tuple[CommHook, Any] | None) -> None:
-        """Sets what exchanges buckets from now on; None: a plain all-reduce."""
+        """Sets the hook that exchanges buckets from now on; None stands for a plain all-reduce."""
         self.hook = hook
         self.hook_name = None if hook is None else name_of(hook[0])
         self.events = StepEvents(None if hook is None else hook[1])
         self.hook_owns_gradients = hook is not None and getattr(hook[1], "owns_gradients", False)
 
     def notifies(self, state: object) -> bool:
-        """Whether this hook's state hears of the end of each step."""
+        """Whether this state is notified of the end of each step."""
         return self.hook is not None and self.hook[1] is state
 
     def step_begins(self) -> None:
-        """Hears, on the thread of the training loop, of a forward pass that is over."""
+        """Begins a step after its forward pass, on the thread of the training loop."""
         self.backward_count += 1
         self._thread, self._peer_failed = threading.get_ident(), False
         if self._watchdog is not None:
             self._watchdog.check()
 
     def record_enqueued(self) -> None:
-        """Hears that all buckets were waited for: on a GPU, that its stream waits for them."""
+        """Records that the current stream (on a GPU), or the host, has waited for all buckets."""
         if self._watchdog is not None:
             self._watchdog.record_enqueued()
 
     def step_aborted(self, launched: int | None) -> None:
-        """Hears that the step will not land; of so many buckets, if its backward pass began."""
+        """Aborts the step; ``launched`` counts its launched buckets, if its backward began."""
         self._clear_watchdog()
         if launched is not None:
             self.abort_agreement.record(self.step, launched, from_peer=self._peer_failed)
@@ -216,11 +216,11 @@ class Launcher:
         return result
 
     def await_work(self, work: dist.Work, device: torch.device, *, after: int = -1) -> None:
-        """Waits for another collective of the step, sent after bucket ``after``."""
+        """Waits for another collective of the step, issued after bucket ``after``."""
         wait_for_work(work, device, self._board, self._place(after))
 
     def message_stream(self) -> AbstractContextManager[object]:
-        """Returns a stream that waits for messages, which are read while a GPU computes."""
+        """Returns a stream on which to wait for messages that are read while a GPU computes."""
         if self._device.type == "cpu":
             return nullcontext()
         module = torch.get_device_module(self._device.type)
@@ -230,7 +230,7 @@ class Launcher:
         return beside
 
     def await_message(self, work: dist.Work, device: torch.device, what: str) -> None:
-        """Waits for a small message of the step, which an error names.
+        """Waits for a small message of the step; an error names it.
 
         Raises:
             CollectiveError: it failed.
@@ -246,7 +246,7 @@ class Launcher:
             wait_for_future(future, self._board, self._place(), of_tensor=False)
 
     def settle(self, bucket: BucketBase, outcome: Outcome) -> None:
-        """Waits until the exchange of an abandoned step does not write any more.
+        """Waits until the exchange of an aborted step writes no more.
 
         Raises:
             RuntimeError: a hook keeps its future open for longer than collectives may take.
@@ -258,7 +258,7 @@ class Launcher:
             self.finish(bucket, outcome, None)
 
     def settle_futures(self, futures: list[Any]) -> None:
-        """Waits in the same way for futures of the buffer hook."""
+        """Waits until the buffer hook's futures of an aborted step are completed."""
         for future in futures:
             self._settle_future(future, "for buffers")
 
@@ -272,27 +272,27 @@ class Launcher:
             return
 
     def _report(self, bucket: BucketBase, error: Exception) -> None:
-        """Tells the other ranks, which would wait for this one; hearsay is not passed on."""
+        """Reports this rank's failure to the others; a failure received from a peer is not."""
         self._clear_watchdog()
         self._peer_failed |= isinstance(error, PeerError)
         if not isinstance(error, PeerError):
             self.report(f"bucket {bucket.number}: {type(error).__name__}: {error}")
 
     def report(self, text: str) -> None:
-        """Tells the other ranks that this one will not go on; the logging data have it, too."""
+        """Reports to the other ranks, and to the logging data, that this rank will not continue."""
         self._clear_watchdog()
         self.error = text
         self._board.post(self.backward_count, f"step {self.step}, {text}")
 
 
 def name_of(hook: Any) -> str:
-    """Returns what a hook is called."""
+    """Returns the name of a hook."""
     name: str = getattr(hook, "__qualname__", type(hook).__qualname__)
     return name
 
 
 def _when_done(future: Any, device: torch.device, call: Callable[[object], None]) -> None:
-    """Calls back when a future is completed, on a stream that waits for its work."""
+    """Calls a function when a future is completed, on a stream that waits for its work."""
     if device.type == "cpu":
         future.add_done_callback(call)
     else:
@@ -348,7 +348,7 @@ def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[
 
 @dataclass
 class ReducerSettings:
-    """Says how a reducer works; see the arguments of DistributedDataParallel."""
+    """Holds the settings of a reducer; see the arguments of DistributedDataParallel."""
 
     caps: BucketCaps
     find_unused: bool = False
@@ -360,7 +360,7 @@ class ReducerSettings:
 
 @dataclass(slots=True)
 class Step:
-    """Holds the facts of one synchronised step; the next one has a new one."""
+    """Holds the state of one synchronised step; the next step has a new one."""
 
     expecting: bool = False  # gradients are to be reduced
     is_open: bool = False  # a backward pass is under way, or has raised
@@ -395,7 +395,7 @@ class Step:
 
 
 class StepEvents:
-    """Calls the methods that a hook's state has; looked up once, when the hook is set.
+    """Calls the methods that a hook's state has; they are looked up when the hook is set.
 
     Of every synchronised step that has begun, a state hears exactly one end: ``gradients_written``
     or ``step_aborted``. See ``DistributedDataParallel.register_comm_hook`` for what each means.
@@ -410,21 +410,21 @@ class StepEvents:
 
     @property
     def wants_unwritten(self) -> bool:
-        """Whether anybody looks at the parameters whose gradients were not written."""
+        """Whether the state is told which parameters' gradients were not written."""
         return self._gradients_written is not None
 
     def backward_finished(self) -> None:
-        """Tells that backward has ended well: the step's last bucket was launched."""
+        """Notifies the state that backward has succeeded: all buckets were launched."""
         if self._backward_finished is not None:
             self._backward_finished()
 
     def gradients_written(self, unwritten: Sequence[nn.Parameter]) -> None:
-        """Tells that all gradients were written, but for those of ``unwritten``."""
+        """Notifies the state that all gradients were written, except those of ``unwritten``."""
         if self._gradients_written is not None:
             self._gradients_written(unwritten)
 
     def step_aborted(self) -> None:
-        """Tells that the step's results will not be used."""
+        """Notifies the state that the step's results will not be used."""
         if self._step_aborted is not None:
             self._step_aborted()
 

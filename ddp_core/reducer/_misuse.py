@@ -1,4 +1,4 @@
-"""Gradients that do not come as agreed, or are not averaged: errors that say what to do."""
+"""Raises when gradients arrive twice, late or not at all, or would not be averaged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class GraphErrors:
-    """Raises on this rank, after it has told the others, which would wait for it.
+    """Raises on this rank after reporting the error to the others, which would wait for it.
 
     Args:
         parameters: of the model, which messages name.
@@ -41,19 +41,19 @@ class GraphErrors:
         self._rank = launcher.group.rank()
 
     def changed(self, indices: Sequence[int], *, came: bool) -> NoReturn:
-        """Raises since a static graph is not one; see :func:`changed_error`."""
+        """Raises because a static graph has changed; see :func:`changed_error`."""
         self._raise(changed_error(self._names(indices), self._rank, came=came))
 
     def twice(self, index: int) -> NoReturn:
-        """Raises since a gradient came twice."""
+        """Raises because a gradient arrived twice."""
         self._raise(twice_error(self._parameters[index].name, index))
 
     def full_precision(self, index: int) -> NoReturn:
-        """Raises since a gradient came for a parameter as it was with full precision."""
+        """Raises because a gradient arrived for the full-precision copy of a parameter."""
         self._raise(full_precision_error(self._parameters[index].name))
 
     def only_backward(self) -> NoReturn:
-        """Raises since backward is within ``no_sync`` or ``hold``, and its forward pass was not."""
+        """Raises because backward is within ``no_sync`` or ``hold``, and its forward was not."""
         self._raise(
             "a backward pass is within no_sync() or hold(), and its forward pass was outside: the "
             "forward pass decides, so gradients would be averaged all the same. Put the forward "
@@ -61,7 +61,7 @@ class GraphErrors:
         )
 
     def loaded(self) -> NoReturn:
-        """Raises since backward would use other buckets than those of the loaded state."""
+        """Raises because backward would use other buckets than those of the loaded state."""
         self._raise(
             f"a state was loaded between the forward pass and backward of step "
             f"{self._launcher.step}: this step would be exchanged in other buckets than those "
@@ -69,7 +69,7 @@ class GraphErrors:
         )
 
     def unused(self, missing: Sequence[int], *, finds: bool) -> NoReturn:
-        """Raises since parameters got no gradient. Others are not told: their backward is over."""
+        """Raises because parameters got no gradient; other ranks have ended this backward pass."""
         text = unused_error(missing, self._names(missing), self._rank, finds=finds)
         frozen = [i for i in missing if not self._parameters[i].parameter.requires_grad]
         if frozen:
@@ -89,7 +89,7 @@ class GraphErrors:
 
 
 def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, finds: bool) -> str:
-    """Returns what users of DistributedDataParallel know, with the names."""
+    """Returns torch's message for parameters without gradients, with their names."""
     # torch's words: users search for them.
     text = (
         "Expected to have finished reduction in the prior iteration before starting a new one. "
@@ -114,7 +114,7 @@ def unused_error(missing: Sequence[int], names: Sequence[str], rank: int, *, fin
 
 
 def changed_error(names: Sequence[str], rank: int, *, came: bool) -> str:
-    """Returns what users of a static graph know, with the names.
+    """Returns torch's message for a static graph that changed, with the parameters' names.
 
     Args:
         names: parameters that are not used as in the first step.
@@ -133,7 +133,7 @@ def changed_error(names: Sequence[str], rank: int, *, came: bool) -> str:
 
 
 def late_error(name: str) -> str:
-    """Returns the message for a parameter that counted as unused before its gradient came."""
+    """Returns the message for a gradient that arrived after its parameter counted as unused."""
     return (
         f"the gradient of {name} came in a backward pass after the one that averaged this step's "
         f"gradients, where it counted as unused, so it would stay this rank's own. With "
@@ -143,7 +143,7 @@ def late_error(name: str) -> str:
 
 
 def local_error(name: str, landed: bool, wrapper: str = "DistributedDataParallel") -> str:
-    """Returns the message for a gradient that came in no step.
+    """Returns the message for a gradient that arrived outside of any step.
 
     Args:
         landed: whether a step's gradients were averaged since the latest forward pass.
@@ -163,7 +163,7 @@ def local_error(name: str, landed: bool, wrapper: str = "DistributedDataParallel
 
 
 def twice_error(name: str, index: int) -> str:
-    """Returns the message for a gradient that came twice."""
+    """Returns the message for a gradient that arrived twice."""
     return (
         f"Expected to mark a variable ready only once. Parameter at index {index} with name {name} "
         f"has been marked as ready twice. This means that its gradient came twice in one backward "
@@ -181,7 +181,7 @@ def _shown(names: Sequence[str]) -> str:
 
 
 def full_precision_error(name: str) -> str:
-    """Returns the message for a parameter that the loss uses with full precision."""
+    """Returns the message for a parameter that the loss uses in full precision."""
     return (
         f"the loss uses the parameter {name} as it was before the forward pass, with full "
         f"precision: with mixed_precision that gradient comes too late to be averaged. Compute "
@@ -200,7 +200,7 @@ _MIXED = (
 
 
 class LocalGradients:
-    """Takes note of gradients that stay this rank's own, and raises where ranks would drift apart.
+    """Detects optimizer steps on gradients that were accumulated but not averaged.
 
     Within ``no_sync`` and ``hold`` gradients are this rank's own until they are averaged, and no
     optimizer may step by what is held. Elsewhere each belongs to a step, which a forward pass of
@@ -238,11 +238,11 @@ class LocalGradients:
 
     @property
     def order(self) -> list[int]:
-        """Returns parameters in the order of their last gradients within ``hold``."""
+        """Returns the parameters in the order of their last gradients within ``hold``."""
         return list(self._order)
 
     def gradient_came(self, index: int, step: Step) -> None:
-        """Takes note of a gradient that is not averaged now.
+        """Records a gradient that this pass does not average.
 
         Raises:
             RuntimeError: it would stay this rank's own, and nobody has asked for that.
@@ -262,7 +262,7 @@ class LocalGradients:
             raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
 
     def _refuse_late(self, index: int) -> None:
-        """Raises if a gradient contradicts what the ranks have agreed on in the last step."""
+        """Raises if a gradient contradicts what ranks agreed on in the last step."""
         landed, name = self._landed, self._parameters[index].name
         if landed is None:
             return
@@ -274,31 +274,31 @@ class LocalGradients:
             raise RuntimeError(late_error(name))
 
     def forward_begins(self) -> None:
-        """Counts a gradient that comes from now on as the next step's."""
+        """Counts gradients from now on as the next step's."""
         self._landed_before, self._landed = self._landed, None
 
     def forward_was_recomputed(self) -> None:
-        """Takes back what was noted of a forward pass: it was one within ``no_sync``, again."""
+        """Undoes the record of a forward pass that activation checkpointing ran again."""
         self._landed = self._landed_before
         self.forward_synchronised = False
 
     def begin_averaging_pass(self) -> None:
-        """Takes note of a backward pass that averages, with its first gradient."""
+        """Begins a backward pass that averages, at its first gradient."""
         if self.forward_synchronised and not self.is_syncing():
             self._errors.only_backward()
         self.allow_optimizers()
 
     def allow_optimizers(self) -> None:
-        """Lets optimizers step again, those in backward first."""
+        """Allows optimizers to step again, those in backward first."""
         self._block_reason = ""
 
     def gradients_written(self, step: Step) -> None:
-        """Forgets what came before: it was averaged; what comes from now on is too late for it."""
+        """Clears the record of local gradients, which are averaged now."""
         self.has_new, self._landed = False, step
         self._order.clear()
 
     def _optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises before a step that would use gradients of this rank only."""
+        """Raises before an optimizer steps with gradients of this rank only."""
         name = self._first_with_gradient(optimizer) if self._block_reason else None
         if name is not None:
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""Optimizers that step in backward, bucket by bucket; what looks before any optimizer steps."""
+"""Steps optimizers in backward, bucket by bucket, and calls checks before any optimizer steps."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _lock = Lock()
 
 
 def has_optimizer_in_backward(parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether ``torch.distributed.optim._apply_optimizer_in_backward`` was called on one."""
+    """Whether torch's ``_apply_optimizer_in_backward`` was called on one of the parameters."""
     return any(optimizers_in_backward(parameter) is not None for parameter in parameters)
 
 
 def replace_backward_optimizers(parameters: Sequence[nn.Parameter]) -> None:
-    """Removes the hooks that would step with this rank's own gradient."""
+    """Removes the hooks that would step with this rank's local gradient."""
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     for parameter in parameters:
@@ -43,10 +43,10 @@ def replace_backward_optimizers(parameters: Sequence[nn.Parameter]) -> None:
 
 
 class OptimizersInBackward:
-    """Steps each parameter's own optimizers when its bucket is averaged, and drops its gradient."""
+    """Steps each parameter's optimizers when its bucket is averaged, and drops its gradient."""
 
     def bucket_averaged(self, bucket: BucketBase) -> None:
-        """Hears that the gradients of the next bucket, in order, are in ``.grad``."""
+        """Steps the optimizers of the next bucket, whose gradients are in ``.grad``."""
         with torch.no_grad():
             for parameter in bucket.parameters:
                 optimizers = optimizers_in_backward(parameter)
@@ -57,7 +57,7 @@ class OptimizersInBackward:
 
 
 def before_every_step(look: Callable[[Optimizer], None]) -> None:
-    """Calls a function before each step of any optimizer; a method as long as its object lives.
+    """Calls a function before each step of any optimizer; a method while its object lives.
 
     Args:
         look: what it raises keeps the optimizer from stepping.

@@ -1,4 +1,4 @@
-"""The parameters a reducer is responsible for, and how ranks start from the same values."""
+"""Finds the parameters that a reducer averages, and gives all ranks the same initial values."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Trained:
 
 
 def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list[Trained]:
-    """Returns those that require a gradient, without ``ignored``, each once, as registered."""
+    """Returns the parameters that require a gradient, once each, in registration order."""
     sparse = {
         id(parameter)
         for inner in module.modules()
@@ -53,7 +53,7 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
 
 
 def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
-    """Makes parameters that are frozen now raise when a gradient comes, which nobody averages.
+    """Makes parameters that are frozen now raise when they get a gradient, which nothing averages.
 
     Until ``owner``, which has the ``module``, is gone, or another one has the parameter. It
     costs nothing where they stay frozen.

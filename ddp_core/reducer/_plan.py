@@ -1,4 +1,4 @@
-"""The bucket plan: which buckets there are now, and when they are laid out anew."""
+"""Decides which parameters share a bucket, and when buckets are laid out anew."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
 
 
 class Stage(enum.Enum):
-    """Says how far the buckets of a model have come."""
+    """Describes how final the buckets of a model are."""
 
     NEW = enum.auto()  # there was no step yet
     FIRST = enum.auto()  # by registration, until the order of gradients is known
@@ -38,7 +38,7 @@ class Stage(enum.Enum):
 
 @dataclass(frozen=True)
 class SavedBuckets:
-    """Holds the buckets of another run of the model, with which this one resumes.
+    """Holds the buckets of a saved run, with which this run resumes.
 
     ====================  ====================================================
     members, limits       buckets laid out by arrival, or that stay as they are
@@ -63,13 +63,13 @@ class SavedBuckets:
 
     @property
     def stage(self) -> Stage:
-        """Returns the saved run's stage; FIRST also if its buckets were to be laid out anew."""
+        """Returns the saved run's stage; FIRST if its buckets were to be laid out anew."""
         if self.members and self.limits:
             return Stage.FINAL
         return Stage.FIRST if self.members or self.limits else Stage.NEW
 
     def holds(self, parameters: Sequence[Trained], group_of: BucketGroup | None) -> bool:
-        """Whether these buckets hold a model's parameters, and none of different kinds."""
+        """Whether these buckets hold exactly the model's parameters, and each bucket one kind."""
         dense = [index for index, parameter in enumerate(parameters) if not parameter.sparse]
         if sorted(index for indices in self.members for index in indices) != dense:
             return False
@@ -77,13 +77,13 @@ class SavedBuckets:
         return all(len({kinds[index] for index in indices}) == 1 for indices in self.members)
 
     def with_sparse(self, parameters: Sequence[Trained]) -> list[list[int]]:
-        """Returns these buckets, and those of a model's sparse gradients."""
+        """Returns these buckets, and those of the model's sparse gradients."""
         sparse = [[index] for index, parameter in enumerate(parameters) if parameter.sparse]
         return [*map(list, self.members), *sparse]
 
 
 class Saving(NamedTuple):
-    """Holds what a checkpoint says of buckets; :class:`SavedBuckets` explains each field."""
+    """Holds the buckets of a checkpoint; :class:`SavedBuckets` explains each field."""
 
     members: Sequence[Sequence[int]]
     limits: tuple[int, ...]
@@ -91,7 +91,7 @@ class Saving(NamedTuple):
 
 
 class BucketPlan:
-    """Decides on buckets: by registration, then by arrival, by the compiler, or as a scheme asks.
+    """Decides on buckets: by registration, by arrival, by the compiler, or as a scheme requests.
 
     Args:
         parameters: of the model; the same on all ranks.
@@ -130,12 +130,12 @@ class BucketPlan:
 
     @property
     def loaded(self) -> bool:
-        """Whether another run's buckets are to be taken up when the next step begins."""
+        """Whether a saved run's buckets are to be used when the next step begins."""
         return self._saved is not None
 
     @property
     def settled(self) -> bool:
-        """Whether no order of gradients changes the buckets any more."""
+        """Whether the order of gradients can no longer change the buckets."""
         return self.stage is Stage.FINAL or not self.follows_arrival
 
     @property
@@ -149,7 +149,7 @@ class BucketPlan:
         return arrange(self._parameters, limits)
 
     def request(self, group_of: BucketGroup | None, caps: BucketCaps | None = None) -> None:
-        """Gives each bucket parameters of one group from the next step on; None: as usual.
+        """Puts only parameters of one group into a bucket, from the next step on; None: any.
 
         Args:
             caps: other sizes of buckets, if given.
@@ -163,7 +163,7 @@ class BucketPlan:
         self.caps = caps or self.caps
 
     def resume(self, saved: SavedBuckets) -> None:
-        """Resumes with another run's buckets when the next step begins; all ranks call it.
+        """Uses a saved run's buckets when the next step begins; all ranks call it.
 
         Where those do not suit this model (its parameters, its sizes of buckets, the layout that a
         scheme asks for), buckets are laid out by that run's order of arrival, if it is known.
@@ -174,7 +174,7 @@ class BucketPlan:
         self.arrival = list(saved.arrival) if complete else []
 
     def to_save(self, present: Sequence[Sequence[int]]) -> Saving:
-        """Returns what another run is to go on from.
+        """Returns the buckets that a resumed run needs.
 
         Args:
             present: indices of the parameters of each dense bucket that there is now.
@@ -191,7 +191,7 @@ class BucketPlan:
         return Saving(present, self.caps.limits if self.settled else (), self.arrival)
 
     def step_ended(self, order: list[int] | None) -> None:
-        """Takes note of a complete step.
+        """Records a complete step.
 
         Args:
             order: in which gradients came; None on a rank without inputs (join), which takes the
@@ -206,7 +206,7 @@ class BucketPlan:
         self._steps += 1
 
     def add_splits(self, chosen: Sequence[Sequence[int]]) -> None:
-        """Takes the compiler's splits of a graph, which are the buckets when they are rebuilt.
+        """Adds the compiler's splits of a graph, which become buckets when they are rebuilt.
 
         Only in the first step: one rank's later recompilation must not move buckets.
 
@@ -217,12 +217,12 @@ class BucketPlan:
             self.splits.take(chosen)
 
     def compare_loaded(self) -> None:
-        """Raises unless all ranks go on from the same state, if this rank does from any."""
+        """Raises unless all ranks resume the same state, if this rank resumes any."""
         if self._saved is not None:
             self._saved.agree()
 
     def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
-        """Returns new buckets, if it is time; all ranks come here in the same forward pass.
+        """Returns new buckets if they are due; all ranks call it in the same forward pass.
 
         They take rank 0's, for the ranks may have seen gradients arrive differently.
 
@@ -248,21 +248,21 @@ class BucketPlan:
 
     @property
     def _asked(self) -> bool:
-        """A change is pending: other sizes, other groups, or another run's buckets."""
+        """Whether a change is pending: other sizes, other groups, or a saved run's buckets."""
         return self._anew or self._saved is not None
 
     @property
     def _by_arrival(self) -> bool:
-        """The order of gradients has become known."""
+        """Whether the order of gradients has become known, so that buckets follow it."""
         return not self.settled and bool(self.arrival)
 
     @property
     def _for_splits(self) -> bool:
-        """It is the second step here, in which ranks agree on the compiler's buckets."""
+        """Whether this is the second step, in which ranks agree on the compiler's buckets."""
         return self.settled and self.splits.open and self._steps > 0
 
     def _laid_out(self, present: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
-        """New buckets, and the order of gradients by which they are laid out."""
+        """Returns new buckets, and the order of gradients that they follow."""
         if self._asked or self._by_arrival:
             return self.arrival, self._arranged(self.arrival)
         order = self._order or self.arrival  # the splits are all that is new
@@ -271,7 +271,7 @@ class BucketPlan:
         return order, self._arranged(order)
 
     def _usable_saved(self) -> SavedBuckets | None:
-        """The saved buckets, where they suit."""
+        """Returns the saved buckets if they suit the model."""
         saved = self._saved
         if saved is None or self._anew or not saved.holds(self._parameters, self.group_of):
             return None
@@ -332,7 +332,7 @@ class BucketCaps:
         return cls((FIRST_BUCKET_NBYTES, default * MiB), free=True)
 
     def for_hook(self, cap_mb: float | None) -> BucketCaps:
-        """Returns the sizes that a hook asks for (None: any), where the user has asked for none."""
+        """Returns the sizes that a hook requests (None: any), unless the user has set sizes."""
         if not self.free or cap_mb is None:
             return self
         return replace(self, limits=(FIRST_BUCKET_NBYTES, _nbytes(cap_mb)))
@@ -447,7 +447,7 @@ def kinds_of(parameters: Sequence[Trained], group_of: BucketGroup | None) -> lis
 def agree_on(
     buckets: Sequence[Sequence[int]], final: bool, group: dist.ProcessGroup, device: torch.device
 ) -> tuple[list[list[int]], bool]:
-    """Returns rank 0's answers, on every rank; ranks may have seen gradients come differently.
+    """Returns rank 0's answers on every rank; ranks may have seen gradients in different orders.
 
     Args:
         final: whether these buckets stay.
@@ -487,7 +487,7 @@ class CompilerSplits:
         self.open, self.ignored = True, False
 
     def take(self, chosen: Sequence[Sequence[int]]) -> None:
-        """Adds those of one graph.
+        """Adds the splits of one graph.
 
         Args:
             chosen: ids of the parameters of each split, in the order of backward.

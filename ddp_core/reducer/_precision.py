@@ -1,4 +1,4 @@
-"""Mixed precision: low-precision parameters in forward and backward, full precision outside."""
+"""Exchanges parameters for low-precision copies in forward and backward (mixed precision)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PLAIN = (Tensor, bool, int, float, str, type(None))  # what holds no graph but 
 
 @dataclasses.dataclass
 class MixedPrecision:
-    """Holds settings, with the fields of torch's; None leaves a dtype as it is.
+    """Holds the dtypes of mixed precision, with torch's fields; None leaves a dtype unchanged.
 
     Attributes:
         param_dtype: of parameters and inputs, and so of forward and backward.
@@ -42,7 +42,7 @@ class MixedPrecision:
 
 
 class Precision:
-    """Exchanges the parameters' data for a low-precision copy, and back.
+    """Replaces the parameters' data by a low-precision copy, and restores it.
 
     Between steps parameters and gradients have their own dtype, so optimizers and checkpoints see
     nothing of it. A gradient that is there already stays as it is: autograd adds the low-precision
@@ -86,13 +86,13 @@ class Precision:
         return bool(self._full)
 
     def full_values(self) -> dict[int, Tensor]:
-        """Returns the parameters' own data while they are low-precision, by identity."""
+        """Returns the parameters' full-precision data while the copies are in use, by identity."""
         return {id(cast): data for cast, data in zip(self._casts, self._full, strict=False)}
 
     # ---- forward
 
     def begin_forward(self) -> Use:
-        """Makes the parameters low-precision; returns what ends this forward pass.
+        """Makes the parameters low-precision; returns an object that ends this forward pass.
 
         Raises:
             RuntimeError: they were changed the last time that they were.
@@ -161,7 +161,7 @@ class Precision:
                 parameter.grad = grad.to(parameter.dtype)
 
     def cast_inputs(self, value: Any) -> Any:
-        """Returns ``value`` with floating-point tensors anywhere in it in ``param_dtype``."""
+        """Returns ``value`` with all floating-point tensors in it cast to ``param_dtype``."""
         dtype = self.param_dtype
         if dtype is None:
             return value
@@ -174,18 +174,18 @@ class Precision:
 
 
 class Use:
-    """Keeps parameters low-precision until the last reference to it is dropped."""
+    """Keeps parameters low-precision until the last reference to this object is dropped."""
 
     def __init__(self, precision: Precision, number: int) -> None:
         self._precision, self._number = weakref.ref(precision), number
 
     def backward_begins(self, _: object) -> None:
-        """Ends with this backward pass, unless its graph is kept for another one."""
+        """Ends the use with this backward pass, unless its graph is kept for another one."""
         if not keeps_graph():
             call_after_backward(partial(self.end, after_backward=True))
 
     def end(self, *, after_backward: bool = False) -> None:
-        """Restores full precision if nobody else needs the low one."""
+        """Restores full precision if no other pass needs the low-precision copies."""
         precision = self._precision()
         if precision is not None:
             precision._user_gone(self._number, after_backward=after_backward)

@@ -1,4 +1,4 @@
-"""The reducer: averages gradients step by step; see ``docs/design/reducer.md``."""
+"""Averages gradients step by step; see ``docs/design/reducer.md``."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class Reducer:
     # ---- around forward
 
     def prepare_for_forward(self) -> None:
-        """Drops what is left of an earlier step, and rebuilds buckets, before a forward pass.
+        """Aborts an unfinished step, and rebuilds buckets, before a forward pass.
 
         Raises:
             RuntimeError: the step before did not reduce all its gradients.
@@ -136,7 +136,7 @@ class Reducer:
             self.rebuild()
 
     def is_recomputed(self) -> bool:
-        """Whether a forward pass now is a part of the backward pass of a step under way.
+        """Whether a forward pass now belongs to the backward pass of a step under way.
 
         Activation checkpointing runs it once more, for its activations only.
         """
@@ -151,7 +151,7 @@ class Reducer:
         self.history.forward_begins(self.launcher.step)
 
     def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
-        """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
+        """Divides gradients by the ranks with inputs, which ``work`` counts, unless static."""
         self.exchange.set_effective_ranks(work, static_world_size=static_world_size)
 
     def prepare_for_backward(self, outputs: Sequence[Any] = ()) -> None:
@@ -160,7 +160,7 @@ class Reducer:
             self.begin_step()
 
     def begin_step(self) -> None:
-        """Begins a step, of a backward pass or of none."""
+        """Begins a step, with or without a backward pass."""
         times = self.history.backward_begins()
         self.launcher.step_begins()
         self.exchange.begin(
@@ -175,13 +175,13 @@ class Reducer:
         )
 
     def await_futures(self, futures: Sequence[Any]) -> None:
-        """Takes futures that are waited for at the end of backward (buffer hook)."""
+        """Adds futures of the buffer hook that the end of backward waits for."""
         self.exchange.await_futures(futures)
 
     # ---- between steps
 
     def rebuild(self) -> None:
-        """Lays buckets out anew, once the order of gradients is known or a layout was asked for."""
+        """Lays buckets out anew, once the order of gradients is known or a layout was requested."""
         self.plan.compare_loaded()  # outside of the try: its error says what to do
         try:
             members = self.plan.rebuild(self._installed.members)
@@ -192,7 +192,7 @@ class Reducer:
             logger.info("Reducer buckets have been rebuilt in this iteration.")
 
     def keep_registered_buckets(self) -> None:
-        """Lays buckets out by registration, for good; all ranks call it, before the first step."""
+        """Keeps buckets in registration order; all ranks call it, before the first step."""
         self.plan.follows_arrival, self.plan.splits.ignored = False, True
         self._installed.install(self.plan.initial())
 
@@ -205,21 +205,21 @@ class Reducer:
             self._errors.unused(self.backward.missing(), finds=self.usage.finds_unused)
 
     def drop_step(self) -> None:
-        """Drops the step that is under way, if any; what was accumulated stays."""
+        """Aborts the step under way, if any; accumulated gradients stay."""
         if not self.exchange.step.complete:
             self.exchange.abort()
 
     def drop_raised_step(self) -> None:
-        """Forgets, outside of backward, a step whose backward pass has raised."""
+        """Aborts, outside of backward, a step whose backward pass has raised."""
         if self.exchange.step.is_open and backward_number() == NO_BACKWARD:
             self.exchange.abort()
 
     def shadow(self, *, at_point: bool = False) -> None:
-        """Takes part in a backward pass or a ``reduce`` with zeros: there is no more input."""
+        """Takes part in a backward pass or a ``reduce`` with zeros, on a rank without inputs."""
         shadow(self.exchange, self.plan, at_point=at_point)
 
     def continue_from(self, before: Reducer) -> None:
-        """Goes on where another reducer of the same model (with other ranks) has stopped."""
+        """Continues from another reducer of the same model, which had other ranks."""
         self.launcher.step = before.launcher.step
         self.launcher.abort_agreement.first_step = before.launcher.step
         self.history.timeline = before.timeline
@@ -256,7 +256,7 @@ def reduce_at_point(backward: Backward, exchange: StepExchange, plan: BucketPlan
 
 @contextmanager
 def explicit_reduce(usage: Usage) -> Iterator[None]:
-    """Makes ranks tell each other what they use as there is no backward pass to learn from."""
+    """Makes ranks exchange which parameters they use, since no backward pass shows it."""
     usage.at_point = True
     try:
         yield
@@ -267,7 +267,7 @@ def explicit_reduce(usage: Usage) -> Iterator[None]:
 def agree_on_reduce(
     exchange: StepExchange, *, came: bool = False, missing: list[int] | None = None
 ) -> None:
-    """Finds out, on all ranks alike, whether there is something to average; all ranks call it.
+    """Decides, on all ranks alike, whether there is something to average; all ranks call it.
 
     Args:
         came: whether this rank has accumulated anything.
@@ -302,7 +302,7 @@ def agree_on_reduce(
 def _mark_all_ready(
     backward: Backward, exchange: StepExchange, missing: list[int], known: list[int]
 ) -> None:
-    """Counts all gradients as there, in the order in which they came; zeros where there is none."""
+    """Marks all gradients ready, in the order of their arrival; zeros where there is none."""
     step, usage = exchange.step, exchange.usage
     everything = range(len(exchange.parameters))
     if usage.finds_unused:
@@ -336,7 +336,7 @@ def shadow(exchange: StepExchange, plan: BucketPlan, *, at_point: bool) -> None:
 
 
 def _exchange_zeros(exchange: StepExchange, plan: BucketPlan) -> None:
-    """The collectives of the others' step, in their order: see `Backward.finish`."""
+    """Issues the collectives of the other ranks' step, in the order of `Backward.finish`."""
     step, usage, launcher = exchange.step, exchange.usage, exchange.launcher
     if usage.finds_unused:
         usage.used.reset_flags()

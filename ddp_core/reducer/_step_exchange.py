@@ -1,4 +1,4 @@
-"""One step's buckets: launched in order, waited for in order, written to ``.grad``."""
+"""Launches one step's buckets in order, waits for them in order, and writes ``.grad``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class StepExchange:
     # ---- the step
 
     def begin(self, step: Step) -> None:
-        """Goes on to another step; what came of the one before is forgotten."""
+        """Begins another step, and drops the results of the one before."""
         self.step = step
         if step.complete:
             self._effective, self._futures = None, []
@@ -73,11 +73,11 @@ class StepExchange:
             bucket.reset()
 
     def set_effective_ranks(self, work: dist.Work, *, static_world_size: bool) -> None:
-        """Divides gradients by the ranks with input, which ``work`` counts, unless static."""
+        """Divides gradients by the ranks with inputs, which ``work`` counts, unless static."""
         self._effective = None if static_world_size else work
 
     def compute_scale(self) -> None:
-        """Sets by what sums are divided: the number of ranks, or of those that still have input."""
+        """Computes the divisor of sums: the number of ranks, or of ranks that still have inputs."""
         self.step.divisor = self._world_size
         if self._effective is not None:
             self._effective.wait()
@@ -86,15 +86,15 @@ class StepExchange:
         self.step.scale = None if self.launcher.hook is not None else 1.0 / self.step.divisor
 
     def await_futures(self, futures: Sequence[Any]) -> None:
-        """Takes futures that are waited for at the end of backward (buffer hook)."""
+        """Adds futures of the buffer hook that the end of backward waits for."""
         self._futures.extend(futures)
 
     def wait_for_futures(self) -> None:
-        """Waits for them."""
+        """Waits for the futures of the buffer hook."""
         self.launcher.await_futures(self._futures)
 
     def report_abort(self) -> None:
-        """Says once that this step will not land; held-back buckets are let go."""
+        """Notifies the hook's state, once, of the abort, so that it releases held buckets."""
         step = self.step
         if not step.complete and not step.abort_reported:
             step.abort_reported = True
@@ -102,7 +102,7 @@ class StepExchange:
             self.launcher.step_aborted(len(step.outcomes) if begun else None)
 
     def abort(self) -> None:
-        """Drops a step whose backward pass raised; what it has launched must not write any more."""
+        """Aborts a step whose backward pass raised; launched exchanges must not write any more."""
         self.report_abort()
         if self._precision is not None:
             self._precision.restore()
@@ -116,7 +116,7 @@ class StepExchange:
         self.begin(Step())
 
     def _finish_aborted(self) -> None:
-        """Steps what was launched, as some ranks have already: parameters stay equal."""
+        """Steps the launched buckets, as some ranks already have: parameters stay equal."""
         self.step.unused_known = False
         with contextlib.suppress(CollectiveError):  # the step has raised already
             self.finish_all()
@@ -165,7 +165,7 @@ class StepExchange:
     # ---- finishing
 
     def _finish_early(self) -> None:
-        """Buckets that are averaged already, while backward goes on (optimizer in backward)."""
+        """Finishes buckets that are averaged already, during backward (optimizer in backward)."""
         step = self.step
         while step.finished < len(step.outcomes):
             members = self.buckets[step.finished].members
@@ -221,7 +221,7 @@ class StepExchange:
 
 
 class UnusedGradients:
-    """Finds them for the hook's state, which keeps what it has sent for them.
+    """Finds unused parameters for the hook's state, which keeps what it has sent for them.
 
     A gradient that is its bucket's view has the result, used or not, and is not left alone.
 
@@ -238,7 +238,7 @@ class UnusedGradients:
         self._usage, self._launcher = usage, launcher
 
     def in_views(self) -> list[int]:
-        """Returns unused parameters whose gradient gets the bucket's result all the same.
+        """Returns unused parameters whose gradient receives the bucket's result all the same.
 
         The ranks tell each other, for one without inputs (join) cannot see it.
         """
@@ -253,7 +253,7 @@ class UnusedGradients:
         ]
 
     def in_bucket(self, bucket: BucketBase, unused: Sequence[bool] | None) -> list[nn.Parameter]:
-        """Returns those of one bucket.
+        """Returns the unused parameters of one bucket whose gradient is not written.
 
         Args:
             unused: by slot, whether no rank uses the parameter; None: all are in use.

@@ -1,4 +1,4 @@
-"""When each bucket's gradients came, when it travelled, and how long backward waited for it."""
+"""Records when each bucket's gradients arrived, travelled, and were waited for."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ class BucketTimes(Timed):
     moments: dict[str, Timestamp] = field(default_factory=dict, repr=False)
 
     def mark(self, name: str) -> None:
-        """Sets the attribute of this name to the present moment."""
+        """Sets the attribute of this name to the present time."""
         set_time(self, name, self.clock.now())
 
     def gradient_came(self) -> None:
-        """Takes note that one of its gradients has arrived."""
+        """Records that a gradient of the bucket has arrived."""
         now = self.clock.now()
         if not self.first_ready:
             set_time(self, "first_ready", now)
@@ -57,7 +57,7 @@ class BucketTimes(Timed):
 
     @property
     def exposed(self) -> float:
-        """Returns the seconds that backward waited for it."""
+        """Returns the seconds that backward waited for the bucket."""
         return self.wait_ended - self.wait_began
 
 
@@ -75,7 +75,7 @@ class StepTimes(Timed):
     moments: dict[str, Timestamp] = field(default_factory=dict, repr=False)
 
     def mark(self, name: str) -> None:
-        """Sets the attribute of this name to the present moment."""
+        """Sets the attribute of this name to the present time."""
         set_time(self, name, self.clock.now())
 
     def resolve(self) -> bool:
@@ -118,7 +118,7 @@ class Timeline:
         self.steps: deque[StepTimes] = deque(maxlen=keep)
 
     def begins(self, step: int, clock: Clock = HOST) -> StepTimes | None:
-        """Returns a record for this step, or None if it is not recorded."""
+        """Returns a record for this step, or None if the step is not recorded."""
         if step >= self.first and step % self.every:
             return None
         times = StepTimes(step, clock=clock)
@@ -126,11 +126,11 @@ class Timeline:
         return times
 
     def add(self, times: StepTimes) -> None:
-        """Keeps a finished step's record."""
+        """Adds a finished step's record."""
         self.steps.append(times)
 
     def clear(self) -> None:
-        """Forgets all steps."""
+        """Drops all records."""
         self.steps.clear()
 
     def frame(self) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Which parameters a step uses, on this rank and on any."""
+"""Tracks which parameters a step uses, on this rank and on any."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _IN_VIEW = 1 << 16  # beside the number of ranks that use a parameter, in one su
 
 
 def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns host values on ``device``, without waiting for what a GPU has to do before."""
+    """Copies host values to ``device``, without waiting for earlier work of a GPU."""
     if device.type == "cpu":
         return values
     # A copy from pageable memory would wait for the whole backward pass. torch keeps pinned memory
@@ -26,7 +26,7 @@ def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class UsedMap:
-    """Holds one flag per parameter; all ranks' flags are summed only where a rank needs to know.
+    """Holds one flag per parameter; all ranks' flags are summed only if a rank needs the sum.
 
     A parameter that no rank has used keeps its gradient as it is, so that an optimizer with
     momentum or weight decay does not move it.
@@ -44,11 +44,11 @@ class UsedMap:
         self.wait_for: Callable[[dist.Work], object] = dist.Work.wait
 
     def mark(self, index: int) -> None:
-        """Takes note that this rank has used the parameter in this step (or within ``no_sync``)."""
+        """Records that this rank has used the parameter in this step (or within ``no_sync``)."""
         self._local[index] = 1
 
     def unmark(self, indices: Sequence[int]) -> None:
-        """Takes note that this rank has not used these parameters after all."""
+        """Records that this rank has not used these parameters after all."""
         for index in indices:
             self._local[index] = 0
 
@@ -93,7 +93,7 @@ class UsedMap:
         return [not sums[index] % _IN_VIEW for index in members]
 
     def in_views(self, index: int) -> bool:
-        """Whether a rank's gradient of this parameter, which no rank uses, has the result."""
+        """Whether some rank's gradient of this unused parameter is a view of the result."""
         return self._sums()[index] >= _IN_VIEW
 
     def _sums(self) -> list[int]:
@@ -104,14 +104,14 @@ class UsedMap:
         return self._everywhere
 
     def latest(self) -> torch.Tensor:
-        """Returns how many ranks have used each parameter, by the latest sum; before, own flags."""
+        """Returns how many ranks used each parameter by the latest sum, or this rank's flags."""
         if self._counts is None:
             return self.local()
         self.wait()
         return self._counts % _IN_VIEW
 
     def contradictions(self) -> list[int]:
-        """Returns parameters that this rank uses though the sum says that no rank does."""
+        """Returns parameters that this rank uses although the sum says that no rank does."""
         unused = self.globally_unused(range(len(self._local)))
         return [index for index, gone in enumerate(unused or ()) if gone and self._local[index]]
 
@@ -122,18 +122,18 @@ class UsedMap:
             self._work = None
 
     def finish_step(self) -> bytearray:
-        """Ends the step; the next one starts with no parameter used. Returns this one's flags."""
+        """Ends the step: waits for the sum, resets the flags, and returns them."""
         self.wait()
         return self.reset_flags()
 
     def reset_flags(self) -> bytearray:
-        """Starts anew, with no parameter used. Returns the flags until now."""
+        """Resets the flags to unused, and returns them as they were."""
         used, self._local = self._local, bytearray(len(self._local))
         return used
 
 
 class Usage:
-    """Knows what ``find_unused_parameters``, ``static_graph`` and skipped buckets need.
+    """Tracks parameter use for ``find_unused_parameters``, ``static_graph`` and skipped buckets.
 
     Attributes:
         counts: of a static graph, how often each parameter's hook is called in a step; None until
@@ -166,7 +166,7 @@ class Usage:
 
     @property
     def finds_unused(self) -> bool:
-        """Whether ranks tell each other at every step what they use, as autograd told them."""
+        """Whether the used-parameter map is all-reduced in every step."""
         if self._settings.static_graph:  # its first step may have no backward pass to learn from
             return self.at_point and self.counts is None
         return self._settings.find_unused
@@ -178,7 +178,7 @@ class Usage:
 
     @property
     def records_use(self) -> bool:
-        """Whether arrivals are written down."""
+        """Whether arrivals of gradients are recorded."""
         return self.finds_unused or self.is_first_static_step
 
     @property
@@ -190,18 +190,18 @@ class Usage:
         )
 
     def clear_stale_marks(self, without_gradient: Sequence[int]) -> None:
-        """Counts what an abandoned step has used only where its gradients were kept."""
+        """Clears the flags that an aborted step has set, except where gradients were kept."""
         self.has_stale_marks = False
         self.used.unmark(without_gradient)
 
     def calls(self) -> list[int]:
-        """Returns what the hooks' calls of a step count down from; zeros in the first step."""
+        """Returns the hook calls that each parameter has left in a step; 0 in the first step."""
         if not self._settings.static_graph:
             return []
         return [0] * self._numel if self.counts is None else list(self.counts)
 
     def record_static_graph(self, calls: list[int]) -> list[int]:
-        """Takes the first step's calls for those of all that follow.
+        """Records the first step's hook calls, which all later steps repeat.
 
         Returns:
             Parameters that this rank uses, though the ranks that learned before do not.
@@ -214,7 +214,7 @@ class Usage:
         return []
 
     def join_static_graph(self) -> None:
-        """Learns on a rank without inputs, which counts in a first step of its own, later."""
+        """Takes part in the others' first static-graph step, without input here (join)."""
         if not self.learned_by_join:
             self.learned_by_join = True
             self.used.all_reduce()

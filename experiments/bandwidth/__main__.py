@@ -1,4 +1,4 @@
-"""Runs the study: ``python -m experiments.bandwidth`` shows on which link which scheme pays."""
+"""Runs the study ``python -m experiments.bandwidth``: on which link which scheme pays."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class _Study:
         return self._collected("unlimited", self.settings, messages)
 
     def on(self, link: Link, unlimited: dict[str, Case]) -> pd.DataFrame:
-        """Returns the table of a link, on which schemes are timed if it can be made."""
+        """Returns the table of a link, and times the schemes on it if the link can be made."""
         names = list(unlimited)
         if link.rate is not None:
             names = [name for name in names if name in self.on_links]

@@ -63,7 +63,7 @@ def parse(text: str) -> Link:
 
 
 def how_made(way: Access, *, wanted: bool = True) -> str:
-    """Says in a sentence how the limited links of this run are made.
+    """Describes in a sentence how the limited links of this run are made.
 
     Args:
         way: the result of :func:`experiments.tools.namespaces.access`.
@@ -122,7 +122,7 @@ def computed(
     window_s: float,
     buckets: int,
 ) -> list[float]:
-    """Computes step times on a link that cannot be made, from those without a limit.
+    """Computes step times on a link that cannot be made, from step times without a limit.
 
     The bytes of a step take ``t = 8 * wire_nbytes / rate``. They travel while backward computes,
     from the first full bucket on, but the last bucket leaves when backward has ended, so that

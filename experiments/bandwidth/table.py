@@ -119,7 +119,7 @@ def _over(times: pd.Series, other: pd.Series | None) -> pd.Series:
 
 
 def _pays(low: float, high: float) -> str:
-    """Says whether a scheme is faster than no compression; "even" if the quartiles disagree."""
+    """Returns whether a scheme is faster than no compression; "even" if the quartiles disagree."""
     if pd.isna(low):
         return ""
     return "yes" if high < 1 else "no" if low > 1 else "even"
@@ -162,7 +162,7 @@ def _cell(value: Any, form: Callable[[Any], str]) -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Returns what the numbers depend on besides the settings: versions and the machine."""
+    """Returns the versions and the machine, on which the numbers depend."""
     return {
         "commhooks": commhooks.__version__,
         "torch": str(torch.__version__),

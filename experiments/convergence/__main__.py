@@ -59,7 +59,7 @@ def _names(tasks: str) -> list[str]:
 
 
 def _hooks(only: str) -> list[str]:
-    """Returns the hooks that were asked for, and the one that all are compared with."""
+    """Returns the requested hooks, and the one that all are compared with."""
     known = [name for name in (*SCHEMES, *VARIANTS) if name not in LEFT_OUT]
     names = [name.strip() for name in only.split(";") if name.strip()]
     for name in names:

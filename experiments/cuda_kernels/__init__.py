@@ -1,1 +1,1 @@
-"""Tells from the machine code of CUDA kernels what decides their speed."""
+"""Finds in the machine code of CUDA kernels what decides their speed."""

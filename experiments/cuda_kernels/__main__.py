@@ -1,4 +1,4 @@
-"""Tells about the machine code of every CUDA kernel what decides its speed; needs no GPU.
+"""Finds in the machine code of every CUDA kernel what decides its speed; needs no GPU.
 
 Run ``python -m experiments.cuda_kernels`` (2 minutes): NVRTC compiles every kernel, and a row says
 how many registers it takes, what it spills, its shared memory, and how many threads of it a

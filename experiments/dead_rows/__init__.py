@@ -1,1 +1,1 @@
-"""Shows what Adam makes of rows of an embedding that no batch has."""
+"""Shows how Adam moves rows of an embedding that no batch has."""

@@ -1,4 +1,4 @@
-"""Shows what Adam makes of rows of an embedding that no batch has.
+"""Shows how Adam moves rows of an embedding that no batch has.
 
 Run ``python -m experiments.dead_rows``. The LSTM of the other studies has an embedding of 1024 rows
 here, of which its text uses about 100, in random places; all others have a gradient of exactly
@@ -72,7 +72,7 @@ class _OfBytes(nn.Module):
 def train(
     task: Task, scheme: str, options: dict[str, Any], ranks: int, steps: int
 ) -> Iterator[Any]:
-    """Trains with a scheme: yields None after each step, and at last the figures."""
+    """Trains with a scheme; yields None after each step, and the figures at last."""
     torch.manual_seed(0)
     model: Any = task.model()
     begin = copy.deepcopy(model.tokens.weight.detach())

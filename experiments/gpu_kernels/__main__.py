@@ -72,7 +72,7 @@ def main(
         "results/gpu_kernels"
     ),
 ) -> None:
-    """Runs parts of the study, and says what is left of them."""
+    """Runs parts of the study, and prints what is left of them."""
     wanted = part or [name for name, study in PARTS.items() if study.unasked]
     if unknown := set(wanted) - set(PARTS):
         raise typer.BadParameter(f"--part is one of {', '.join(PARTS)}, got {sorted(unknown)}")
@@ -117,7 +117,7 @@ def _run_all(wanted: list[str], setting: Setting, until: float, architecture: st
 
 
 def _again(why: str, until: float) -> None:
-    """Goes on in a new process, for the minutes that are left: this one can launch nothing."""
+    """Continues in a new process, for the minutes left, since this one can launch nothing."""
     minutes = (until - time.monotonic()) / 60
     restarts = int(os.environ.get(_RESTARTS, "0"))
     typer.echo(why)

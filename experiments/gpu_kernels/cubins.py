@@ -28,7 +28,7 @@ def kernels() -> dict[str, list[str]]:
 
 
 def all_kernels() -> dict[str, list[str]]:
-    """Returns these and what the cases of the study launch, by its rehearsal."""
+    """Returns the kernels that tests launch, and those that a dry run of the study launches."""
     launches = Launches()
     with rehearsed(launches) as small:
         setting = small(Path())

@@ -25,7 +25,7 @@ ENTRIES = 512 * 2304
 
 
 class Launches:
-    """Stands for ``cuda.launch``: converts the arguments, and notes which kernels there are."""
+    """Replaces ``cuda.launch``: converts the arguments, and records which kernels are launched."""
 
     def __init__(self) -> None:
         self.kernels: dict[str, set[str]] = {}
@@ -48,7 +48,7 @@ class Launches:
 
 @contextmanager
 def rehearsed(launches: Launches | None = None) -> Iterator[Callable[[Path], Setting]]:
-    """Yields what makes the setting of a rehearsal; within it, ops take the path of a GPU."""
+    """Yields the setting of a dry run, in which ops take the path of a GPU."""
     launches = launches or Launches()
 
     def run(op: Op, *args: Any) -> None:

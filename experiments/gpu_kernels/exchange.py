@@ -60,7 +60,7 @@ _BUSY = 40_000_000  # clock cycles, 20 ms: longer than any exchange takes the ho
 
 
 class Bucket:
-    """Has the methods of DDP's bucket that torch's hooks call."""
+    """Provides the methods of DDP's bucket that torch's hooks call."""
 
     def __init__(self, gradient: Tensor) -> None:
         self.gradient = gradient

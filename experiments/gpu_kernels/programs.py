@@ -1,4 +1,4 @@
-"""Steps that run programs: the tests on the GPU, and compute-sanitizer over random calls."""
+"""Runs programs as steps: the tests on the GPU, and compute-sanitizer over random calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def check_steps(setting: Setting) -> Iterator[Step]:
 
 
 def nccl_steps(setting: Setting) -> Iterator[Step]:
-    """Yields a step per test of two NCCL ranks on one GPU, the one that probes this first."""
+    """Yields a step per test of two NCCL ranks on one GPU, the probe for this first."""
     text = (ROOT / TWO_RANKS).read_text()
     for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE):
         yield _tests(setting, name, [f"{TWO_RANKS}::{name}"], limit=150.0)

@@ -19,12 +19,12 @@ COMMON = ("case", "error", "seconds")
 
 
 class LostDeviceError(RuntimeError):
-    """Raised after an error that stays: this process can launch nothing any more."""
+    """Raised after an error that persists: this process can launch nothing any more."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Holds what the command line says.
+    """Holds the options of the command line.
 
     Attributes:
         out: folder of tables and logs.
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Step:
-    """Describes one row: its name, and what finds the other columns."""
+    """Describes one row: its name, and the function that computes the other columns."""
 
     name: str
     run: Callable[[], Row]
@@ -52,7 +52,7 @@ class Step:
 
 @dataclass
 class Outcome:
-    """Counts what became of the steps of a part."""
+    """Counts how the steps of a part ended."""
 
     done: int = 0
     failed: int = 0
@@ -86,12 +86,12 @@ class Table:
             self._begun.unlink()
 
     def rows(self) -> list[dict[str, str]]:
-        """Returns what is in the file."""
+        """Returns the rows in the file."""
         with self._path.open(newline="") as file:
             return list(csv.DictReader(file))
 
     def begin(self, name: str) -> None:
-        """Notes that a case runs now."""
+        """Records that a case runs now."""
         self._begun.write_text(name + "\n")
 
     def add(self, row: Row) -> None:
@@ -102,7 +102,7 @@ class Table:
         self.done.add(row["case"])
 
     def end(self) -> None:
-        """Notes that no case runs."""
+        """Records that no case runs."""
         self._begun.unlink(missing_ok=True)
 
     def _append(self, values: Sequence[Any]) -> None:
@@ -175,7 +175,7 @@ def _row(step: Step) -> Row:
 
 
 def _check_device(name: str) -> None:
-    """Raises if the device answers nothing but errors after a case that failed."""
+    """Raises if the device returns only errors after a case that failed."""
     if not torch.cuda.is_available():
         return
     try:

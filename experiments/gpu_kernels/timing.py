@@ -13,7 +13,7 @@ __all__ = ["behind_a_sleep", "host_microseconds", "milliseconds", "replayed"]
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Returns the median time of a call, over turns that make all calls one after the other."""
+    """Returns the median time of a call, over turns that make all calls in sequence."""
     for call in calls:
         call()
     times = []

@@ -1,4 +1,4 @@
-"""Facts about the machine, one launch, and what a launch costs the host."""
+"""Lists facts about the machine, one launch, and the host's time per launch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def _nvidia_smi(query: str) -> str:
 
 
 def _copy(setting: Setting) -> float:
-    """Returns what a copy of a large bucket reads and writes in a second."""
+    """Returns the bytes per second that a copy of a large bucket reads and writes."""
     pairs = [torch.randn(2, setting.large, device=setting.device) for _ in range(3)]
     copies = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
     return 8 * setting.large / timing.milliseconds(copies, setting.repeats) / 1e6

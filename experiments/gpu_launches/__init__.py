@@ -1,1 +1,1 @@
-"""Counts what one bucket costs the host of a GPU."""
+"""Counts the launches and the host time of one bucket on a GPU."""

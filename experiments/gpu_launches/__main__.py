@@ -1,4 +1,4 @@
-"""Counts what one bucket costs the host of a GPU: launches, allocations, and time to enqueue them.
+"""Counts the host's work for one bucket on a GPU: launches, allocations, time to enqueue.
 
 Run ``python -m experiments.gpu_launches``. No GPU is needed.
 
@@ -99,7 +99,7 @@ def torch_host_times(hook: Callable[[Any, Any], Any], state: Any, turns: int) ->
 
 @contextmanager
 def _free_launches() -> Iterator[None]:
-    """Runs ops by the host code of their CUDA kernels, up to the call of CUDA."""
+    """Runs the host code of CUDA kernels up to the call of CUDA."""
     stubs: dict[tuple[Any, str], Any] = {
         (Op, "implementation"): lambda op, device_type: op.kernels["cuda"],
         (cuda, "_function"): lambda *_: lambda *_, **__: None,

@@ -66,7 +66,7 @@ _NOOP, _ONE = "noop", "one value"
 
 @dataclass(frozen=True)
 class Settings:
-    """Describes what a rank runs.
+    """Describes a rank's run.
 
     Attributes:
         model: of ``experiments.tools.models``.
@@ -131,7 +131,7 @@ class _Run:
         self.optimizer.step()
 
     def turn(self, *, timed: bool = True) -> None:
-        """Runs the steps of a turn; notes the seconds per step of the slowest rank."""
+        """Runs the steps of a turn; stores the seconds per step of the slowest rank."""
         if self.warms_up:
             self.step()
         dist.barrier()
@@ -146,7 +146,7 @@ class _Run:
             self.sent.append(sent / self.steps)
 
     def warm_up(self, settings: Settings) -> None:
-        """Runs the first steps, until all is decided; chooses the number of steps of a turn."""
+        """Runs the steps before all decisions are taken, and chooses the steps of a turn."""
         for _ in range(3):  # dense steps, rebuilt buckets
             self.turn(timed=False)
         while isinstance(self.hook, AutoHook) and not self.hook.decided:
@@ -194,7 +194,7 @@ def run_rank(rank: int, world_size: int, send: Send, **fields: Any) -> None:
 
 
 def _recorded(noop: _Run, *, steps: int) -> Workload:
-    """Returns the step without communication: when each gradient comes."""
+    """Returns the step without communication, with the time of each gradient."""
     recorder = Recorder(noop.ddp.module)
     for step in range(steps + 1):
         begin = time.perf_counter()
@@ -207,7 +207,7 @@ def _recorded(noop: _Run, *, steps: int) -> Workload:
 
 
 def _of_turns(workload: Workload, noop: list[float]) -> Workload:
-    """Returns a workload with the step times of the turns, which a slower machine slows alike.
+    """Returns a workload with the step times of the turns, so that both saw the same machine.
 
     Args:
         workload: a recorded step without communication.
@@ -241,7 +241,7 @@ def _behind_s(runs: dict[str, _Run], workload: Workload, **links: Any) -> float:
 def _predicted(
     settings: Settings, workload: Workload, runs: dict[str, _Run]
 ) -> dict[str, dict[str, Any]]:
-    """Returns predictions of all schemes of this package, and those of torch that are the same."""
+    """Returns predictions of this package's schemes, and of torch's that are the same."""
     group = dist.group.WORLD
     assert group is not None
     fabric = measure_link(group, budget_s=5)

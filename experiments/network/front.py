@@ -37,14 +37,14 @@ _COLUMNS = 3
 
 
 def made(text: str) -> commhooks.Scheme:
-    """Returns a scheme from a name with options, as "powersgd:rank=2"."""
+    """Returns a scheme from a name with options, such as "powersgd:rank=2"."""
     name, _, options = text.partition(":")
     pairs = (option.split("=") for option in options.split(",") if option)
     return commhooks.make(name, **{key: json.loads(value) for key, value in pairs})
 
 
 def exchange_errors(table: pd.DataFrame) -> list[float]:
-    """Returns the error of an exchange of each row's hook; NaN: it is not known.
+    """Returns the error of an exchange for each row's hook; NaN if it is unknown.
 
     Args:
         table: with names of models, and in ``hook_name`` those of schemes with options.

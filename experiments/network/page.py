@@ -24,7 +24,7 @@ SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", 
 
 
 def told(scheme: str) -> str:
-    """Returns a scheme with options in short: "acpsgd 2 bf16"."""
+    """Returns a scheme with options in short form: "acpsgd 2 bf16"."""
     return (
         scheme.translate(str.maketrans(":,", "  ", '"'))
         .replace("rank=", "")
@@ -79,7 +79,7 @@ def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
 
 
 def _is_fixed(name: str) -> bool:
-    """Whether it is a fixed hook that trains on our class, in buckets of any size."""
+    """Whether a name is a fixed hook that trains on our class, in buckets of any size."""
     if name in ("auto", CHOICE, "one value") or name.startswith("torch "):
         return False
     setup = setup_of(name)

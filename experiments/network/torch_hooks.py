@@ -26,7 +26,7 @@ SAME = {"torch none": "none", "torch fp16": "fp16"}
 
 
 class _OfBuckets:
-    """Keeps the state of PowerSGD of each bucket, with a process group of its own."""
+    """Keeps the PowerSGD state of each bucket, with a process group of its own."""
 
     def __init__(self, count: int = 16) -> None:
         groups = [dist.new_group() for _ in range(count)]

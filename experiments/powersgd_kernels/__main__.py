@@ -85,7 +85,7 @@ def _buckets(shapes: Shapes, cap: int) -> list[Shapes]:
 
 
 class _Bucket:
-    """A bucket with the methods that torch's hook calls, and its step in two of the ways."""
+    """Provides the methods of a bucket that torch's hook calls, and its step in two of the ways."""
 
     def __init__(self, index: int, shapes: Shapes, rank: int, feedback: bool) -> None:
         sizes = [rows * columns for rows, columns in shapes]

@@ -39,7 +39,7 @@ def judged(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def wrong_signs(table: pd.DataFrame) -> pd.DataFrame:
-    """Returns the rows of ratios whose prediction is on the other side of 1 than what came."""
+    """Returns the rows of ratios that are measured on the other side of 1 than predicted."""
     decided = judged(table)
     decided = decided[(decided.measured - 1).abs() > _TIE]
     return decided[(decided.predicted > 1) != (decided.measured > 1)]

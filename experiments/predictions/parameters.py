@@ -40,7 +40,7 @@ def published(name: str) -> pd.DataFrame:
 
 
 def parameters() -> dict[str, Any]:
-    """Returns what :func:`fit` wrote."""
+    """Returns the parameters that :func:`fit` wrote."""
     values: dict[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))
     return values
 
@@ -93,7 +93,7 @@ def _fit_all_reduce() -> dict[str, dict[str, float]]:
 
 
 def _link(rows: pd.DataFrame, fabric: Fabric) -> dict[str, float]:
-    """Returns the link between nodes under which the model comes nearest to measured times."""
+    """Returns the link between nodes whose modelled times are nearest to measured ones."""
     measured = np.log(seconds(rows))
 
     def distance(point: tuple[float, ...]) -> float:
@@ -116,7 +116,7 @@ def _link(rows: pd.DataFrame, fabric: Fabric) -> dict[str, float]:
 def _least(
     distance: Callable[[tuple[float, ...]], float], bounds: tuple[tuple[float, float], ...]
 ) -> tuple[float, ...]:
-    """Returns the point of least distance, by grids of which each is finer around the best."""
+    """Returns the point of least distance, by grids that get finer around the best point."""
     centre = tuple((low + high) / 2 for low, high in bounds)
     width = tuple((high - low) / 2 for low, high in bounds)
     for _ in range(9):
@@ -127,7 +127,7 @@ def _least(
 
 
 def _fit_diloco() -> dict[str, float]:
-    """Fits the share of a limited rate that TCP reaches, and what a first exchange costs more.
+    """Fits the share of a limited rate that TCP reaches, and the extra time of a first exchange.
 
     Fitted to DiLoCo at every step (an exchange of one message of 123 MB, by a ring), and to the
     first run of 128 steps at 1 Gbit/s, which has one exchange only. That NCCL sends the smaller
@@ -161,7 +161,7 @@ def _fit_grace() -> dict[str, Any]:
 
 
 def _fit_quickreduce() -> dict[str, Any]:
-    """Fits the link to the dense times of 2 and 4 MB, and each codec to what its times are more.
+    """Fits the link to the dense times of 2 and 4 MB, and each codec to its extra time.
 
     A codec's time is a line through the same two sizes, as of a device at hand
     (:class:`commhooks.predict.ThisDevice`).

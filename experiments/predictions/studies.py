@@ -76,7 +76,7 @@ _UNSHAPED = (
 
 
 def unseen() -> pd.DataFrame:
-    """Returns predictions for rates of the same study that were not at hand."""
+    """Returns predictions for rates of the same study whose measurements were not available."""
     rows = []
     for rate in ("200m", "5g"):
         rows.append(

@@ -91,13 +91,13 @@ class _Counter:
         return int(self._library.most_live_bytes())
 
     def begin(self) -> int:
-        """Begins to look for the most again, and returns what is alive."""
+        """Resets the maximum; returns the bytes that are alive."""
         self._before = max(self._before, self.most())
         self._library.forget_most()
         return self.live()
 
     def peak(self) -> int:
-        """Returns the most since this method was called last."""
+        """Returns the maximum since the last call."""
         peak, self._before = max(self._before, self.most()), 0
         self._library.forget_most()
         return peak
@@ -134,7 +134,7 @@ def _run_rank(rank: int, world_size: int, send: Send, name: str, width: int, dep
 
 
 def _measure(group: Any, counter: _Counter, scratch: list[int]) -> None:
-    """Notes what each call of a module's reduce-scatter allocates beyond what was there."""
+    """Records what each call of a module's reduce-scatter allocates."""
     inner = group._reduce_scatter_comm
 
     class Measured(type(inner)):  # type: ignore[misc]

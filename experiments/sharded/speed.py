@@ -35,7 +35,7 @@ NATIVE32, NATIVE16, NOOP = "FSDP2, float32", "FSDP2, bf16", "noop"
 
 @dataclass(frozen=True)
 class Settings:
-    """Describes what a rank runs: width and depth of the model, number of turns."""
+    """Describes a rank's run: width and depth of the model, number of turns."""
 
     width: int
     depth: int

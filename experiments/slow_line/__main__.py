@@ -40,7 +40,7 @@ START_S = 12  # of a line: processes start, codecs are measured
 def _rows(
     line: Line, cell: Cell, measured: dict[str, Any], asked: list[Cell]
 ) -> list[dict[str, Any]]:
-    """Returns the rows that a measured cell gives, one for each of ``asked`` that it stands for."""
+    """Returns the rows of a measured cell, one for each of ``asked`` that the cell represents."""
     seconds, periods = measured["times"][-1], measured["periods"]
     rows = []
     for wanted in asked:
@@ -78,7 +78,7 @@ def _missing(out: Path, asked: dict[Line, list[Cell]]) -> dict[Line, list[Cell]]
 
 
 def _measure(line: Line, cells: list[Cell], periods: int, out: Path, progress: Progress) -> None:
-    """Measures the cells of a line; writes each row when it is there."""
+    """Measures the cells of a line, and writes each row at once."""
     sources = list(dict.fromkeys(source(wanted_cell) for wanted_cell in cells))
     # The measured cell predicts for all periods that it stands for.
     wanted = [
@@ -144,7 +144,7 @@ def main(
         "results/slow_line"
     ),
 ) -> None:
-    """Measures the share of the time computing; continues an interrupted run."""
+    """Measures the share of time spent computing; continues an interrupted run."""
     console, begin = Console(), time.perf_counter()
     if quality:
         _quality(out, console, seeds=seeds, steps=steps)

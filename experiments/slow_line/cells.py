@@ -129,7 +129,7 @@ def _cells(mbit: float) -> list[Cell]:
 
 
 def source(cell: Cell) -> Cell:
-    """Returns the cell whose measured exchange gives the time of ``cell``: mostly itself.
+    """Returns the cell whose measured exchange gives the time of ``cell``: usually itself.
 
     While a blocking exchange is under way nothing else happens, and no step lies in it: a period
     takes ``every`` sleeps and the exchange. So it is measured for one period. Where they overlap,
@@ -153,7 +153,7 @@ def share(every: int, periods: int, seconds: float, compute_s: float = COMPUTE_S
 
 
 def made(codec: str) -> commhooks.Scheme:
-    """Returns a scheme from a name with options, as "eden:bits=2"."""
+    """Returns a scheme from a name with options, such as "eden:bits=2"."""
     name, _, options = codec.partition(":")
     pairs = (option.split("=") for option in options.split(",") if option)
     return commhooks.make(name, **{key: json.loads(value) for key, value in pairs})
@@ -167,7 +167,7 @@ def workload(compute_s: float = COMPUTE_S) -> Workload:
 
 
 def predicted_share(line: Line, cell: Cell, device: Device) -> float:
-    """Returns what :mod:`commhooks.predict` says before the run, from what ``line`` states."""
+    """Returns the prediction of :mod:`commhooks.predict` before the run, for ``line``."""
     latency = _LATENCY_S + line.round_trip_ms / 2e3 * line.dilation
     link = Link(latency, line.mbit / line.dilation * 1e6 / 8 * _TCP)
     fabric = Fabric("stated", between=link)
@@ -187,7 +187,7 @@ def predicted_share(line: Line, cell: Cell, device: Device) -> float:
 
 
 def waiting_s(line: Line, cell: Cell) -> float:
-    """Returns about how many seconds of a period are not spent computing."""
+    """Returns the approximate seconds of a period that are not spent computing."""
     utilisation = predicted_share(line, cell, DEVICES["cpu"])
     return cell.every * line.compute_s * (1 / utilisation - 1)
 
@@ -204,13 +204,13 @@ def planned_periods(line: Line, cell: Cell, periods: int) -> tuple[int, int]:
 
 
 def planned_s(line: Line, cell: Cell, periods: int) -> float:
-    """Returns about how many seconds a cell takes."""
+    """Returns the approximate seconds that a cell takes."""
     count = sum(planned_periods(line, cell, periods))
     return count * (cell.every * line.compute_s + waiting_s(line, cell))
 
 
 def dense_share(line: Line, cell: Cell) -> float | None:
-    """Returns the share in the published grid of dense runs, or None for a cell it has not."""
+    """Returns the share of a dense run in the published grid, or None if the cell is not there."""
     if line != Line(line.mbit) or cell.plan == "overlapped" or cell.codec != "none":
         return None
     rows = pd.read_csv(_PUBLISHED)

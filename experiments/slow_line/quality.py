@@ -95,7 +95,7 @@ def _trained(run: Run, task: Task, rank: int, send: Callable[[Any], None]) -> fl
 def measured(
     path: Path, *, seeds: int, steps: int, world_size: int, progress: Progress
 ) -> pd.DataFrame:
-    """Returns the losses of all runs; writes each when it is there, and continues from the file."""
+    """Returns the losses of all runs; writes each at once, and continues from the file."""
     runs = [Run(cell, seed, steps) for seed in range(seeds) for cell in (BASE, *PLANS)]
     if path.exists():
         have = {tuple(row) for row in pd.read_csv(path)[_KEYS].itertuples(index=False)}

@@ -34,7 +34,7 @@ class _Held(nn.Module):
 
 
 class _Injected(torch.autograd.Function):
-    """Sleeps for a layer's time in both directions; its gradient is a tensor made before."""
+    """Sleeps for a layer's time in both directions; its gradient is a prepared tensor."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -51,7 +51,7 @@ class _Injected(torch.autograd.Function):
 
 
 class _Clock:
-    """Sleeps towards a moment, so that what delays a sleep does not add up."""
+    """Sleeps until given times, so that delays of single sleeps do not add up."""
 
     def __init__(self, compute_s: float) -> None:
         self.compute_s, self.due = compute_s, 0.0

@@ -1,1 +1,1 @@
-"""What several studies use: tasks and models, processes and hosts, turns, a pretended GPU."""
+"""Provides what several studies use: tasks, models, processes, hosts, turns, a pretended GPU."""

@@ -61,7 +61,7 @@ def _source(port: str) -> socket.socket:
 
 
 def without_lost(frame: bytes, loss: float, draw: random.Random) -> list[bytes]:
-    """Returns what is left of a frame whose packets get lost with a probability.
+    """Returns the rest of a frame whose packets are lost with a probability.
 
     Args:
         frame: with a header of offloads (``struct virtio_net_hdr``) before it.

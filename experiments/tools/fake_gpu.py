@@ -35,7 +35,7 @@ _FREE |= {"detach", "alias", "_unsafe_view"}
 
 @dataclass
 class Counts:
-    """Counts what the host has asked of the pretended GPU.
+    """Counts the host's calls to the pretended GPU.
 
     Attributes:
         kernels: launches of the project's own kernels, by name.
@@ -57,7 +57,7 @@ class Counts:
         return self.kernels.total() + self.operations.total()
 
     def clear(self) -> None:
-        """Starts to count from zero."""
+        """Resets the counts to zero."""
         self.kernels.clear()
         self.operations.clear()
         self.allocations = self.collectives = 0

@@ -146,7 +146,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
 
 
 def _prepare(op: _op.Op, *args: Any) -> None:
-    """Calls an op for its result; a kernel that fails does so again where its case is timed."""
+    """Calls an op for its result; a kernel that fails raises again where its case is timed."""
     with suppress(Exception):
         op(*args)
 

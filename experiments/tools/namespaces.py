@@ -70,7 +70,7 @@ AS_USER = Access("user", "network namespaces inside a user namespace, made witho
 
 @cache
 def access() -> Access:
-    """Finds how this process can make hosts, by making some."""
+    """Finds a way in which this process can make hosts, by making some."""
     return choose(attempt, is_root=hasattr(os, "geteuid") and os.geteuid() == 0)
 
 
@@ -183,7 +183,7 @@ def made_hosts(
 
 
 def _delay(stack: ExitStack, switch: list[str], count: int, delay_s: float, loss: float) -> None:
-    """Puts a device that delays what the host sends in the place of each port on the switch."""
+    """Replaces each port on the switch by a device that delays what the host sends."""
     lines = [f"port{rank}:delayed{rank}:{delay_s}:{loss}" for rank in range(count)]
     stack.enter_context(_waiting(*switch, sys.executable, "-I", str(_DELAY), *lines))
     for rank in range(count):

@@ -35,14 +35,14 @@ def named(worker: Worker) -> str:
 
 
 def worker_named(name: str) -> Worker:
-    """Returns the function that :func:`named` has written."""
+    """Returns the function with a name that :func:`named` returned."""
     module, _, function = name.partition(":")
     worker: Worker = getattr(importlib.import_module(module), function)
     return worker
 
 
 def keep_to_own_cores(rank: int, ranks: int) -> None:
-    """Keeps a rank on its share of the cores; to be called before it starts threads.
+    """Keeps a rank on its share of the cores; called before it starts threads.
 
     The scheduler would wake a rank's threads on the core where another rank computes, and they
     would wait for its next tick (4 ms). One value per bucket then costs 3 to 12 % of a step, and 0

@@ -64,7 +64,7 @@ class Task:
 
 
 class DigitsCnn(nn.Module):
-    """Three convolutions with batch norm and two linear layers for 8x8 images; 0.6 M parameters."""
+    """Classifies 8x8 images by three convolutions and two linear layers; 0.6 M parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class DigitsCnn(nn.Module):
 
 
 class TinyLayers(nn.Module):
-    """Many narrow layers with skip connections; 500 of 64 have 2 M parameters in 1000 tensors."""
+    """Chains narrow layers with skip connections; 500 of 64 make 2 M parameters in 1000 tensors."""
 
     def __init__(self, depth: int = 500, width: int = 64) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class _Block(nn.Module):
 
 
 class CharTransformer(nn.Module):
-    """A causal transformer over bytes: 4 layers, 128 wide, tied embedding; 0.8 M parameters."""
+    """Predicts bytes by a causal transformer: 4 layers, 128 wide; 0.8 M parameters."""
 
     def __init__(
         self, length: int, width: int = 128, depth: int = 4, *, vocabulary: int = 128
@@ -131,7 +131,7 @@ class CharTransformer(nn.Module):
 
 
 class CharLstm(nn.Module):
-    """An LSTM of two layers over bytes, 128 wide; 0.26 M parameters.
+    """Predicts bytes by an LSTM of two layers, 128 wide; 0.26 M parameters.
 
     The four gates share a weight, and their gradients differ much in size.
     """

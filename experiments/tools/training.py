@@ -117,7 +117,7 @@ class Case:
 
 
 class _Runner:
-    """Trains with one scheme; has a model, an optimizer and a DistributedDataParallel for it."""
+    """Trains with one scheme, on its own model, optimizer and DistributedDataParallel."""
 
     def __init__(self, name: str, task: Task, settings: Settings) -> None:
         torch.manual_seed(settings.seed)  # all schemes start from the same parameters
@@ -145,7 +145,7 @@ class _Runner:
         return self.outer is None and (self.hook is None or gives_mean(self.hook))
 
     def train_step(self, watch: GradientError | None = None) -> None:
-        """Makes one step of training."""
+        """Runs one step of training."""
         self.optimizer.zero_grad(set_to_none=True)
         x, target = self.task.batch(dist.get_rank(), self.step)
         loss = self.task.loss(self.ddp(x), target)
@@ -159,7 +159,7 @@ class _Runner:
         self.step += 1
 
     def run_untimed(self, steps: int, *, watch: bool) -> None:
-        """Makes the first steps, and compares their averages with exact ones."""
+        """Runs the first steps, and compares their averages with exact ones."""
         watching = GradientError(self.parameters, self.bucket_nbytes) if watch else None
         for _ in range(steps):
             self.train_step(watching)
@@ -169,7 +169,7 @@ class _Runner:
             self.error = error if self.gives_mean else float("nan")
 
     def run_block(self, steps: int) -> None:
-        """Makes timed steps; the time of the slowest rank counts."""
+        """Runs timed steps; the time of the slowest rank counts."""
         dist.barrier()  # ranks begin together: a wait for another one is no part of a step
         self.timed_steps.update(range(self.step, self.step + steps))
         begin = time.perf_counter()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def in_turns(calls: Mapping[str, Callable[[], T]], turns: int) -> list[dict[str, T]]:
-    """Makes all calls in each turn, and returns their results, a dictionary per turn.
+    """Makes all calls in each turn; returns their results, a dictionary per turn.
 
     Every second turn has the reversed order, so that no call always runs behind the same one.
     """
@@ -40,7 +40,7 @@ def seconds_per_step(step: Callable[[], Any], count: int = 1) -> float:
 
 
 def train_step(model: nn.Module, x: Tensor) -> None:
-    """Makes a forward and a backward pass, and the least step that moves the parameters."""
+    """Runs a forward and a backward pass, and the smallest step that moves the parameters."""
     parameters = list(model.parameters())
     for parameter in parameters:
         parameter.grad = None

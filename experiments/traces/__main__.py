@@ -35,7 +35,7 @@ CHECKPOINT_EVERY = 50  # steps
 
 @dataclass(frozen=True)
 class Run:
-    """Says what is recorded of a task.
+    """Describes what is recorded of a task.
 
     Attributes:
         task: makes the task for a number of ranks.
@@ -63,7 +63,7 @@ RUNS: dict[str, Run] = {
 
 
 def record(name: str, run: Run, ranks: int, out: Path) -> Iterator[tuple[int, int, float]]:
-    """Trains and records; yields the steps that are done, those of the whole run, and the loss.
+    """Trains and records; yields the steps done, the steps of the whole run, and the loss.
 
     Args:
         name: of the task; the folders begin with it.
@@ -105,7 +105,7 @@ def _train_step(
     ranks: int,
     folder: Path | None,
 ) -> float:
-    """Makes a step with the mean gradient of all ranks; returns the mean loss.
+    """Runs a step with the mean gradient of all ranks; returns the mean loss.
 
     Args:
         folder: where the gradients of each rank are written; None: nowhere.

@@ -95,7 +95,7 @@ def minilm(
 
 
 class MiniLm(nn.Module):
-    """BERT's encoder with the names of its usual checkpoints; 22.6 M parameters, 6 layers.
+    """Encodes texts as BERT does, with its checkpoints' names; 22.6 M parameters, 6 layers.
 
     Args:
         weights: of a checkpoint, by name; they tell the sizes.

@@ -1,4 +1,4 @@
-"""Measures the errors and bits of every scheme, those of papers, too, on recorded gradients.
+"""Measures the errors and bits of every scheme, also those of papers, on recorded gradients.
 
 ``python -m experiments.tradeoff`` is the command ``commhooks tradeoff`` on all traces that
 ``python -m experiments.traces`` has recorded, each with 2, 4 and 8 ranks. Its picture has a part
@@ -39,7 +39,7 @@ def traces_in(folder: Path, ranks: Sequence[int]) -> list[Trace]:
 
 
 def means_of(points: Sequence[Point]) -> list[Point]:
-    """Returns a point for each scheme and task: on most ranks, the mean over the task's stages.
+    """Returns a point for each scheme and task: the mean over the task's stages, on most ranks.
 
     Of bits it is the arithmetic mean, of errors the geometric one, since these differ by powers of
     ten between stages.

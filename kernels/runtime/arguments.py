@@ -187,7 +187,7 @@ def check(
 
 
 class _DtypeOf(NamedTuple):
-    """Stands for dtypes that depend on the dtype of the argument ``name``."""
+    """Represents the dtypes that depend on the dtype of the argument ``name``."""
 
     name: str
     is_wide: bool
@@ -225,7 +225,7 @@ def like(name: str) -> _DtypeOf:
 
 
 def wide(name: str) -> _DtypeOf:
-    """Declares the dtype in which the argument ``name`` is worked on: float32, or float64."""
+    """Declares the dtype in which the argument ``name`` is computed on: float32, or float64."""
     return _DtypeOf(name, True)
 
 
@@ -426,7 +426,7 @@ class Arguments:
         return known[0], sound and all(map(le, ends, begins[1:]))
 
     def check_rules(self, args: tuple[Any, ...]) -> None:
-        """Does as ``check`` does, whether such arguments were right before or not."""
+        """Checks as ``check`` does, whether such arguments passed before or not."""
         given = dict(zip(self.names, args, strict=True))
         tables: dict[str, Any] = {}
         for name, rule in self._takes.items():

@@ -60,7 +60,7 @@ def missing() -> str | None:
 
 
 class _Stream(NamedTuple):
-    """Stands for a stream of CuPy, of which a launch reads the pointer alone.
+    """Represents a stream of CuPy, of which a launch reads the pointer alone.
 
     ``cupy.cuda.ExternalStream`` is deprecated since CuPy 14 and warns at every launch, and as a
     context it costs more host time than the launch.

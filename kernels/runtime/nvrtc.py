@@ -39,7 +39,7 @@ OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 
 
 class CudaCompileError(Error, RuntimeError):
-    """Raised where NVRTC refuses a kernel; the message contains its log."""
+    """Raised when NVRTC rejects a kernel; the message contains its log."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ _INLINE: dict[str, str] = {}  # source text that lies in no file, by its name
 
 
 def add_source(name: str, text: str) -> str:
-    """Registers source text under a name, which then stands for a file's name."""
+    """Registers source text under a name, which then serves as a file's name."""
     # #line: errors of the compiler count from the first line of the text as its author wrote it.
     _INLINE[name] = f'#include "include/cuda.h"\n#line 1 "{name}"\n{text}'
     return name

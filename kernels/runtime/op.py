@@ -110,7 +110,7 @@ class Op:
         return add
 
     def check(self, function: Callable[..., None]) -> Callable[..., None]:
-        """Decorates the check of what no rule of ``takes`` says.
+        """Decorates the check of rules that ``takes`` cannot state.
 
         It is called with the arguments that its parameters name, of the schema's types and right by
         the rules; ``*rest`` stands for those that follow. A first parameter ``caller`` is the
@@ -128,7 +128,7 @@ class Op:
         self._arguments.check_rules(args)
 
     def beyond_kernels(self, function: Callable[..., bool]) -> Callable[..., bool]:
-        """Decorates the test for valid arguments that only the definition handles, as float64."""
+        """Decorates the test for valid arguments that only the definition takes (float64)."""
         self._arguments.beyond = function
         return function
 
@@ -179,7 +179,7 @@ class Op:
         run(*args)
 
     def _pretend(self, *args: Any) -> None:
-        """Stands in for the op where a tensor has no data: there are no results to allocate."""
+        """Replaces the op where a tensor has no data: there are no results to allocate."""
         # Torch comes here as soon as one tensor is on "meta": with the others on a GPU, the op
         # would silently do nothing.
         self._arguments.check_all_or_none_meta(args)
@@ -293,7 +293,7 @@ def _inline_kernel(name: str, file: str) -> Callable[..., None]:
 
 
 def implementations(device_type: str) -> dict[str, str]:
-    """Returns by op what runs on a device type: "kernel", or "definition" with the reason."""
+    """Returns, by op, what runs on a device type: "kernel", or "definition" with the reason."""
     answers = {}
     for name, known in sorted(_OPS.items()):
         reason = "asked for" if _mode == "definition" else known.missing(device_type)

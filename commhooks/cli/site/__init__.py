@@ -1,1 +1,1 @@
-"""The folder that ``commhooks headroom`` puts on the path of the processes that it starts."""
+"""Holds the module that ``commhooks headroom`` runs first in the processes that it starts."""

@@ -25,7 +25,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _built(call: str) -> Callable[..., None]:
-    """Returns a function that hands a built model to ``commhooks.predict._headroom_agent``."""
+    """Returns a function that passes a built model to ``commhooks.predict._headroom_agent``."""
 
     def built(model: Any) -> None:
         try:
@@ -52,7 +52,7 @@ _WATCHED = {
 
 
 class ConstructorHooks(importlib.abc.MetaPathFinder):
-    """Finds the modules of ``_WATCHED`` as others do, and wraps a constructor in each."""
+    """Finds the modules of ``_WATCHED``, and wraps the constructor of a class in each."""
 
     def __init__(self) -> None:
         self._looking = False
@@ -60,7 +60,7 @@ class ConstructorHooks(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the specification that other finders give, with a loader that wraps."""
+        """Returns the specification of other finders, with a loader that wraps."""
         if name not in _WATCHED or self._looking:
             return None
         self._looking = True
@@ -94,7 +94,7 @@ def _wrap(module: ModuleType, name: str, built: Callable[..., None]) -> None:
 
 
 def _run_hidden() -> None:
-    """Runs the ``sitecustomize`` that would have run without this one."""
+    """Runs the ``sitecustomize`` that this one hides."""
     elsewhere = [folder for folder in sys.path if os.path.abspath(folder or ".") != _HERE]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", elsewhere)
     if spec is not None and spec.loader is not None:

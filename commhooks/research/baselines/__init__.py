@@ -1,4 +1,4 @@
-"""Schemes that papers compare with; importing this package registers them by name.
+"""Registers the schemes that papers compare with.
 
 Built-in schemes have less error with as many bits or fewer; docs/schemes/baselines.md has the
 figures and the exceptions.

@@ -42,7 +42,7 @@ _NORM = _Squares("intsgd.norm")
 @register_scheme("global_qsgd")
 @dataclass(frozen=True)
 class GlobalQSGD(Scheme):
-    """Sums 8-bit integers whose scale, one per block, the ranks agree on first.
+    """Sums 8-bit integers with one scale per block, on which ranks agree first.
 
     The largest magnitude of each block over all n ranks is level ``127 // n``, so that the sum of n
     codes does not overflow. One all-reduce of 4 / block bytes per entry, then one of a byte per

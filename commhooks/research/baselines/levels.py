@@ -96,7 +96,7 @@ class TernGrad(Codec):
 
 
 def _in_float32(x: Tensor) -> Tensor:
-    """Returns entries as kernels take them, which know no float64."""
+    """Returns entries in float32 if they are float64, which kernels do not take."""
     return x.to(torch.float32) if x.dtype == torch.float64 else x
 
 

@@ -1,4 +1,4 @@
-"""Defines sparse schemes whose ranks agree on stretches or rows of a bucket."""
+"""Defines sparse schemes whose ranks send the same stretches or rows of a bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["AlignedTopK", "RandomBlock"]
 @register_scheme("random_block")
 @dataclass(frozen=True)
 class RandomBlock(SharedIndices):
-    """Sends one contiguous stretch of a bucket; all ranks draw the same random begin.
+    """Sends one contiguous stretch of a bucket, whose random begin all ranks draw alike.
 
     The cheapest scheme: no selection, no indices. Biased: use with ``ErrorFeedback``.
 
@@ -34,7 +34,7 @@ class RandomBlock(SharedIndices):
     """
 
     def choose_indices(self, bucket: Bucket) -> IndexExchange:
-        """Returns the stretch; it goes on at the bucket's begin where it passes the end."""
+        """Returns the stretch, which wraps around at the end of the bucket."""
         n = bucket.raw.numel()
         k = number_kept(self.ratio, n)
         generator = bucket.generator(f"{bucket.layout.names[0]}/random_block", shared=True)
@@ -69,7 +69,7 @@ class RandomBlock(SharedIndices):
 @register_scheme("aligned_topk")
 @dataclass(frozen=True)
 class AlignedTopK(SharedIndices):
-    """Sends the rows of entries that are largest in the mean over ranks; all ranks send the same.
+    """Sends the rows whose entries are largest in the mean over ranks; the same on all ranks.
 
     A bucket is cut into rows. Each rank projects its rows on a few random directions, the same on
     all ranks; the mean of these sketches estimates how large each row of the mean is. So no indices
