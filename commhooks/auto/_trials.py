@@ -1,9 +1,8 @@
 """Times candidates in turns until noise no longer decides, and keeps the best.
 
-A machine that is busy with something else slows whichever candidate runs at that moment. So each
-candidate runs some steps in every round, and rounds go on until the others are known to be slower,
-or so close that it does not matter. Every rank does the same in the same step, and all decide by
-the slowest rank.
+A machine that is busy with something else slows the candidate that runs at that moment. So each
+candidate runs some steps in every round, until the others are known to be slower, or so close that
+it does not matter. Every rank does the same in the same step, and all decide by the slowest rank.
 """
 
 from __future__ import annotations
@@ -87,9 +86,7 @@ class Trials:
         self._last = (-1, 0.0)  # the latest step, and when it began
         self._dense_s = 0.0
         self._timings = CandidateTimings(candidates)
-        self._before: list[CandidateTiming] | None = (
-            None  # of the first race, if there is another one
-        )
+        self._before: list[CandidateTiming] | None = None  # of the first comparison, if repeated
 
     @property
     def over(self) -> bool:
@@ -189,7 +186,7 @@ class Trials:
             self._stage = Stage.DONE
             LOG.info("%s The choice holds.", self.plan)
             return
-        # The machine may have become slower for all schemes: only turns can tell.
+        # The machine may have become slower for all schemes: only turns can show that.
         LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
         choice = self.choice
         dense = [
@@ -203,7 +200,7 @@ class Trials:
         )
         self._try_next()
 
-    # ---- what ranks tell each other
+    # ---- what ranks exchange
 
     def _times_of_slowest(self) -> list[float]:
         """Returns the seconds of the stage's steps on the slowest rank, step by step."""
@@ -249,7 +246,7 @@ class CandidateTiming:
     """Holds the step times of one candidate.
 
     Attributes:
-        what: the candidate.
+        candidate: the scheme and its name.
         times: seconds of its steps so far.
         runs: whether it takes part in further rounds.
     """
@@ -281,10 +278,11 @@ class CandidateTimings:
         candidates: in the order of the first round; the next round has the reverse order.
 
     Example:
-        >>> race = Race([Candidate(name, make(name), 0.0) for name in ("none", "int8")])
-        >>> while (entry := race.next()) is not None:
-        ...     race.add({"none": [2.0] * 8, "int8": [1.0] * 8}[entry.what.name])
-        >>> [(entry.what.name, entry.median) for entry in race.entries]
+        >>> candidates = [Candidate(name, make(name), 0.0) for name in ("none", "int8")]
+        >>> timings = CandidateTimings(candidates)
+        >>> while (entry := timings.next()) is not None:
+        ...     timings.add({"none": [2.0] * 8, "int8": [1.0] * 8}[entry.candidate.name])
+        >>> [(entry.candidate.name, entry.median) for entry in timings.entries]
         [('none', 2.0), ('int8', 1.0)]
     """
 

@@ -119,7 +119,7 @@ class PostLocalSGDState:
         if self._lacks_subgroup:
             raise RegistrationError(
                 "PostLocalSGDState: the state that was pickled had a subgroup, which a pickle does "
-                "not hold: set state.subgroup on every rank before training goes on"
+                "not hold: set state.subgroup on every rank before training continues"
             )
 
     def maybe_increase_iter(self, bucket: GradBucket) -> None:

@@ -380,7 +380,7 @@ def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wire
         The model's trained parameters, and by which hook and with which dtypes on the wire the
         state is registered; None if it is on no model.
     """
-    # torch tells a state nothing when it is registered: the hook is first called with a bucket.
+    # torch does not notify a state when it is registered: the hook is first called with a bucket.
     for model in ddp_models():
         for hook, registered in comm_hooks(model):
             while hook not in classics and hasattr(hook, "__wrapped__"):

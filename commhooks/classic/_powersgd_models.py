@@ -187,7 +187,7 @@ def agree_on_parts(saved: Saved, group: dist.ProcessGroup) -> None:
         warnings.warn(
             f"PowerSGDState: the state loaded was saved by rank {held[0]} of {size} alone. It "
             f"lacks the residuals of ranks {missing}, what error feedback had still to send of "
-            f"their gradients; they go on with zero. To keep them, all ranks call "
+            f"their gradients; they continue with zero. To keep them, all ranks call "
             f"state.gathered(), and one saves what that returns",
             RuntimeWarning,
             stacklevel=2,
@@ -284,7 +284,7 @@ class OnModels:
 
     def notified_hook(self) -> HookState | None:
         """Returns the hook of the only model, which receives events of its backward pass."""
-        # Events do not name a model. With several models none is told: each hook learns of its
+        # Events do not name a model. With several models none is notified: each hook observes its
         # steps from autograd, as on torch's DistributedDataParallel, which has no such events.
         return next(iter(self.inners.values())).hook if len(self.inners) == 1 else None
 
@@ -299,7 +299,7 @@ class OnModels:
         inner = self.part(settings, owner_of(parameters), parameters, kind, wires)
         if not inner.agreed:
             self._agree(inner)
-        # All buckets of a step run one scheme, so settings change at the first. After an abandoned
+        # All buckets of a step run one scheme, so settings change at the first. After an aborted
         # step, which is under way until the next one closes it, they change one step later.
         if bucket.index() == 0 and not step_under_way(inner.hook):
             runs = made_from(settings, kind, wires)

@@ -165,7 +165,8 @@ def headroom(
         int, typer.Option(min=10, help="Steps of each kind of communication that count.")
     ] = 30,
     time_limit: Annotated[
-        float, typer.Option(min=1, help="Seconds after which the answer is given, or given up.")
+        float,
+        typer.Option(min=1, help="Seconds after which the command ends, with or without a result."),
     ] = 600,
     out: Annotated[Path | None, typer.Option(help="File for all numbers, as JSON.")] = None,
 ) -> None:

@@ -97,7 +97,7 @@ class CLASS(Codec):
         return {"signs": gradient.sign().nan_to_num(0.0).to(torch.int8), "size": size.view(1)}
 
     def decode(self, payload, like, bucket):
-        """Returns the gradient that one rank's payload stands for; ranks are averaged later."""
+        """Returns the gradient of one rank's payload; ranks are averaged later."""
         return payload["signs"] * payload["size"]
 '''
 
@@ -116,7 +116,7 @@ def one_launch(device: str = "cuda") -> str:
             bad = all_finite(x)
         results = bool(good), bool(bad)  # waits for the device
         took = time.perf_counter() - begin
-    except Exception as error:  # whatever it is: the command tells what is wrong here
+    except Exception as error:  # whatever it is: the command reports what is wrong here
         text = str(error).strip().splitlines() or [""]
         return f"failed: {type(error).__name__}: {text[0]}"
     if results != (True, False):

@@ -25,7 +25,7 @@ from commhooks.predict._headroom_agent import ORDER
 __all__ = ["headroom"]
 
 _GRACE = 90.0  # seconds after the time limit in which a script may end by itself
-_TERM = 10.0  # and after it was told to
+_TERM = 10.0  # and after SIGTERM
 
 
 def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | None) -> int:
@@ -163,7 +163,7 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
         )
     if status.get("alone"):
         return (
-            "the script trains on one rank, which has nobody to exchange gradients with: start it "
+            "the script trains on one rank, which has no rank to exchange gradients with: start it "
             "on two or more."
         )
     if status.get("ddp"):

@@ -21,7 +21,7 @@ from commhooks.predict._link import LinkReport, link_report, modelled
 
 __all__ = ["link"]
 
-_LOCAL = 2  # processes that the command starts if nobody has started any
+_LOCAL = 2  # processes that the command starts outside of torchrun
 _POOR = 1.25  # misfit from which on the table warns: predictions claim a tenth
 _START_S = 120.0  # for these to import torch and find each other
 

@@ -81,7 +81,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     # First: nothing below needs the former ranks, which may be gone.
     if not fault:
         hook.runner.step_aborted()
-        hook.drivers.abandon()
+        hook.drivers.abort()
         if hook.verification is not None:
             hook.verification.abort()
 

@@ -93,7 +93,7 @@ def trace_exchange(scheme: Scheme, shapes: tuple[torch.Size, ...], world_size: i
         PredictionError: the scheme reads values of the gradient, and so cannot run without data.
 
     Example:
-        >>> planned(make("none"), (torch.Size([1000]),), 8).messages
+        >>> trace_exchange(make("none"), (torch.Size([1000]),), 8).messages
         (Message(collective='all_reduce', nbytes=4000, wire_nbytes=7000.0, ranks=None),)
     """
     layout = Layout([f"p{i}" for i in range(len(shapes))], shapes)

@@ -62,7 +62,7 @@ class Fabric:
             SHARP). None: it cannot.
         tree_nbytes: size up to which NCCL takes its double tree between nodes, which it decides by
             what it assumes about the links. None: the faster of ring and tree.
-        core_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
+        cpu_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
             much, where processors move the bytes (TCP); backward waits for as long on a full
             machine.
         overlap: share of the latency that passes for messages of several buckets at once, where

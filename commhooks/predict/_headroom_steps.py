@@ -161,7 +161,7 @@ class InterleavedRun:
         """Whether rank 0 expects the next turn to end after the deadline."""
         if self._deadline is None:
             return False
-        key = f"goes on after {turns}"
+        key = f"continues after {turns}"
         if self._hook.rank == 0:
             # The next turn takes as long as this one.
             seconds = _seconds(self._marks[-1 - len(VARIANTS) * BLOCK], self._marks[-1])

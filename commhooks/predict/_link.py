@@ -177,7 +177,7 @@ def fitted(
     """Returns the fabric whose modelled times are nearest to the measured ones.
 
     Nearest by the sum of absolute logarithms of their ratios: small and large sizes count alike,
-    and a few odd times move nothing. Between nodes, one rank per node tells the latency; the
+    and a few odd times move nothing. Between nodes, one rank per node shows the latency; the
     bandwidth is the higher one of these ranks' and of all ranks', since several network cards need
     several ranks, and all ranks together may be bound by the link inside a node.
 
@@ -443,7 +443,7 @@ class _Measurement:
             cpu_s_per_byte=self._core_seconds(cells),
         )
         seconds = time.perf_counter() - self._begin
-        AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # nobody leaves before all have it
+        AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # no rank leaves before all have it
         for part in self._parts:
             if part.group is not None:
                 part.group.shutdown()

@@ -65,7 +65,7 @@ class Model:
             batch: samples of a rank's step.
 
         Raises:
-            ValueError: the batch is not positive, or nobody knows what the device computes.
+            ValueError: the batch is not positive, or the device's speed is unknown.
 
         Example:
             >>> model("resnet50").workload(DEVICES["a100"], batch=64).compute_s
@@ -343,7 +343,7 @@ def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
     The forward pass runs on tensors without data (PyTorch's "meta" device), so that a model of any
     size takes no memory beside its parameters. Operations without a parameter count with the
     parameter that was used before them. Parameters come in the order of their use; those that are
-    never used by a module of their own come first, since nobody knows when they are ready.
+    never used by a module of their own come first, since it is unknown when they are ready.
 
     Args:
         module: the model. Only parameters that require gradients count.
@@ -356,7 +356,7 @@ def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
             data; record steps of it instead.
 
     Example:
-        >>> counted(nn.Linear(1000, 10), torch.empty(64, 1000)).flops
+        >>> model_of(nn.Linear(1000, 10), torch.empty(64, 1000)).flops
         20000.0
     """
     batch = next((len(value) for value in inputs if isinstance(value, Tensor) and value.ndim), 1)
@@ -369,7 +369,7 @@ def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
             empty(*(tree_map(_moved, value) for value in inputs))
     except (NotImplementedError, RuntimeError) as error:
         raise PredictionError(
-            f"counted({shown}): its forward pass does not run on tensors without data; record "
+            f"model_of({shown}): its forward pass does not run on tensors without data; record "
             f"steps with commhooks.predict.record instead: {error}"
         ) from error
     finally:

@@ -254,7 +254,7 @@ def write_csv(comparison: Comparison, path: Path) -> None:
 # ---- pictures
 
 
-# Okabe and Ito: colours that everyone can tell apart. Grey is for bf16.
+# Okabe and Ito: colours that everyone can distinguish. Grey is for bf16.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442")
 _LINES, _GREY = ("-", "--", ":"), "#555555"
 _SPEED_UP = "speed-up over bf16 (times)"

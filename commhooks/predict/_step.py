@@ -129,7 +129,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
             break
         number = part[bucket, case]
         at = bucket * width + np.minimum(number, width - 1)
-        # A case that is over goes on with parts of no length, which change nothing.
+        # A case that is over continues with parts of no length, which change nothing.
         # Backward is behind by what the schemes have computed so far.
         moment = np.where(open_, moment + np.where(number == 0, delay, 0.0), 0.0)
         seconds = np.where(open_, codec[at, case], 0.0)

@@ -87,8 +87,8 @@ class Workload:
             accumulation ``forward_s`` is everything before the last backward pass.
         ready_s: seconds from the begin of the last backward pass to each parameter's gradient, in
             the order of ``layers``; by the layers' FLOPs if not given.
-        behind_s: seconds that ranks wait for the slowest one, per bucket: a step in which they
-            communicate at all takes longer by that.
+        per_bucket_overhead_s: seconds per bucket that ranks wait for the slowest one; every step
+            with communication takes longer by that.
 
     Example:
         >>> Workload.of("mine", [Layer("w", (512, 512), 2 * 512**2)], forward_s=0.01)

@@ -20,7 +20,7 @@ __all__ = ["Page"]
 _LONG = 60  # letters of a cell that is a sentence
 
 # Wide tables and pictures scroll within the page, so that a phone shows text at its own width;
-# shadows at their sides, which stay where they are, tell that there is more.
+# shadows at their sides, which stay where they are, show that there is more.
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1f24; background: #fff;

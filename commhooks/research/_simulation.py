@@ -117,7 +117,7 @@ class Simulation:
         for old, new in zip(other.engines, self.engines, strict=True):
             saved: dict[str, dict[str, Tensor]] = {}
             for key, name, value in old.memory.items():
-                saved.setdefault(key, {})[name] = value.clone()  # both runs go on
+                saved.setdefault(key, {})[name] = value.clone()  # both runs continue
             new.memory.load(saved)
             new.step, new.seed = old.step, old.seed
         self._restored = other.buckets

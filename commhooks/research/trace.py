@@ -161,7 +161,7 @@ def measure(ranks: Simulation, step: Step) -> tuple[float, ErrorFigures, Tensor]
     """Runs a step on simulated ranks.
 
     Args:
-        ranks: of the parameters of the step, see :func:`simulation_of`; they go on from the step
+        ranks: of the parameters of the step, see :func:`simulation_of`; they continue from the step
             before.
         step: as :func:`steps_of` yields it.
 

@@ -49,7 +49,7 @@ class SharedIndices(Scheme):
         """Returns the gradient's entries at ``indices``; writes others to ``bucket.unsent``.
 
         At least one of the values is NaN unless all entries are finite, also those that are not
-        sent: so the sum of the values tells the other ranks.
+        sent: so the sum of the values shows it to the other ranks.
         """
         raise NotImplementedError
 

@@ -224,7 +224,7 @@ class FlushResidual(Wrapper):
         return (yield from self.scheme.exchange(bucket))
 
     def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
-        if _is_pending(bucket):  # not in place: nobody gets the input back
+        if _is_pending(bucket):  # not in place: the input is not given back
             bucket = bucket.replace(raw=bucket.raw + _pop_residual(bucket))
         return (yield from self.scheme.all_gather(bucket, parts))
 

@@ -60,7 +60,7 @@ class Traced(Wrapper):
 
     def _wanted(self, bucket: Bucket) -> bool:
         """Whether this bucket's step is recorded: fewer than ``steps`` are, or part of it is."""
-        # By files, not by a counter: a resumed run goes on, and a finished record stays as it is.
+        # By files, not by a counter: a resumed run continues, and a finished record stays as it is.
         files = Path(self.folder).glob(f"step*_rank{bucket.rank}_*.safetensors")
         recorded = {int(match[1]) for path in files if (match := FILE_NAME.fullmatch(path.name))}
         return bucket.step in recorded or len(recorded) < self.steps
@@ -83,7 +83,7 @@ def write(
     """
     from safetensors.torch import save_file
 
-    # A scheme knows no number of its bucket: the names of its parameters tell files apart.
+    # A scheme knows no number of its bucket: the names of its parameters distinguish files.
     digest = hashlib.blake2b("\n".join(grads).encode(), digest_size=4).hexdigest()
     path = Path(folder) / f"step{step:07}_rank{rank}_{digest}.safetensors"
     path.parent.mkdir(parents=True, exist_ok=True)

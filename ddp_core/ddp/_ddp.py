@@ -44,13 +44,13 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
     what it does is here and in :class:`ddp_core.Reducer`. Beyond torch's: hooks can be replaced and
     removed between steps, a scheme can ask for its own bucket layout, every bucket leaves a
-    timeline, a rank that fails tells the others, and gradients are averaged at a named point
+    timeline, a rank that fails notifies the others, and gradients are averaged at a named point
     (:meth:`hold`, :meth:`reduce`).
 
     Args:
         module: the model.
         device_ids, output_device: one CUDA device, or None.
-        broadcast_buffers: as ``forward_sync_buffers``; False leaves buffers alone at the start too.
+        broadcast_buffers: as ``forward_sync_buffers``; False skips the first broadcast, too.
         init_sync: verify shapes and take rank 0's parameters and buffers.
         process_group, device_mesh: ranks; the default group, or a mesh of one dimension.
         bucket_cap_mb: MiB at which a bucket is full; by default 1 for the first one, then 25, or
@@ -148,7 +148,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         )
         if trained and init_sync:
             # First, for a broadcast into tensors of other sizes would hang or mix them up.
-            # `broadcast_buffers=False` leaves them alone at the start, too.
+            # `broadcast_buffers=False` skips their first broadcast, too.
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
             arguments = [f"takes rank 0's buffers: {not own_buffers}"]
             facts = module_facts(self, taken=not own_buffers, arguments=arguments)
@@ -243,8 +243,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         of parameters for which that returns the same; its ``bucket_cap_mb`` holds where the user
         has not given one.
 
-        A state is told what becomes of each synchronised step, by those of these methods that it
-        has when the hook is set:
+        A state is notified of the outcome of each synchronised step, by those of these methods
+        that it has when the hook is set:
 
         ``backward_finished()``: backward has ended well, so no bucket follows. A hook that holds
         buckets back starts their exchange now at the latest; nothing was waited for yet.
@@ -253,9 +253,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         leaves their ``.grad`` as it was. What the hook sent for those has not arrived.
         ``step_aborted()``: the step has begun and its results will not be used: backward, the
         hook or an exchange raised, or parameters got no gradient. It comes before the reducer
-        waits for what it has launched, so that buckets held back can be let go.
+        waits for what it has launched, so that held buckets can be released.
 
-        A rank without inputs (``join``) hears the same of the steps of the others.
+        A rank without inputs (``join``) is notified of the other ranks' steps alike.
 
         A state whose ``owns_gradients`` is True keeps what its hook averages: the future may hold
         any tensor, and ``.grad`` stays as it is (a rank then needs a part of the mean only).
@@ -320,7 +320,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
         Args:
             buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.
-            agree: called on every rank before that step; raises if they go on from different runs.
+            agree: called on every rank before that step; raises if they resume different runs.
         """
         index_of = {
             id(entry.parameter): index

@@ -172,7 +172,7 @@ def through_sink(output: Any, step: weakref.ref[Backward], *, clone: bool) -> An
     """Returns ``output``, with all tensors that have a graph passed through the sink.
 
     Args:
-        step: is told when backward begins. A graph may outlive it.
+        step: notified when backward begins. A graph may outlive it.
         clone: whether the outputs are copies.
     """
     leaves, spec = tree_flatten(output)

@@ -44,7 +44,7 @@ class CommHooks:
         reducer = self._reducer
         if hook is not None:
             self._check(hook)
-        # The step of a backward pass that raised is nobody's any more; without this it would
+        # The step of a backward pass that raised belongs to no hook now; without this it would
         # count as under way until the next forward pass.
         reducer.drop_raised_step()
         if reducer.under_way:
@@ -111,7 +111,7 @@ class CommHooks:
 
     def change_group(self, group: dist.ProcessGroup, buffer_hook: BufferHook | None) -> None:
         """Calls ``change_group`` of the states of all hooks."""
-        # A state may have several hooks, and is told once.
+        # A state may have several hooks, and is notified once.
         states = {id(state): state for (_, state), _ in self._everything(buffer_hook)}
         for state in states.values():
             state.change_group(group)

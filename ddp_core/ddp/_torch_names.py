@@ -264,8 +264,8 @@ _REFUSED |= dict.fromkeys(
     "the hook that join_hook() returns does it for ranks without inputs",
 )
 _REFUSED |= {
-    "_fire_reducer_autograd_hook": "gradients tell the reducer themselves",
-    "_register_accum_grad_hook": "gradients tell the reducer themselves, compiled or not",
+    "_fire_reducer_autograd_hook": "gradients notify the reducer themselves",
+    "_register_accum_grad_hook": "gradients notify the reducer themselves, compiled or not",
     "_set_sparse_metadata": "sparse gradients are averaged without it",
 }
 for _name, _instead in _REFUSED.items():

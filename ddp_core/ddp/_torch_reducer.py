@@ -97,7 +97,7 @@ class TorchReducer(Reducer):
 
 _REFUSED = {
     "_delay_all_reduce": "the first step of a static graph is launched at the end of its backward "
-    "pass, without being told",
+    "pass, without a call",
     "_set_mixed_precision_param_dtype": "give the module mixed_precision=MixedPrecision(...)",
     "_set_optimizer_in_backward": "the module finds optimizers in backward in its first forward",
     "_set_sparse_metadata": "sparse gradients are averaged without it",

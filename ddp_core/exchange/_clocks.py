@@ -1,7 +1,7 @@
 """Reads the time of the host, and of devices, which run behind the host.
 
-On a GPU the host's clock tells when work was enqueued. Events in the streams tell when it is done;
-they are read later, when the device has come there, and nobody waits for them.
+On a GPU the host's clock shows when work was enqueued. Events in the streams show when it is done;
+they are read later, once the device has reached them, without waiting.
 """
 
 from __future__ import annotations

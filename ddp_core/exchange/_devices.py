@@ -48,7 +48,7 @@ def stream_of(device: torch.device) -> Any:
 def future_on(device: torch.device) -> torch.futures.Future[Any]:
     """Returns a future of tensors on a device; waiting for it makes streams wait for the tensors.
 
-    A future that was not told its devices hands on tensors of a GPU without waiting.
+    A future without devices passes on tensors of a GPU without waiting.
     """
     return torch.futures.Future(devices=None if device.type == "cpu" else [device])
 

@@ -24,7 +24,7 @@ __all__ = [
 class Error(Exception):
     """Catches every exception of ``ddp_core`` and ``commhooks``, as their base class.
 
-    Each of them has a built-in base class, too: ``except ValueError`` goes on working. A wrong
+    Each of them has a built-in base class, too: ``except ValueError`` still works. A wrong
     argument of a function is Python's own ``TypeError`` or ``ValueError``.
     """
 

@@ -47,9 +47,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
-_MORE = (
-    1.0  # seconds until the store counts as silent, after what waits for other ranks has given up
-)
+_MORE = 1.0  # seconds from the timeout of a wait for other ranks until the store counts as silent
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -81,9 +79,9 @@ class LaneGroup:
     """Holds the process group of one lane.
 
     Attributes:
-        issued: collectives so far. Where ranks differ in it, the next ones would not match.
-        answered: how many of them have ended.
-        unusable: one of them failed.
+        issued: collectives so far. If ranks differ in this count, the next ones would not match.
+        completed: how many of these collectives have ended.
+        unusable: one of these collectives failed.
     """
 
     name: str
@@ -152,7 +150,7 @@ class _Pool:
         self.all.pop(lent.name, None)
         self.free.pop(lent.name, None)
         threading.Thread(
-            target=_drop_later, args=(self, lent, ended), name="commhooks-bury", daemon=True
+            target=_drop_later, args=(self, lent, ended), name="commhooks-drop", daemon=True
         ).start()
 
     def close(self) -> None:
@@ -275,9 +273,9 @@ def private_group(
 ) -> Any:
     """Makes a Gloo group, or an NCCL group for a GPU; waits for its ranks.
 
-    Not known to torch.distributed, so that destroying the default group leaves it alone. Nor is it
-    wrapped by TORCH_DISTRIBUTED_DEBUG=DETAIL: there a collective returns only once all ranks have
-    come to it, which nobody may wait for who has other lanes to serve.
+    torch.distributed does not know the group, so that destroying the default group does not close
+    it, and TORCH_DISTRIBUTED_DEBUG=DETAIL does not wrap it: a wrapped collective returns only once
+    all ranks have issued it, for which a thread that serves other lanes must not wait.
     """
     store = dist.distributed_c10d.PrefixStore(name, store)
     backend: Any

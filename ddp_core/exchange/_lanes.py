@@ -11,7 +11,7 @@ which the reducer launches buckets, as DistributedDataParallel itself would. Lat
 resumed by one driver thread per ``Lanes``; Gloo's threads only post to its queue.
 
 Collectives are issued outside of the lock: with TORCH_DISTRIBUTED_DEBUG=DETAIL the caller's group
-returns from one only when all ranks have come to it. No thread waits for another lane meanwhile.
+returns from one only when all ranks have issued it. No thread waits for another lane meanwhile.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["Lanes"]
 # issued, and it has work meanwhile. An event: all is to be given up, and the event to be set then.
 _Event = tuple[int, Exception | None] | int | threading.Event
 _Completion = torch.futures.Future[None]
-_JOIN_TIMEOUT = 5.0  # seconds for the driver thread to come to what it is told
+_JOIN_TIMEOUT = 5.0  # seconds for the driver thread to process an event
 
 
 @dataclass(eq=False)
 class _Lane:
     group: dist.ProcessGroup
-    lent: LaneGroup | None = None  # of what lane 1 and up hold
+    lent: LaneGroup | None = None  # of lane 1 and up
     next_ticket: int = 0  # the ticket that issues next
     issuing: bool = False  # a thread is at it, and goes on with all that is ready
     waiting: dict[int, Task] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class _Lane:
 def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event | None]) -> None:
     """Resumes exchanges on the driver thread until it is stopped; holds no reference to the lanes.
 
-    What is under way then is brought to its end: other ranks take part in it. What is given up is
-    not, and other ranks may be gone.
+    Exchanges under way are completed then, since other ranks take part in them. After a discard
+    they fail, since other ranks may be gone.
     """
     stops = False
     while True:
@@ -71,7 +71,7 @@ def _drive(lanes: weakref.ReferenceType[Lanes], events: queue.SimpleQueue[_Event
         elif alive is not None:
             completion = alive._resume(*event)
         done = stops and (alive is None or not alive._under_way)
-        # Before the caller goes on: it may drop the lanes, and expects them gone then.
+        # Before the caller continues: it may drop the lanes, and expects them gone then.
         del alive, event
         if completion is not None:
             completion.set_result(None)
@@ -197,7 +197,7 @@ class Lanes:
         """Stops the driver thread and releases the groups of further lanes. Safe to call twice."""
         self._finalizer()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Closes the lanes without waiting for other ranks, which may be gone.
 
         Exchanges under way fail; groups of further lanes are dropped when their last collectives

@@ -129,7 +129,7 @@ def exchange_pairs(
 
     Args:
         ranks: of the group, those that take part, this one among them; i counts them. All by
-            default. This one more than once: nothing is sent then, as there is nobody else.
+            default. This one more than once: nothing is sent then, since it is alone.
     """
     if ranks is None:
         ranks = range(group.size())

@@ -2,8 +2,8 @@
 
 A call on a TCPStore returns when its host has answered. If the host is silent (stopped, without
 power, its cable cut) the call does not return, whatever ``set_timeout`` says, nor does it on a
-clone; and whoever else uses the client waits behind it. So a thread asks, and whoever wants to know
-waits for the thread. The thread ends when nothing is left to ask.
+clone; and other users of the client wait behind it. So a thread asks, and callers wait for the
+thread, which ends when nothing is left to ask.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def group_store(group: dist.ProcessGroup) -> Any:
     """
     with contextlib.suppress(Exception):
         return store_of(group)
-    # A group that somebody else made of torch's classes (torchft) has brought its own.
+    # A group that another library made of torch's classes (torchft) has its own.
     with contextlib.suppress(Exception):
         return group.get_group_store()
     return None
@@ -144,7 +144,7 @@ class SharedStore:
     def peek(self, question: Callable[[Any], _T], limit: float) -> _T | None:
         """Returns what :meth:`ask` returns, or None if the store has been silent or fails.
 
-        For whoever waits for something else, which has a limit of its own.
+        For callers that wait for something else, which has a limit of its own.
         """
         if self.is_silent:
             return None
@@ -156,7 +156,7 @@ class SharedStore:
         """Calls ``message(store)`` soon; never raises.
 
         Args:
-            limit: seconds to wait until it is told, unless the store has been silent.
+            limit: seconds to wait until the call is made, unless the store has been silent.
         """
         with contextlib.suppress(RuntimeError):
             asked = self._put(message)

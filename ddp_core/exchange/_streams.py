@@ -2,8 +2,8 @@
 
 On CUDA with NCCL, and on any device whose work is queued on streams (XPU, NPU), an exchange runs to
 its end inside the hook call: encoding, waiting and decoding are only enqueued, on a side stream, so
-the backward pass goes on meanwhile. Two side streams take turns: while one bucket is on the line or
-is decoded, the next one is encoded.
+the backward pass continues meanwhile. Two side streams take turns: while one bucket travels or is
+decoded, the next one is encoded.
 
 All ranks launch buckets in the same order, and a bucket's collectives follow each other, so the
 order of collectives is the same everywhere. With a backend that blocks (Gloo on CUDA tensors) the
@@ -200,10 +200,10 @@ class Drivers:
         if self._streams is not None:
             self._streams.join()
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Closes without waiting for other ranks; later drivers are made for the new ranks."""
         if self._lanes is not None:
-            self._lanes.abandon()
+            self._lanes.abort()
         if self._streams is not None:
             self._streams.close()
         self._lanes = self._streams = None

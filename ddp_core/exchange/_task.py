@@ -145,7 +145,7 @@ class Task:
         """Ends the exchange without a result; its future holds an error."""
         self.exchange.close()
         self.error = CollectiveError(
-            f"the exchange of step {self.step}, bucket {self.bucket} was given up: its ranks have "
+            f"the exchange of step {self.step}, bucket {self.bucket} was aborted: its ranks have "
             f"changed",
             step=self.step,
             bucket=self.bucket,

@@ -31,10 +31,10 @@ class Backward:
     """Launches buckets as their gradients arrive, and ends the step when all have.
 
     Args:
-        flight: the step under way.
+        exchange: the exchange of the step under way.
         installed: where gradients go.
-        plan, history: are told in which order and when they came.
-        errors: raises where gradients do not come as agreed.
+        plan, history: record in which order and when gradients arrived.
+        errors: raises if gradients do not arrive as agreed.
         precision: exchanges parameters for low-precision ones, if given.
     """
 
@@ -225,7 +225,7 @@ class Backward:
         step.outcomes = []  # their tensors are not needed any more, the step is kept
         self.unreduced.gradients_written(step)
         self._exchange.launcher.step += 1
-        # The state is told last, when the reducer is between two steps.
+        # The state is notified last, when the reducer is between two steps.
         self._exchange.begin(Step())
         self._exchange.launcher.events.gradients_written(step.unwritten)
 

@@ -428,8 +428,8 @@ class BucketSet:
 
     Attributes:
         list: in the order in which they are launched; the same object for good.
-        place: by parameter, its bucket, and that again if its gradient is copied at once; the same
-            object for good.
+        location: by parameter, its bucket, and the bucket again if its gradient is copied at
+            once; the same object for good.
     """
 
     def __init__(

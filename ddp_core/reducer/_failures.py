@@ -112,7 +112,7 @@ def peer_error(text: str) -> PeerError:
     """Returns the error of a rank that waits for a failed one, with that rank's report."""
     return PeerError(
         f"another rank failed in this step, so its gradients will not come: {text}. The process "
-        f"group has collectives that nobody answers; end the process and resume from the last "
+        f"group has collectives that no rank answers; end the process and resume from the last "
         f"checkpoint"
     )
 
@@ -199,7 +199,7 @@ def failed(
 def never_completed(purpose: str, limit: timedelta | None) -> RuntimeError:
     """Returns the error for a hook that never completes the future of an aborted step."""
     return RuntimeError(
-        f"a step was abandoned, and the future that the hook returned {purpose} was not completed "
+        f"a step was aborted, and the future that the hook returned {purpose} was not completed "
         f"within {limit}, the process group's timeout. A hook that holds buckets back lets them go "
         f"in a method step_aborted() of its state, see register_comm_hook"
     )
@@ -266,7 +266,7 @@ class AbortAgreement:
 
         Args:
             launched: number of buckets whose exchange has begun.
-            told: whether it raised because another rank had failed.
+            from_peer: whether the step raised because another rank had failed.
         """
         if self._size > 1:
             self._aborted = _AbortedStep(step - self.first_step, launched, from_peer)
@@ -274,7 +274,7 @@ class AbortAgreement:
     def agree(self) -> None:
         """Waits until all ranks have aborted the step that this rank has, if it has any.
 
-        Ranks come here before their next collective.
+        Ranks call it before their next collective.
 
         Raises:
             MismatchError: a rank has not, or after another number of buckets.
@@ -355,7 +355,7 @@ class AbortAgreement:
 
     def _text(self, dropped: _AbortedStep, *who: int) -> str:
         """Describes the step that ranks have aborted; this rank by default."""
-        how = "heard of another rank's failure in" if dropped.from_peer else "dropped"
+        how = "learned of another rank's failure in" if dropped.from_peer else "aborted"
         step, buckets = dropped.step + self.first_step, dropped.launched
         return f"{ranks_in_words(who or [self._rank])} {how} step {step} after {buckets} buckets"
 
@@ -363,7 +363,7 @@ class AbortAgreement:
         """Returns the barrier of one aborted step; its own key holds the first rank's record."""
         if self._store is None:
             return None
-        key = f"ddp_core/{self._name}/abandoned/{number}"
+        key = f"ddp_core/{self._name}/aborted/{number}"
         return StoreBarrier(self._store, key, self._rank, self._size)
 
 
@@ -472,7 +472,7 @@ class DeviceWatchdog:
             return
         self._error = peer_error(text)
         self._interrupted = pending.thread
-        # Before the abort, after which the loop would go on with gradients that are not averages.
+        # Before the abort, after which the loop would continue with gradients that are no averages.
         _raise_in(pending.thread, self._error)
         backend = backend_for(self._group, self._device)
         with contextlib.suppress(Exception):  # a backend that cannot be aborted, or is already

@@ -54,7 +54,7 @@ class KnownParameters:
 
     Parameters are replaced by ``load_state_dict(assign=True)``, by new layers and parametrizations;
     ``.double()`` and ``.to(device)`` keep them, and replace autograd's nodes, which a reducer
-    watches. Either way gradients would come that nobody averages.
+    watches. Either way gradients would arrive that nothing averages.
 
     Args:
         owner: the wrapper of the model; held weakly.
@@ -144,7 +144,7 @@ class KnownParameters:
             parameter = self._parameters[index]
             if parameter.requires_grad and accumulator_of(parameter) is not self._nodes[index]:
                 self._raise_converted(index)
-        # Not before: whoever tries again meets the same error.
+        # Not before: a second call raises the same error.
         self._pointers, self._is_new = pointers, False
 
     def _type_of(self, index: int) -> tuple[torch.dtype, torch.device]:
@@ -224,7 +224,7 @@ class KnownParameters:
                 f"parametrization has replaced its memory (Tensor.set_)"
             )
         raise self._kind(
-            f"{what}: its gradient is accumulated where nobody waits for it, and would not be "
+            f"{what}: its gradient is accumulated where nothing waits for it, and would not be "
             f"averaged; {_AGAIN}"
         )
 
@@ -247,7 +247,7 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
             or not hasattr(candidate, "module")
         ):
             continue
-        # All of them at once: each of the others comes here with its own gradient.
+        # All of them at once: this is called for each of the others with its own gradient.
         known |= {id(other): weakref.ref(candidate) for other in candidate.module.parameters()}
     return id(parameter) in known
 

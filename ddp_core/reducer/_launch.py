@@ -92,7 +92,7 @@ class Launcher:
     def __init__(self, group: dist.ProcessGroup, name: str, device: torch.device) -> None:
         self.group = group
         self.hook: tuple[CommHook, Any] | None = None
-        self.events = StepEvents()  # told to the hook's state
+        self.events = StepEvents()  # notifies the hook's state
         self.hook_owns_gradients = False  # the hook's state keeps what was averaged
         self.hook_name: str | None = None
         self.step = 0  # synchronised backward passes
@@ -163,7 +163,7 @@ class Launcher:
 
     def _all_reduce(self, bucket: BucketBase, times: BucketTimes | None) -> Outcome:
         try:
-            # A group that rounds (commhooks.process_group) leaves complex numbers alone.
+            # A group that rounds (commhooks.process_group) does not round complex numbers.
             numbers = as_numbers(bucket.buffer, bucket.parameters[0])
             work: Any = AllReduce(numbers, "sum").issue(self.group)
         except RuntimeError as error:
@@ -315,7 +315,7 @@ def _stamp(times: BucketTimes, record: RoundRecord | None) -> Callable[[object],
         now = times.clock.now()
         set_time(times, "decoded", now)
         ends = record
-        if ends is None and not times.rounds:  # a hook that does not tell its rounds
+        if ends is None and not times.rounds:  # a hook that does not report its rounds
             nbytes = times.nbytes
             ends = RoundRecord(0, times.bucket, 0, "hook", nbytes, nbytes, 0.0)
             set_time(ends, "issued", times.moments.get("launched", times.launched))
@@ -374,7 +374,7 @@ class Step:
     ready: list[int] = field(default_factory=list)  # parameters that count as arrived, in order
     unused: list[int] = field(default_factory=list)  # those that backward does not come to
     unused_marked: bool = False
-    unused_known: bool = True  # the ranks will have told each other, where anybody asks
+    unused_known: bool = True  # the ranks have exchanged it where it is needed
     used: bytearray = field(default_factory=bytearray)  # here, by parameter, once it has landed
     hook_calls_left: list[int] = field(default_factory=list)  # of the hooks (static graph), to come
     hook_call_order: list[int] = field(
@@ -387,7 +387,7 @@ class Step:
     finished: int = 0  # buckets
     outcomes: list[Outcome] = field(default_factory=list)
     unwritten: list[nn.Parameter] = field(default_factory=list)  # no rank uses them
-    abort_reported: bool = False  # the hook's state was told so
+    abort_reported: bool = False  # the hook's state was notified
     times: StepTimes | None = None
 
 
@@ -397,7 +397,7 @@ class Step:
 class StepEvents:
     """Calls the methods that a hook's state has; they are looked up when the hook is set.
 
-    Of every synchronised step that has begun, a state hears exactly one end: ``gradients_written``
+    Of every synchronised step that has begun, a state gets exactly one end: ``gradients_written``
     or ``step_aborted``. See ``DistributedDataParallel.register_comm_hook`` for what each means.
     """
 

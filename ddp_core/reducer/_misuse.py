@@ -33,7 +33,7 @@ class GraphErrors:
 
     Args:
         parameters: of the model, which messages name.
-        launcher: tells the other ranks.
+        launcher: reports errors to the other ranks.
     """
 
     def __init__(self, parameters: Sequence[Trained], launcher: Launcher) -> None:
@@ -211,9 +211,9 @@ class LocalGradients:
         errors: raises where passes contradict each other.
 
     Attributes:
-        holding: whether passes are within ``hold``.
-        came: whether a gradient has come since gradients were averaged.
-        synchronises: says whether the module is outside of ``no_sync`` and ``hold`` now.
+        in_hold: whether passes are within ``hold``.
+        has_new: whether a gradient has come since gradients were averaged.
+        is_syncing: says whether the module is outside of ``no_sync`` and ``hold`` now.
         is_shared: says whether another wrapper has a parameter, too, and may average it.
         forward_synchronised: whether the latest forward pass that recorded a graph was.
     """
@@ -233,7 +233,7 @@ class LocalGradients:
         self.forward_synchronised = True
         self._order: dict[int, None] = {}
         self._block_reason = ""  # no optimizer may step by gradients of now
-        # Of all optimizers, as nobody tells which ones have these parameters.
+        # Of all optimizers: the ones with these parameters are not known.
         before_every_step(self._optimizer_steps)
 
     @property
@@ -245,7 +245,7 @@ class LocalGradients:
         """Records a gradient that this pass does not average.
 
         Raises:
-            RuntimeError: it would stay this rank's own, and nobody has asked for that.
+            RuntimeError: it would stay this rank's own outside of ``no_sync`` and ``hold``.
         """
         self.has_new = True
         if self.in_hold:

@@ -52,7 +52,7 @@ class SavedBuckets:
         limits: the sizes, in bytes, at which that run's buckets are full.
         arrival: indices of all parameters, in the order in which their gradients came in that
             run's last step; none: it is not known.
-        agree: called before buckets are laid out; raises if not all ranks go on from the same
+        agree: called before buckets are laid out; raises if not all ranks resume the same
             state.
     """
 
@@ -102,7 +102,7 @@ class BucketPlan:
         follows_arrival: whether buckets are laid out by arrival once the order of gradients is
             known; without, those by registration stay.
         static_graph: the first step only learns what comes in later ones.
-        stage: of the buckets, here or in the run that this one goes on from.
+        stage: of the buckets, here or in the run that this one resumes.
         arrival: the order of gradients in the last complete step; none: it is not known.
         group_of: the layout that a scheme asked for.
         splits: those of the compiler.

@@ -33,7 +33,7 @@ logger = logging.getLogger("ddp_core")
 class Reducer:
     """Averages the gradients of one model in backward.
 
-    It is told when forward passes begin and end; :class:`Backward` hears of gradients.
+    Forward passes call it at their begin and end; :class:`Backward` receives gradients.
 
     Args:
         parameters: those that require a gradient, in registration order; the same on all ranks.

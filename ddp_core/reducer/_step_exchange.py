@@ -35,7 +35,7 @@ class StepExchange:
         launcher: starts and ends the exchange of one bucket.
         usage: which parameters the ranks use.
         errors: raises where a bucket gets a gradient twice.
-        left_alone: finds the parameters whose gradients nobody writes to.
+        unused_gradients: finds the parameters whose gradients are not written.
         precision: exchanges parameters for low-precision ones, if given.
 
     Attributes:
@@ -158,7 +158,7 @@ class StepExchange:
         if needed is not None:
             if not needed[bucket.number]:
                 return Outcome(bucket.buffer.device)
-            # The hook is told of the last one that it gets, not of the last one that there is.
+            # ``is_last`` marks the last bucket that the hook gets, not the last that there is.
             is_last = not any(needed[bucket.number + 1 :])
         return self.launcher.launch(bucket, is_last=is_last, times=self.times_of(bucket))
 
@@ -223,12 +223,12 @@ class StepExchange:
 class UnusedGradients:
     """Finds unused parameters for the hook's state, which keeps what it has sent for them.
 
-    A gradient that is its bucket's view has the result, used or not, and is not left alone.
+    A gradient that is a view of its bucket receives the result, used or not.
 
     Args:
         buckets: of the model, as they are now.
         as_view: gradients are views of the buckets.
-        launcher: has the hook, whose state may not ask.
+        launcher: has the hook, whose state may not ask for unused parameters.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class UnusedGradients:
     def in_views(self) -> list[int]:
         """Returns unused parameters whose gradient receives the bucket's result all the same.
 
-        The ranks tell each other, for one without inputs (join) cannot see it.
+        The ranks exchange this, since a rank without inputs (join) cannot see it.
         """
         if not (self._as_view and self._launcher.events.wants_unwritten):
             return []

@@ -252,7 +252,7 @@ def _draw(axes: Axes, times: StepTimes) -> None:
             color=color,
         )
 
-    # Of Okabe and Ito, told apart by all eyes; later rounds are lighter.
+    # Of Okabe and Ito, distinct to all eyes; later rounds are lighter.
     forward, gradients, exposed = "#7F7F7F", "#0072B2", "#D55E00"
     wire = ("#56B4E9", "#8FCDF1", "#C6E5F8")
     span(-1, times.forward_began, times.backward_began, forward)

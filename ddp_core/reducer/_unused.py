@@ -138,9 +138,9 @@ class Usage:
     Attributes:
         counts: of a static graph, how often each parameter's hook is called in a step; None until
             the first step is over.
-        never: of a static graph, the parameters whose hook is not called.
-        shadowed: the others learned theirs while this rank had no inputs.
-        has_old_marks: a step was abandoned after it had marked what it uses.
+        never_used: of a static graph, the parameters whose hook is not called.
+        learned_by_join: the other ranks recorded theirs while this rank had no inputs.
+        has_stale_marks: a step was aborted after it had marked what it uses.
         at_point: gradients are averaged without a backward pass, see ``named_point``.
     """
 
@@ -184,7 +184,7 @@ class Usage:
     @property
     def needs_sink(self) -> bool:
         """Whether outputs pass through the sink, see :mod:`ddp_core.ddp._forward`."""
-        # Without any gradient of its own, a rank would not hear of backward otherwise.
+        # A rank without any gradient of its own would not notice backward otherwise.
         return self.records_use or (
             self._settings.static_graph and len(self.never_used) == self._numel
         )

@@ -94,7 +94,7 @@ def settings_on(link: Link, settings: Settings, hooks: Sequence[str], nbytes: fl
         steps=LINK_UNTIMED + turns * block,
         untimed=LINK_UNTIMED,
         block=block,
-        watch=False,
+        measures_error=False,
         dense_steps=1,
     )
 

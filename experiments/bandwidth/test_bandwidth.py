@@ -139,7 +139,7 @@ def test_other_links_are_an_error(text: str) -> None:
 def test_on_a_link_nothing_is_watched_and_no_step_is_dense() -> None:
     usual = Settings("characters", list(SCHEMES))
     here = settings_on(parse("100mbit"), usual, ["none", "dgc 1 %"], nbytes=3e6)
-    assert (here.watch, here.hooks) == (False, ["none", "dgc 1 %"])
+    assert (here.measures_error, here.hooks) == (False, ["none", "dgc 1 %"])
     options = SCHEMES["dgc 1 %"].options_with(here.dense_steps)
     assert options["warmup_steps"] == 1 < here.untimed
 

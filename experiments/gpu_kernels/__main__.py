@@ -12,7 +12,7 @@
 - ``cubins``: compiles all kernels into ``COMMHOOKS_CACHE``, without a GPU; only if it is named.
 
 Each writes a table, row by row. A case that fails has a row that says so. The same command with the
-same ``--out`` goes on where it stopped, also after a crash. Kernels and the library for CPUs can be
+same ``--out`` resumes where it stopped, also after a crash. Kernels and the library for CPUs can be
 brought along to a machine without compilers or network: ``--part cubins --architecture 90`` with
 the machine's version of NVRTC, and ``kernels/libcommhooks_kernels.so``.
 """
@@ -84,11 +84,11 @@ def main(
         return
     reason = cuda.missing() if torch.cuda.is_available() else "torch sees no CUDA device"
     if reason and any(PARTS[name].needs_gpu for name in wanted):
-        # ``versions`` has to tell why, so the reason is no end of it.
+        # ``versions`` reports the reason, so that does not end the run.
         typer.echo(f"experiments.gpu_kernels: {reason}")
         if not torch.cuda.is_available():
             sys.exit(1)
-    # A case that hangs: its stack, and an end, so that the next call goes on with the next case.
+    # A case that hangs: its stack, and an end, so that the next call continues with the next case.
     faulthandler.dump_traceback_later(60 * minutes + 60, exit=True)
     try:
         _run_all(wanted, Setting(out, repeats=repeats, only=only), until, architecture)

@@ -127,7 +127,7 @@ def run_steps(
     Args:
         until: ``time.monotonic()`` at which no step is begun any more.
         workers: steps at a time; more than one for steps that start processes of their own.
-        report: is told of each row.
+        report: called with each row.
 
     Raises:
         LostDeviceError: the device answers with an error; the step has its row.

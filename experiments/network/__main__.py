@@ -41,7 +41,7 @@ from commhooks.predict._link import measure_link
 from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
-from experiments.network.page import is_judged, told, written
+from experiments.network.page import is_judged, short_name, written
 from experiments.network.setups import CHOICE, Setup, setup_of
 from experiments.network.torch_hooks import SAME, TORCH, register_of_torch
 from experiments.tools.hosts import messages_from_hosts
@@ -319,7 +319,7 @@ def _table(rows: list[dict[str, Any]], title: str) -> Table:
     table = Table("hook", "step", "over noop", "sent", "predicted", "error", title=title)
     for row in rows:
         table.add_row(
-            told(row["scheme"]),
+            short_name(row["scheme"]),
             f"{row['step_ms']:.1f} ms",
             f"{row['over_noop']:.2f}",
             f"{row['sent_mb']:.2f} MB",

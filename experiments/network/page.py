@@ -17,13 +17,13 @@ from commhooks.report._style import OKABE_ITO
 from experiments.network.front import ABOUT, exchange_errors, fronts
 from experiments.network.setups import CHOICE, setup_of
 
-__all__ = ["AutoRatio", "auto_ratios", "is_judged", "plotted", "told", "written"]
+__all__ = ["AutoRatio", "auto_ratios", "is_judged", "plotted", "short_name", "written"]
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
 
 
-def told(scheme: str) -> str:
+def short_name(scheme: str) -> str:
     """Returns a scheme with options in short form: "acpsgd 2 bf16"."""
     return (
         scheme.translate(str.maketrans(":,", "  ", '"'))
@@ -155,7 +155,7 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
     table["cell"] = table.apply(where, axis=1)
     table["judged"] = table.hook_name.map(is_judged)
     ratios = auto_ratios(table)
-    table["hook_name"] = table.hook_name.map(told)
+    table["hook_name"] = table.hook_name.map(short_name)
     figure = plotted(table)
     figure.savefig(picture, dpi=110)
     page = Page("Training over limited links, measured and predicted")

@@ -9,7 +9,7 @@ from matplotlib.ticker import FixedLocator, NullFormatter, StrMethodFormatter
 
 __all__ = ["UNITS", "plotted"]
 
-# Okabe and Ito's colours, which people with colour blindness tell apart.
+# Okabe and Ito's colours, which people with colour blindness distinguish.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9")
 _TITLES = {
     "all_reduce": "all-reduce, 32 to 8192 GPUs",

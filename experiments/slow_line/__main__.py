@@ -80,7 +80,7 @@ def _missing(out: Path, asked: dict[Line, list[Cell]]) -> dict[Line, list[Cell]]
 def _measure(line: Line, cells: list[Cell], periods: int, out: Path, progress: Progress) -> None:
     """Measures the cells of a line, and writes each row at once."""
     sources = list(dict.fromkeys(source(wanted_cell) for wanted_cell in cells))
-    # The measured cell predicts for all periods that it stands for.
+    # The measured cell predicts for all periods that it represents.
     wanted = [
         [wanted_cell.every for wanted_cell in cells if source(wanted_cell) == cell]
         for cell in sources

@@ -42,7 +42,7 @@ from experiments.tools.turns import (
     train_step,
 )
 
-EVERY = 100  # of which the share is told
+EVERY = 100  # for which the share is given
 BLOCK = 8  # steps, of which one is verified
 SCHEMES: dict[str, dict[str, Any]] = {"int8": {}, "powersgd": {"rank": 4}}
 

@@ -6,7 +6,7 @@ port's place; frames to the host go from the tap device to the port in the kerne
 of up to 64 KiB are held, which costs a few hundredths of a core at 1 Gbit/s.
 
 A share of the packets can get lost, each by itself as on a line: a segment that would have become
-45 packets on the cable loses one of them, and goes on as the segments before and after it.
+45 packets on the cable loses one of them, and continues as the segments before and after it.
 
 Run by :mod:`experiments.tools.namespaces` as ``python delay.py PORT:TAP:SECONDS:LOSS ...`` in the
 namespace of the switch; it ends when its standard input does.

@@ -25,12 +25,12 @@ class GradientError:
         bucket_nbytes: size of a bucket.
 
     Example:
-        >>> watch = Watch(ddp.parameters(), bucket_nbytes=2**20)
+        >>> sums = GradientError(ddp.parameters(), bucket_nbytes=2**20)
         >>> for batch in batches:
         ...     loss(ddp(batch)).backward()
-        ...     watch.step()
-        >>> watch.close()
-        >>> watch.error()  # 0.01: all but one percent has arrived
+        ...     sums.step()
+        >>> sums.close()
+        >>> sums.error()  # 0.01: all but one percent has arrived
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], bucket_nbytes: int) -> None:

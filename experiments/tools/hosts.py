@@ -70,7 +70,7 @@ def messages_from_hosts(
 ) -> Iterator[Message]:
     """Runs a worker as :func:`run_on_hosts`, and yields each object when it is sent."""
     with made_hosts(rate, hosts, delay_s=delay_s, loss=loss) as enter, ExitStack() as stack:
-        # Files, since a pipe of a rank that writes much would fill while nobody reads it.
+        # Files, since a pipe of a rank that writes much would fill while no process reads it.
         errors = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in enter]
         ranks: list[subprocess.Popen[str]] = []
         stack.callback(_kill, ranks)

@@ -51,7 +51,7 @@ def predict_local(
 ) -> LocalStep:
     """Predicts :class:`commhooks.DiLoCo` of one fragment, and :func:`commhooks.local.local_sgd`.
 
-    With a delay, steps go on after the first part of the scheme's computations, those before its
+    With a delay, steps continue after the first part of the scheme's computations, those before its
     first message. Later ones are taken to be hidden, as messages are.
 
     Args:

@@ -51,7 +51,7 @@ class Settings:
         untimed: number of first steps that are not timed: buckets are rebuilt, compression starts,
             and the error is measured.
         block: timed steps per turn; at least five turns are run.
-        watch: whether the untimed steps are compared with exact averages.
+        measures_error: whether the untimed steps are compared with exact averages.
         dense_steps: replaces the number of dense steps with which schemes start.
         seed: of models, batches and random draws.
         bucket_cap_mb: small, so that these small models have several buckets.
@@ -62,7 +62,7 @@ class Settings:
     steps: int = 220
     untimed: int = 50
     block: int = 10
-    watch: bool = True
+    measures_error: bool = True
     dense_steps: int | None = None
     seed: int = 0
     bucket_cap_mb: float = 1.0
@@ -144,28 +144,28 @@ class _Runner:
         """Whether the hook gives an average that can be compared with the exact one."""
         return self.outer is None and (self.hook is None or gives_mean(self.hook))
 
-    def train_step(self, watch: GradientError | None = None) -> None:
+    def train_step(self, sums: GradientError | None = None) -> None:
         """Runs one step of training."""
         self.optimizer.zero_grad(set_to_none=True)
         x, target = self.task.batch(dist.get_rank(), self.step)
         loss = self.task.loss(self.ddp(x), target)
         loss.backward()
-        if watch is not None:
-            watch.step()
+        if sums is not None:
+            sums.step()
         self.losses.append(float(loss.detach()))
         self.optimizer.step()
         if self.outer is not None:
             self.outer.step()
         self.step += 1
 
-    def run_untimed(self, steps: int, *, watch: bool) -> None:
+    def run_untimed(self, steps: int, *, measures_error: bool) -> None:
         """Runs the first steps, and compares their averages with exact ones."""
-        watching = GradientError(self.parameters, self.bucket_nbytes) if watch else None
+        sums = GradientError(self.parameters, self.bucket_nbytes) if measures_error else None
         for _ in range(steps):
-            self.train_step(watching)
-        if watching is not None:
-            watching.close()
-            self.window, error = watching.window(), watching.error()
+            self.train_step(sums)
+        if sums is not None:
+            sums.close()
+            self.window, error = sums.window(), sums.error()
             self.error = error if self.gives_mean else float("nan")
 
     def run_block(self, steps: int) -> None:
@@ -204,7 +204,7 @@ class _Runner:
                 setattr(case, column, float(report[column].sum()) / self.step)
         case.loss, case.accuracy = self.task.evaluate(self.ddp.module)
         flat = torch.cat([parameter.detach().flatten() for parameter in self.parameters])
-        # Bit for bit: a difference of the last bit grows as training goes on.
+        # Bit for bit: a difference of the last bit grows as training continues.
         peers = [torch.empty_like(flat) for _ in range(world_size)]
         dist.all_gather(peers, flat)
         case.ranks_agree = all(torch.equal(peer, flat) for peer in peers)
@@ -214,21 +214,21 @@ class _Runner:
 def train(rank: int, world_size: int, send: Callable[[Any], None], settings: Settings) -> None:
     """Trains every scheme of ``settings`` in a process; rank 0 sends progress and results."""
 
-    def tell(runner: _Runner, steps: int) -> None:
+    def send_progress(runner: _Runner, steps: int) -> None:
         if rank == 0:
             send({"progress": settings.task, "steps": steps, "hook": runner.name})
 
     task = TASKS[settings.task](world_size, seed=settings.seed)
     runners = [_Runner(name, task, settings) for name in settings.hooks]
     for runner in runners:
-        runner.run_untimed(settings.untimed, watch=settings.watch)
-        tell(runner, settings.untimed)
+        runner.run_untimed(settings.untimed, measures_error=settings.measures_error)
+        send_progress(runner, settings.untimed)
     for turn in range(settings.turns):
         # The order is reversed in every second turn, so that a slow drift of the machine changes
         # all schemes equally.
         for runner in runners if turn % 2 == 0 else reversed(runners):
             runner.run_block(settings.block)
-            tell(runner, settings.block)
+            send_progress(runner, settings.block)
     for runner in runners:
         case = runner.result()
         if rank == 0:

@@ -1,12 +1,12 @@
 """Records the gradients of small real trainings, for ``commhooks tradeoff --trace`` and ``replay``.
 
 Run ``python -m experiments.traces``. Ranks are simulated in one process: every rank has its own
-batches, and training goes on with the mean of all gradients. Consecutive steps are recorded from
+batches, and training continues with the mean of all gradients. Consecutive steps are recorded from
 each stage on, into a folder for each task and stage, as ``characters_step100``. The first n ranks
 of a trace are a trace of n ranks (``--ranks`` of ``commhooks tradeoff``), so 2, 4 and 8 ranks need
 one training.
 
-A run that was ended goes on at its last checkpoint and records the same bits as one that was not.
+A run that was ended continues at its last checkpoint and records the same bits as one that was not.
 What is there is not recorded again; delete a task's folders and its checkpoint to begin anew.
 """
 
@@ -165,7 +165,7 @@ def _resumed(
     """Loads the checkpoint if it is of as many ranks, and no later than the first step needed.
 
     Returns:
-        The step to go on with; 0 if the checkpoint does not fit.
+        The step to continue with; 0 if the checkpoint does not fit.
     """
     if not path.exists():
         return 0

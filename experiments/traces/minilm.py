@@ -98,7 +98,7 @@ class MiniLm(nn.Module):
     """Encodes texts as BERT does, with its checkpoints' names; 22.6 M parameters, 6 layers.
 
     Args:
-        weights: of a checkpoint, by name; they tell the sizes.
+        weights: of a checkpoint, by name; they give the sizes.
     """
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
@@ -219,7 +219,7 @@ def _docstring_pairs() -> list[tuple[str, str]]:
             first, dot, rest = text.partition(".")
             if dot and 20 < len(first) < 120 and len(rest.strip()) > 60:
                 pairs.append((first, rest.strip()))
-    # Neighbours tell of one module: shares and the held-out part are of all modules.
+    # Neighbours describe one module: shares and the held-out part are of all modules.
     order = torch.randperm(len(pairs), generator=torch.Generator().manual_seed(0))
     return [pairs[i] for i in order.tolist()]
 

@@ -130,7 +130,7 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
         )
     )
     try:
-        # A template is compiled only where something names it; NVRTC also tells the mangled names.
+        # A template is compiled only where something names it; NVRTC also gives the mangled names.
         for name in names:
             _check(library.nvrtcAddNameExpression(program, name.encode()))
         # sm_ gives machine code; compute_ gives PTX, which the driver has to compile.

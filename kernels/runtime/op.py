@@ -134,8 +134,8 @@ class Op:
 
     def __call__(self, *args: Any) -> None:
         """Runs the op on the device of its first argument."""
-        # Torch's dispatcher slows a call down, so it is used only where somebody else has to see
-        # the op: a compiler that traces, or a tensor with its own dispatch.
+        # Torch's dispatcher slows a call down, so only those that have to see the op go through it:
+        # a compiler that traces, or a tensor with its own dispatch.
         if torch.compiler.is_compiling():
             self._dispatched(*args)
             return
@@ -180,7 +180,7 @@ class Op:
 
     def _pretend(self, *args: Any) -> None:
         """Replaces the op where a tensor has no data: there are no results to allocate."""
-        # Torch comes here as soon as one tensor is on "meta": with the others on a GPU, the op
+        # Torch calls this as soon as one tensor is on "meta": with the others on a GPU, the op
         # would silently do nothing.
         self._arguments.check_all_or_none_meta(args)
 

@@ -435,11 +435,11 @@ def _gives_up(rank: int, world_size: int) -> Any:
     if rank == 1:
         assert outcome(future.wait) is not None
         time.sleep(6)
-        lanes.abandon()
+        lanes.abort()
         return None
     time.sleep(0.5)
     begin = time.monotonic()
-    lanes.abandon()
+    lanes.abort()
     seconds = time.monotonic() - begin
     error = outcome(future.wait)
     time.sleep(0.2)
@@ -556,7 +556,7 @@ def _after_a_call_that_failed(rank: int, world_size: int) -> Tensor | None:
     assert handle is not None
     collectives.change_group(group_of(0, 1))
     store.set(f"{rank} has changed", "")
-    with pytest.raises(RuntimeError, match="was given up: its ranks have changed"):
+    with pytest.raises(RuntimeError, match="was aborted: its ranks have changed"):
         handle.wait()
     for _ in range(2):  # of the same name
         collectives.all_reduce(mean := tensor.clone(), "weight", op=dist.ReduceOp.AVG)

@@ -107,7 +107,7 @@ def hears(results: list[Heard], places: tuple[int, ...], at: int) -> None:
         assert list(landed) == [*range(at + (late and not raised))]
         assert error[0] == ("MismatchError" if raised else "CollectiveError"), error
         assert again[0] == "MismatchError", again  # until the process ends
-        assert f"dropped step {at} after" in error[1]
+        assert f"aborted step {at} after" in error[1]
         assert "resume from the last" in error[1]
         assert "did not within" not in error[1]
 
@@ -159,7 +159,7 @@ def _hooked(rank: int, world_size: int, hook: str, places: tuple[int, ...]) -> A
 def test_hooks_with_memory(hook, places):
     for name, text in run_ranks(_hooked, 2, hook, places):
         assert name in ("CollectiveError", "MismatchError")
-        assert f"dropped step {AT} after" in text
+        assert f"aborted step {AT} after" in text
         assert "did not within" not in text
 
 
@@ -259,7 +259,7 @@ def test_whatever_comes_first_where_ranks_meet_is_an_error(how):
     other, alone = run_ranks(_otherwise, 2, how)
     assert other[0] == "CollectiveError"
     assert alone[0] == "MismatchError"
-    assert "rank 1 dropped step 0 after" in other[1]
+    assert "rank 1 aborted step 0 after" in other[1]
 
 
 def _joined(rank: int, world_size: int) -> Any:
@@ -300,7 +300,7 @@ def test_a_sharded_optimizer(in_backward):
     other, alone = run_ranks(_sharded, 2, in_backward, False)
     assert other[0] == "CollectiveError", other
     assert alone[0] == "MismatchError", alone
-    assert "rank 1 dropped step 3 after" in other[1]
+    assert "rank 1 aborted step 3 after" in other[1]
     assert equal_bits(run_ranks(_sharded, 2, in_backward, True))
 
 
@@ -322,7 +322,7 @@ def _missing(rank: int, world_size: int) -> Any:
 def test_a_rank_that_never_comes_is_named_after_the_groups_timeout():
     (name, text), _ = run_ranks(_missing, 2, pg_timeout=3)
     assert name == "MismatchError"
-    assert "rank 0 dropped step 2 after" in text
+    assert "rank 0 aborted step 2 after" in text
     assert "rank 1 did not within 3 s" in text
 
 

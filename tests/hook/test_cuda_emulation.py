@@ -273,4 +273,4 @@ def test_a_rank_that_goes_on_after_a_raise_ends_the_step_on_all_ranks() -> None:
     assert waits.startswith("PeerError: another rank failed in this step")
     assert goes_on.startswith("MismatchError: ")
     for text in (waits, goes_on):
-        assert "rank 1 dropped step 1 after" in text
+        assert "rank 1 aborted step 1 after" in text

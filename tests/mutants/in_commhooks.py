@@ -684,7 +684,7 @@ MUTANTS: list[Mutant] = [
         "change_group",
         (
             "the ranks before are given up after the change, not before",
-            "        hook.drivers.abandon()\n",
+            "        hook.drivers.abort()\n",
             "        pass\n",
             f"{WORLD}::test_ranks_go_on_without_one_that_died[topk-False-group-torch]",
         ),
