@@ -1,7 +1,7 @@
 """Looks up every private name of torch that ``ddp_core`` uses, so that a rename is mended here.
 
-``tests/torch_names.txt`` lists them with the versions of torch that have them. What is called in
-every step is bound once, and not wrapped: it costs what the name itself costs.
+``tests/torch_names.txt`` lists them with the versions of torch that have them. Functions that every
+step calls are bound once, not wrapped, so that they cost no further call.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ __all__ = [
     "device_index",
     "device_types",
     "dtensor_spec_of",
+    "dynamo_disable",
+    "dynamo_disable_shallow",
     "foreach_copy",
     "foreach_divide",
     "foreach_multiply",
@@ -46,8 +48,6 @@ __all__ = [
     "keeps_graph",
     "local_shape",
     "local_spec_of",
-    "not_traced",
-    "not_traced_itself",
     "number_of_entries",
     "optimizers_in_backward",
     "profiler_runs",
@@ -146,13 +146,13 @@ def in_join(module: Any) -> bool:
 # ---- torch.compile
 
 
-def not_traced(function: Function) -> Function:
+def dynamo_disable(function: Function) -> Function:
     """Makes torch.compile skip a function and all that it calls; the graph breaks there."""
     decorated: Any = torch._disable_dynamo(function, recursive=True)  # type: ignore[attr-defined]
     return decorated  # type: ignore[no-any-return]
 
 
-def not_traced_itself(function: Function) -> Function:
+def dynamo_disable_shallow(function: Function) -> Function:
     """Makes torch.compile skip a function, but not the functions that it calls."""
     decorated: Any = torch._disable_dynamo(function, recursive=False)  # type: ignore[attr-defined]
     return decorated  # type: ignore[no-any-return]

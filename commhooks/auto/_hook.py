@@ -48,7 +48,7 @@ class AutoHook(HookState):
         measure_steps: steps that are timed, of each scheme in each round.
 
     Raises:
-        ValueError: a candidate is no average of gradients, or a number is out of range.
+        ValueError: a candidate does not average gradients, or a number is out of range.
         RegistrationError: a candidate cannot return shards.
 
     Example:
@@ -138,7 +138,7 @@ class AutoHook(HookState):
     ) -> None:
         """Continues from a saved state, with the scheme that was chosen in the saved run.
 
-        The trials begin anew where none was chosen yet.
+        The measurement begins anew if the saved run had not chosen yet.
         """
         common = read(state, "load_state_dict").common
         plan = _read_plan(common.get("plan", ""))
@@ -214,7 +214,7 @@ def _read_plan(text: str) -> dict[str, Any]:
     """Returns what ``plan_state`` wrote; empty for a run that chose nothing.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the text is no saved choice.
     """
     try:
         plan = from_json(text or "{}")

@@ -59,14 +59,15 @@ class Trials:
     """Runs the stages of the measurement on one hook.
 
     Args:
-        hook, install: the hook, and what makes it run another scheme from the next step on.
+        hook: the hook.
+        install: makes the hook run another scheme from the next step on.
         candidates: schemes to choose from; one of them is "none".
         steps: steps that are timed of each scheme in each round.
 
     Attributes:
         over: whether the decision is taken.
         plan: the decision in words.
-        choice: what was chosen; None before that, and where dense steps are kept.
+        choice: the chosen candidate; None before the decision, and if dense steps are kept.
     """
 
     def __init__(
@@ -225,7 +226,7 @@ def chosen(
 ) -> tuple[float, Candidate] | None:
     """Returns the seconds and the candidate to keep; None if dense steps are as fast.
 
-    Of several that are nearly as fast as the fastest, the one that changes gradients least.
+    Of several candidates that are nearly as fast, the one that changes gradients least is kept.
 
     Args:
         tried: seconds of a step, by candidate.
@@ -247,8 +248,8 @@ class CandidateTiming:
 
     Attributes:
         candidate: the scheme and its name.
-        times: seconds of its steps so far.
-        runs: whether it takes part in further rounds.
+        times: seconds of the candidate's steps so far.
+        runs: whether the candidate takes part in further rounds.
     """
 
     candidate: Candidate
@@ -299,7 +300,7 @@ class CandidateTimings:
         """Adds the seconds of the steps of the candidate that has run.
 
         Args:
-            times: one at least.
+            times: seconds of at least one step.
         """
         self._order.pop(0).times += times
         if not self._order:

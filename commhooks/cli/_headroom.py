@@ -66,6 +66,7 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
         code, killed = _run(whole, _environment(order), time_limit)
         status_of_script = json.loads(status.read_text()) if status.exists() else {}
         status_of_script["seen"] = Path(f"{status}.seen").exists()
+    # The result, or the reason why there is none.
     if out is not None and not out.stat().st_size:
         out.unlink()  # no answer, or one on the machine of rank 0
     if "done" in status_of_script:
@@ -129,6 +130,7 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
     """Explains why there is no result."""
     within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
     ended = "was stopped" if killed else f"ended with exit code {code}"
+    # What the script cannot be measured on, or has done itself.
     if status.get("fsdp"):
         return (
             "the script uses FSDP, which has no communication hooks for buckets of gradients: only "
@@ -143,6 +145,7 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
         )
     if "failed" in status:
         return str(status["failed"])
+    # Steps were measured, and too few.
     if "too_slow" in status:
         return (
             f"the time limit of {limit:.0f} s came after {status['too_slow']} steps, before each "
@@ -161,10 +164,10 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
             f"the script {ended}{steps}, before the {status['needed']} steps that the measurement "
             f"needs{within or advice}."
         )
+    # No step was measured.
     if status.get("alone"):
         return (
-            "the script trains on one rank, which has no rank to exchange gradients with: start it "
-            "on two or more."
+            "the script trains on one rank, which exchanges no gradients: start it on two or more."
         )
     if status.get("ddp"):
         return (

@@ -81,6 +81,7 @@ def _with_local_ranks(out: Path | None, budget_s: float, device: str | None) -> 
 def _show(report: LinkReport) -> None:
     layout, fabric = report.layout, report.fabric
     nodes = -(-layout.ranks // layout.per_node)
+    # The table of measurements.
     table = Table(
         title=f"{layout.ranks} ranks on {nodes} node{'s' * (nodes > 1)}, "
         f"{report.device} tensors over {fabric.library}"
@@ -100,6 +101,7 @@ def _show(report: LinkReport) -> None:
             f"{1e3 * model:.3f}",
             f"{model / time.seconds:.2f}",
         )
+    # The fit.
     console = Console()
     console.print(table)
     if fabric.inside is not None:

@@ -126,6 +126,7 @@ def simulate(options: Options) -> None:
         )
     except ValueError as error:  # PredictionError is reported for all commands
         raise typer.BadParameter(str(error)) from error
+    # Tables.
     console = Console(markup=False)  # names come from files
     console.print(
         f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name}: "
@@ -143,6 +144,7 @@ def simulate(options: Options) -> None:
         f"which bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",
         highlight=False,
     )
+    # Files.
     if options.csv is not None:
         write_csv(comparison, options.csv)
         typer.echo(f"wrote {options.csv}")

@@ -35,7 +35,7 @@ from ddp_core import (
     event_after,
     record_stream,
 )
-from ddp_core._torch import not_traced
+from ddp_core._torch import dynamo_disable
 
 __all__ = [
     "CollectiveCall",
@@ -371,8 +371,8 @@ class CollectiveState(HookState):
                 engine.seed = number_of(f"{engine.seed}/{apart}") >> 1
         return engine
 
-    @not_traced
-    def run(self, call: CollectiveCall, name: str | None, async_op: bool) -> Handle | None:
+    @dynamo_disable
+    def run(self, call: Call, name: str | None, async_op: bool) -> Handle | None:
         """Makes a call, and waits for its end unless ``async_op``."""
         if self._closed:
             raise RegistrationError(f"Collectives.{call.kind}: it was closed; make another")

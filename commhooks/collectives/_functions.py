@@ -13,7 +13,7 @@ from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook._target import check_process_group
 from commhooks.wrappers._make import describe
-from ddp_core._torch import not_traced
+from ddp_core._torch import dynamo_disable
 
 __all__ = [
     "Collectives",
@@ -128,7 +128,7 @@ _made: dict[dist.ProcessGroup, dict[tuple[str, str], Collectives]] = {}
 _registered: set[dist.ProcessGroup] = set()  # those of them that torch.distributed had made
 
 
-@not_traced
+@dynamo_disable
 def all_reduce(
     tensor: Tensor,
     scheme: str | Scheme = "none",
@@ -161,7 +161,7 @@ def all_reduce(
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
-@not_traced
+@dynamo_disable
 def reduce_scatter(
     output: Tensor,
     input: Tensor,
@@ -186,7 +186,7 @@ def reduce_scatter(
     return collectives_of(scheme, group, call, **options).run(call, None, async_op)
 
 
-@not_traced
+@dynamo_disable
 def all_gather(
     output: Tensor,
     input: Tensor,

@@ -20,7 +20,7 @@ from commhooks.core._names import plain_name
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.hook._parameters import not_reduced, reduced
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core._torch import in_join, local_spec_of, not_traced
+from ddp_core._torch import dynamo_disable, in_join, local_spec_of
 from ddp_core.exchange._errors import listed
 from ddp_core.reducer._autograd import (
     NO_BACKWARD,
@@ -296,7 +296,7 @@ class ForwardGuard:
     _is_copy = False
 
     # Not traced by torch.compile: it acts on state that changes from step to step.
-    @not_traced
+    @dynamo_disable
     def __call__(self, module: Any, inputs: Any) -> None:
         if torch.is_grad_enabled() and not self._is_copy:
             self.pass_begins(module)

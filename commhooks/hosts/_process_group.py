@@ -28,7 +28,7 @@ from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
 from commhooks.hook._target import check_process_group
 from commhooks.wrappers._make import describe, make
 from ddp_core import group_timeout, made_in_time
-from ddp_core._torch import add_backend, backend_of, device_types, not_traced
+from ddp_core._torch import add_backend, backend_of, device_types, dynamo_disable
 
 __all__ = ["SchemeGroup", "process_group"]
 
@@ -219,7 +219,7 @@ class SchemeGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
 
-    @not_traced
+    @dynamo_disable
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
@@ -297,7 +297,7 @@ def _is_tensor(given: Any) -> bool:
 
 def _passed_on(name: str) -> Any:
     # Reducers call collectives while torch.compile looks at every Python function that runs.
-    @not_traced
+    @dynamo_disable
     def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
         return getattr(self.wrapped, name)(*args, **options)
 
@@ -305,7 +305,7 @@ def _passed_on(name: str) -> Any:
 
 
 def _by_scheme(name: str) -> Any:
-    @not_traced
+    @dynamo_disable
     def method(self: SchemeGroup, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
         done, handle = self._scatter(output, input, opts)
@@ -315,7 +315,7 @@ def _by_scheme(name: str) -> Any:
 
 
 def _for_list(name: str) -> Any:
-    @not_traced
+    @dynamo_disable
     def method(self: SchemeGroup, *given: Any, **options: Any) -> Any:
         *tensors, opts = (*given, *options.values())
         if tensors and hasattr(opts, "reduceOp"):

@@ -69,7 +69,7 @@ def made_candidates(candidates: Iterable[str] | Mapping[str, Scheme]) -> dict[st
         candidates: registered names, or schemes by any name.
 
     Raises:
-        ValueError: a scheme is no average of gradients.
+        ValueError: a scheme does not average gradients.
     """
     if isinstance(candidates, str):
         raise OptionError(
@@ -185,7 +185,7 @@ def advise(
 def best_of(options: Sequence[Option]) -> Option:
     """Returns the option to take: the fastest, or a simpler one that is nearly as fast.
 
-    Simpler is "none", then "bf16", then what changes gradients least.
+    The simplest is "none", then "bf16", then the scheme that changes gradients least.
     """
     fastest = min(options, key=lambda option: option.step.step_s)
     near = [

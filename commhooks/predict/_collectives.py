@@ -1,7 +1,7 @@
 """Computes how long a collective takes on a fabric, by the algorithm that the library chooses.
 
-Times are in seconds, sizes in bytes: those that one rank hands to the collective. All functions
-take arrays of sizes.
+Times are in seconds. Sizes are the bytes that one rank passes to the collective; all functions take
+arrays of sizes.
 
 | collective | Gloo | MPI | NCCL |
 |---|---|---|---|
@@ -64,7 +64,7 @@ def collective_seconds(
 
     Args:
         collective: "all_reduce", "all_gather" or "all_to_all".
-        nbytes: bytes that each rank hands to it, any shape.
+        nbytes: bytes that each rank passes to the collective, any shape.
         ranks: all ranks of the job.
         fabric: the links.
         part: the ranks that take part, of ``range(ranks)``; all by default.
@@ -100,7 +100,7 @@ def shared_seconds(
 ) -> Seconds:
     """Returns the latency of a collective that messages of other buckets can share.
 
-    It is latency; in the rest the links carry nothing else.
+    During the rest of the collective the links carry nothing else.
 
     Args:
         collective, nbytes, ranks, fabric, part: see :func:`collective_seconds`.

@@ -47,12 +47,12 @@ _Work = Callable[[], object]
 class Contention(NamedTuple):
     """Describes by how many seconds backward gets longer per second of a scheme's computations.
 
-    1: both take turns, as on one core; 0: neither notices the other.
+    1 means that both take turns, as on one core; 0 that neither slows the other.
 
     Attributes:
-        first: for a bucket's computations before its first message.
-        later: for those after a message, and while one travels.
-        moving: for a processor's moving the bytes of messages.
+        first: of a bucket's computations before its first message.
+        later: of computations after a message, and while one travels.
+        moving: of the processor's moving the bytes of messages.
     """
 
     first: float
@@ -207,8 +207,8 @@ def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device
 def _share(longer_s: float, side_s: float) -> float:
     """Returns the increase of the step's time per second of the other work.
 
-    At most 1: more is noise, or what the products' matrices lose of a cache. A backward pass reads
-    too much to find its tensors there anyway. Where nothing ran on the side, 1 is assumed.
+    At most 1: a larger value is noise, or an effect of the cache on the products, which a backward
+    pass with its large tensors does not have. If no other work ran, 1 is assumed.
     """
     return min(max(longer_s / side_s, 0.0), 1.0) if side_s else 1.0
 
@@ -332,8 +332,8 @@ def _clock(device: torch.device) -> Callable[[], float]:
 def _trim(device: torch.device) -> Callable[[int], object]:
     """Returns a function that gives free memory back to the system (glibc), or does nothing.
 
-    Training does so as it frees activations. What an exchange allocates is then new memory, whose
-    pages the system makes one by one: half of the time of eden on a CPU, a third of int4.
+    Training does so when it frees activations. An exchange then allocates new memory, whose pages
+    the system makes one by one: half of the time of eden on a CPU, a third of int4.
     """
     if device.type == "cpu":
         with suppress(OSError, AttributeError):
@@ -386,8 +386,8 @@ class Device:
 class ThisDevice(Device):
     """Describes the device at hand, by timing exchanges of each scheme.
 
-    A scheme is timed on two buckets; on others, times follow the bytes and calls of each part. So
-    they do above 64 ranks, whose messages would all have to be in memory.
+    A scheme is timed on two buckets; for other buckets, and above 64 ranks, whose messages would
+    not fit into memory, times are extrapolated from the bytes and calls of each part.
 
     Args:
         device: a device of PyTorch.
@@ -481,7 +481,7 @@ def device(name: str | Device) -> Device:
     """Returns a device by name; "here" is this machine's accelerator, or its processor.
 
     Raises:
-        ValueError: there is no such device; the message lists those that there are.
+        ValueError: there is no such device; the message lists the known ones.
     """
     if isinstance(name, Device):
         return name

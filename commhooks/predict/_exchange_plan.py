@@ -40,7 +40,7 @@ class Message(NamedTuple):
 
     Attributes:
         collective: "all_reduce", "all_gather" or "all_to_all".
-        nbytes: bytes that each rank hands to it.
+        nbytes: bytes that each rank passes to the collective.
         wire_nbytes: bytes that each rank sends in it, by the formula of the collective.
         ranks: the ranks that take part, from the point of view of rank 0. None: all.
     """
@@ -68,7 +68,7 @@ class ExchangePlan:
     """Describes the exchange of one bucket by one rank.
 
     Attributes:
-        messages: its collectives, in order.
+        messages: the collectives of the exchange, in order.
         work: computations, in order: before the first message, while it travels, between it and
             the next one, and so on: twice as many as ``messages``, and one more.
     """

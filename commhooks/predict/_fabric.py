@@ -59,15 +59,14 @@ class Fabric:
         library: decides which algorithms there are: "nccl", "mpi", or "gloo" with this package's
             lanes.
         multicast: bytes per second of an all-reduce that the switch of a node computes (NVLink
-            SHARP). None: it cannot.
-        tree_nbytes: size up to which NCCL takes its double tree between nodes, which it decides by
-            what it assumes about the links. None: the faster of ring and tree.
-        cpu_s_per_byte: seconds of a processor core per byte that a rank sends and receives as
-            much, where processors move the bytes (TCP); backward waits for as long on a full
-            machine.
-        overlap: share of the latency that passes for messages of several buckets at once, where
-            they are under way together: 1 on a long line, 0 where latency is a processor's work,
-            or where messages follow each other on one stream (NCCL).
+            SHARP), or None.
+        tree_nbytes: size up to which NCCL uses its double tree between nodes; it decides by its own
+            assumptions about links. None: the faster of ring and tree.
+        cpu_s_per_byte: processor seconds per byte that a rank sends (and receives) if processors
+            move the bytes (TCP); on a fully used machine, backward is delayed by as long.
+        overlap: share of the latency that concurrent messages of several buckets share: 1 on a long
+            line, 0 if latency is a processor's work, or if messages follow each other on one
+            stream (NCCL).
         source: where the numbers are from.
 
     Example:
@@ -139,7 +138,7 @@ def load_fabric(path: str | Path) -> Fabric:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has something else.
+        ValueError: the file holds no fabric.
     """
     try:
         values: dict[str, Any] = from_json(Path(path).read_text(encoding="utf-8"))
@@ -183,7 +182,7 @@ def _line(
 
     Args:
         gbit: the rate.
-        share: of the rate, that data have.
+        share: part of the rate that data can use.
         latency, source, library, overlap: see :class:`Fabric`.
     """
     link = Link(latency, gbit / 8 * 1e9 * share)

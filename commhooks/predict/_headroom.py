@@ -119,12 +119,12 @@ class Headroom:
     Attributes:
         dense, bf16, one_value, noop: step times with a dense all-reduce, a bf16 all-reduce, one
             value per bucket, and no communication. A step takes as long as its slowest rank.
-        exposed: ``dense - noop``: what communication costs.
+        exposed: ``dense - noop``: the time that communication adds.
         savable_over_dense: ``dense - one_value``: the most that compression can save over a dense
             all-reduce. The rest of ``exposed`` is latency, and waiting for other ranks.
-        savable_over_bf16: ``bf16 - one_value``: the most that it can save over bf16.
+        savable_over_bf16: ``bf16 - one_value``: the most that compression can save over bf16.
         facts: ranks, backend, bytes, buckets.
-        travel: how each bucket travels, in the order in which they begin.
+        travel: when each bucket is sent, and for how long, in order.
 
     Example:
         >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))
@@ -179,7 +179,7 @@ class Headroom:
         """Returns the recommendation.
 
         "hidden": do not compress, backward hides the communication. "latency": do not compress,
-        what is exposed does not go with the bytes. "bf16": use it, and nothing stronger.
+        the exposed time does not depend on bytes. "bf16": use bf16, and nothing stronger.
         "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
         """
         if self.savable_over_dense.is_impossible(self.dense):
@@ -196,9 +196,9 @@ class Headroom:
     def step_s(self, ratio: float) -> float:
         """Predicts the step time at a compression ratio, without a scheme's computations.
 
-        Between the measured steps with all bytes and with one value per bucket. From when the
-        buckets begin and for how long they travel: the links carry one after the other, each in
-        ``1 / ratio`` of the time that goes with its bytes.
+        The time lies between the measured steps with all bytes and with one value per bucket. It
+        follows from when buckets begin and how long they travel: the links carry one bucket after
+        the other, and the time that depends on bytes is divided by ``ratio``.
         """
         least, most = self._tail(math.inf), self._tail(1)
         share = (self._tail(ratio) - least) / (most - least) if most > least else 1 / ratio
@@ -213,8 +213,8 @@ class Headroom:
         """Returns the ratio from which a scheme pays that adds ``cost_s`` seconds to a step.
 
         Args:
-            cost_s: what the scheme's computations add to a step.
-            over: what it has to beat: "none" or "bf16", as measured.
+            cost_s: seconds that the scheme's computations add to a step.
+            over: the baseline, "none" or "bf16", as measured.
 
         Returns:
             The ratio, or None if it wins at none.
@@ -264,12 +264,12 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
         steps: steps of each kind that count, 10 or more. 1.2 times as many run, and 10 before.
 
     Returns:
-        The answer, the same on all ranks.
+        The measured headroom, the same on all ranks.
 
     Raises:
         RegistrationError: the model is no DistributedDataParallel or has a hook; or ``step_fn``
             runs no synchronised backward pass, or several.
-        MissingRankError: not all ranks came in time.
+        MissingRankError: not all ranks called it in time.
 
     Example:
         >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))

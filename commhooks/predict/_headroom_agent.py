@@ -1,7 +1,7 @@
 """Measures the headroom of an unmodified script, in the process of each rank.
 
 ``commhooks headroom`` has DistributedDataParallel's constructor call :func:`ddp_built`. The hook is
-registered at the first forward pass that trains: a script that registers one of its own does so
+registered at the first forward pass that trains: a script with a hook of its own registers it
 before. When all steps have run, the next forward pass ends the process.
 """
 

@@ -55,11 +55,11 @@ class Facts:
 
     Attributes:
         world_size: number of ranks.
-        backend: of their process group.
+        backend: backend of the process group.
         device: "cpu" or the name of the GPU.
         dense_nbytes: bytes of all gradients.
         buckets: number of buckets of a step.
-        turns: how often each kind had its turn.
+        turns: number of turns of each variant.
     """
 
     world_size: int
@@ -74,9 +74,9 @@ class BucketTransfer(NamedTuple):
     """Describes when a bucket is sent, and for how long.
 
     Attributes:
-        ready_s: when it begins, counted from when the last one does: 0 or less.
-        dense_s: for how long it travels.
-        fixed_s: for how long one value travels in its place.
+        ready_s: begin of the transfer, relative to the begin of the last one: 0 or less.
+        dense_s: duration of the transfer.
+        fixed_s: duration of the transfer of one value in its place.
     """
 
     ready_s: float
@@ -98,13 +98,13 @@ class ScalarAllReduce(Scheme):
 class InterleavedRun:
     """Measures the steps of one model; all ranks call ``step_begins`` in the same steps.
 
-    The model gets a hook whose scheme goes by the step, so that ranks need no message to change it.
+    The model gets a hook whose scheme depends on the step: ranks change it without messages.
 
     Args:
         ddp: the model; it has no hook.
-        steps: steps of each kind that count.
-        deadline: by ``time.time()``; rank 0 ends the measurement after the turn before it. None:
-            all turns run.
+        steps: number of steps of each variant that count.
+        deadline: a time of ``time.time()`` before which rank 0 ends the measurement, after a whole
+            turn. None: all turns run.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class InterleavedRun:
     def step_begins(self) -> bool:
         """Marks the begin of a step, before its first forward pass; returns whether all have run.
 
-        Further forward passes of a step are not noted.
+        Further forward passes of a step are not marked.
         """
         step = self._hook.step
         if self._ended or step < len(self._marks):
@@ -246,7 +246,7 @@ def _by_turn(seconds: Sequence[float], turns: int) -> list[dict[str, list[float]
 def _travel(hook: HookState) -> tuple[list[BucketTransfer], int]:
     """Returns the bucket transfers of this rank, and the bytes of all gradients.
 
-    Buckets travel one after the other: one that waits for the one before is not under way.
+    Buckets travel one after the other: a bucket that waits for the previous one is not under way.
     """
     begun: dict[int, list[float]] = {}
     seconds: dict[tuple[int, str], list[float]] = {}  # by bucket and kind

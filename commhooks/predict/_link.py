@@ -96,7 +96,7 @@ def measured_overlap(
 ) -> float:
     """Measures the share of the latency that two messages share, from 0 to 1.
 
-    A collective of the ranks of ``group``.
+    The measurement is a collective of the ranks of ``group``.
 
     Args:
         group: the ranks, over Gloo.
@@ -156,9 +156,9 @@ class Time(NamedTuple):
     """Holds a measured time of a collective.
 
     Attributes:
-        part: which ranks took part: those of a node, one of each node, or all.
-        collective: its name.
-        nbytes: bytes that each rank handed to it.
+        part: the ranks that took part: those of a node, one of each node, or all.
+        collective: name of the collective.
+        nbytes: bytes that each rank passed to the collective.
         seconds: median over rounds of the slowest rank's time.
         low_s, high_s: the middle half of the rounds is between them.
     """
@@ -176,16 +176,16 @@ def fitted(
 ) -> Fabric:
     """Returns the fabric whose modelled times are nearest to the measured ones.
 
-    Nearest by the sum of absolute logarithms of their ratios: small and large sizes count alike,
-    and a few odd times move nothing. Between nodes, one rank per node shows the latency; the
+    The distance is the sum of absolute logarithms of ratios: small and large sizes count alike, and
+    a few outliers have no influence. Between nodes, one rank per node shows the latency; the
     bandwidth is the higher one of these ranks' and of all ranks', since several network cards need
     several ranks, and all ranks together may be bound by the link inside a node.
 
     Args:
         layout: of the ranks.
         times: the measurements.
-        library: what carried them.
-        overlap: of the latencies of several messages; see :class:`commhooks.predict.Fabric`.
+        library: the library that carried the messages.
+        overlap: of latencies, see :class:`commhooks.predict.Fabric`.
     """
     one_node = layout.per_node == layout.ranks
     empty = Fabric(
@@ -286,11 +286,11 @@ class LinkReport:
 
     Attributes:
         fabric: the fit.
-        layout: how many ranks there are, and how many on a node.
-        times: of each part of the ranks, collective and size.
+        layout: number of ranks, and of ranks per node.
+        times: measured times by part of the ranks, collective and size.
         device: "cpu" or "cuda".
-        rounds: how often each was measured.
-        seconds: that all of it took.
+        rounds: number of measurements of each.
+        seconds: duration of the whole measurement.
     """
 
     fabric: Fabric
@@ -331,16 +331,16 @@ def measure_link(
 
     Args:
         group: the ranks; the default group if None.
-        budget_s: seconds that the measurement may take, about. Sizes that would take too long are
-            left out.
-        device: of the tensors: "cpu" over Gloo or "cuda" over NCCL; what the group has by default.
+        budget_s: approximate seconds that the measurement may take; sizes that would take too long
+            are left out.
+        device: of the tensors: "cpu" over Gloo or "cuda" over NCCL; the group's device by default.
         timeout_s: seconds after which a missing rank is an error.
 
     Returns:
         The fabric, the same on all ranks.
 
     Raises:
-        MissingRankError: a rank did not come in time, or ended.
+        MissingRankError: a rank did not call it in time, or ended.
         RegistrationError: there is no process group, or one rank only.
 
     Example:
@@ -413,6 +413,7 @@ class _Measurement:
 
     def run(self) -> LinkReport:
         everyone = self._parts[-1].group
+        # Measure in rounds, until the budget is used.
         cells, bursts = self._grow()
         rounds: list[list[float]] = []
         took = 0.0
@@ -424,6 +425,7 @@ class _Measurement:
             ]
             *agreed, took = self._highest([*local_seconds, time.perf_counter() - self._begin])
             rounds.append(agreed)
+        # Fit the model.
         times = [_time(self._parts[cell.part].part, cell, [seconds[index] for seconds in rounds])
                  for index, cell in enumerate(cells)]  # fmt: skip
         if self._device.type == "cpu":
@@ -442,6 +444,7 @@ class _Measurement:
             inside=inside and Link(*inside),
             cpu_s_per_byte=self._core_seconds(cells),
         )
+        # Close the groups.
         seconds = time.perf_counter() - self._begin
         AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # no rank leaves before all have it
         for part in self._parts:
@@ -495,8 +498,8 @@ class _Measurement:
     def _grow(self) -> tuple[list[Cell], list[int]]:
         """Measures once, from small to large, and chooses the sizes that fit into the budget.
 
-        Returns what is to be measured, and how often in a row. The times do not count: the first
-        message of a kind opens connections and takes memory.
+        Returns the cells to measure, and how often each in a row. These first times do not count:
+        the first message of a kind opens connections and allocates memory.
         """
         by_nbytes: dict[int, Size] = {}
         rounds = _ROUNDS_AT_LEAST + 1

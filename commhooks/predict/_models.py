@@ -33,8 +33,8 @@ class Model:
     Attributes:
         name: shown in tables.
         layers: parameters in the order of definition, with their operations.
-        sample: what a sample is.
-        batch: samples of a rank's step, unless others are asked for.
+        sample: describes a sample.
+        batch: default number of samples of a rank's step.
         share: of the operations per second that :class:`Device` states, which are those of large
             transformers.
         source: where the number of parameters is published.
@@ -322,7 +322,7 @@ def model(name: str) -> Model:
     """Returns a built-in model by name.
 
     Raises:
-        ValueError: there is no such model; the message lists those that there are.
+        ValueError: there is no such model; the message lists the built-in ones.
 
     Example:
         >>> model("gpt2").numel

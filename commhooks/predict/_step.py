@@ -55,7 +55,7 @@ class Parts:
         wire: seconds of messages.
         shared: seconds of these that are latency, in which the links carry other messages.
         limited: whether a message is one of ``AT_ONCE`` at most in its lane.
-        core: seconds of a processor that moves the bytes of messages.
+        core: processor seconds that move the bytes of messages.
     """
 
     ready: Times
@@ -100,10 +100,10 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
     """Returns the seconds after which backward and all exchanges are done, by case.
 
     The device computes one part after the other, and the links carry the bytes of one message after
-    the other, in the order in which they are due; a message has arrived after its latency, in which
-    the links carry others. A message that waits for a place in its lane has its time on the links
-    all the same, which is a little too early. While backward runs, the schemes' computations, and
-    the processor's part in moving bytes, delay it as ``contention`` says.
+    the other, in the order in which they are due; a message arrives after its latency, during which
+    the links carry other messages. A message that waits for a place in its lane is counted on the
+    links a little too early. While backward runs, the schemes' computations, and the processor time
+    of moving bytes, delay backward as ``contention`` says.
 
     Args:
         parts: of all cases.
@@ -140,11 +140,13 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
         last = ~open_ | (number >= rounds[bucket, case])
         finished = np.where(last, np.maximum(finished, device_free), finished)
 
+        # Computations while the message travels.
         sends = device_free
         seconds = np.where(last, 0.0, overlap[at, case])
         delay = delay + np.where(sends < backward_ends + delay, contention.later * seconds, 0.0)
         device_free = sends + seconds
 
+        # The message on the links, and the processor time that moves it.
         begin = np.maximum(link_free, sends)
         latency = shared[at, case]
         seconds = np.where(last, 0.0, wire[at, case] - latency)
@@ -153,6 +155,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
         )
         delay = delay + np.where(seconds > 0, contention.moving * core[at, case] * beside, 0.0)
         link_free = np.where(last, link_free, begin + seconds)
+        # Its place in the lane, and when the next part is due.
         lane = np.minimum(number, width - 1)
         place = places[lane, :, case].argmin(axis=1)
         free, takes_place = places[lane, place, case], ~last & limited[at, case]
@@ -183,7 +186,7 @@ class Step:
         compute_s: seconds that it would take without communication and without a scheme.
         wire_s: seconds of all messages, each by itself.
         codec_s: seconds of the scheme's computations.
-        exposed_s: ``step_s - compute_s``: what communication and the scheme cost.
+        exposed_s: ``step_s - compute_s``: the time that communication and the scheme add.
         payload_nbytes: bytes that a rank hands to collectives.
         wire_nbytes: bytes that a rank sends, by the formulas of the collectives.
         rounds: collectives.
@@ -318,6 +321,7 @@ def predict_steps(
             f"predict_steps(ranks=...): numbers of ranks from 1 to {MOST_RANKS:,}, got "
             f"{shown(wrong)}"
         )
+    # What each scheme sends and computes, by number of ranks and bucket.
     buckets = _Buckets(workload, cap_mb, first_mb, layout)
     exchanges = [
         [
@@ -327,6 +331,7 @@ def predict_steps(
         for scheme in schemes
     ]
     plain = [exchange for by_ranks in exchanges for many in by_ranks for exchange in many]
+    # The times of all parts: by bucket, part, scheme, number of ranks and fabric.
     parts = Parts.empty(
         buckets=max((len(by_ranks[0]) for by_ranks in exchanges if by_ranks), default=0),
         rounds=max((len(exchange.messages) for exchange in plain), default=0),
@@ -340,6 +345,7 @@ def predict_steps(
                 seconds = device.parts(scheme, shapes, count)
                 parts.fill(seconds, (b, s, r))
     _fill_wire(parts, exchanges, ranks, fabrics)
+    # When steps end.
     ends = pipelined(
         parts,
         backward_ends=workload.forward_s + workload.backward_s,

@@ -172,7 +172,7 @@ class Workload:
 
         Args:
             cap_mb, first_mb: MiB at which a bucket, and the first one, are full.
-            kind_of: what a scheme asks for: parameters of different kinds share no bucket.
+            kind_of: returns the kind of a parameter, if a scheme needs buckets of one kind each.
 
         Raises:
             ValueError: ``cap_mb`` or ``first_mb`` is not a finite number above 0.
@@ -208,7 +208,7 @@ class Workload:
     def accumulated(self, passes: int) -> Workload:
         """Returns the workload of ``passes`` backward passes per exchange.
 
-        Only the last one has an exchange beside it, so the exposed time stays what it is.
+        Only the last pass overlaps with an exchange, so the exposed time does not change.
 
         Args:
             passes: forward and backward passes of a step, 1 or more.
@@ -232,7 +232,7 @@ def load_workload(path: str | Path) -> Workload:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: the file has something else.
+        ValueError: the file holds no workload.
     """
     try:
         values: dict[str, Any] = from_json(Path(path).read_text(encoding="utf-8"))
@@ -310,7 +310,7 @@ class Recorder:
         Args:
             name: shown in tables.
             group: ranks that have recorded the same steps, which they began together; all call
-                this method. None: what ranks wait for each other is not known.
+                this method. None: the time for which ranks wait for each other is unknown.
 
         Raises:
             ValueError: fewer than two steps were recorded, or none had a gradient.
@@ -372,8 +372,8 @@ def _recording(model: nn.Module) -> Iterator[Recorder]:
 def record(model: nn.Module, step: Callable[[], Any], *, steps: int = 5) -> Workload:
     """Runs some steps and returns their workload.
 
-    Steps with communication are no workload: take the model without DistributedDataParallel, or
-    with the hook "noop".
+    The steps must not communicate: use the model without DistributedDataParallel, or with the hook
+    "noop".
 
     Args:
         model: the model.

@@ -50,7 +50,7 @@ class Page:
     """Builds a page from top to bottom.
 
     Args:
-        title: its heading.
+        title: heading of the page.
 
     Example:
         >>> page = Page("Which scheme pays?")
@@ -77,7 +77,7 @@ class Page:
         """Adds a table; numbers are on the right, a column's largest one with four digits.
 
         Args:
-            columns: their names, with units.
+            columns: names of the columns, with units.
             rows: values, one per column.
             caption: below the table.
         """

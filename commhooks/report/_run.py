@@ -166,6 +166,7 @@ def _errors(page: Page, verification: Verification) -> None:
             f"{verification.steps} steps verified. There is no error to show: the scheme returns "
             f"no average of gradients."
         )
+    # The findings.
     if not findings:
         page.text("Nothing was found to be wrong.")
         return

@@ -24,7 +24,7 @@ class Span(NamedTuple):
     """Holds a period in which a bucket was encoded, travelled or was decoded.
 
     Attributes:
-        bucket: its index.
+        bucket: the index of the bucket.
         kind: "encode", "collective" or "decode".
         name: of the collective, with its round; else the kind.
         begin, end: seconds, of ``time.perf_counter`` or of the streams of a GPU.
@@ -54,7 +54,7 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     Args:
         ledger: of the hook.
         path: picture to write, of the type that its name ends with.
-        step: which one; the latest with known times by default.
+        step: the number of the step; the latest with known times by default.
 
     Raises:
         MissingPackageError: matplotlib is not installed.

@@ -128,6 +128,7 @@ class BatchedPowerSGD(Scheme):
         if self.warm_start:
             bucket.write(self.keeps[0], q)
 
+        # M = P Q.
         for rows, part in _square(bucket.output, side):
             part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
         return Result(bucket.output, unsent=bucket.unsent, finite=and_fits(finite, bucket.output))

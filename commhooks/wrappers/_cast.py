@@ -76,6 +76,7 @@ class Cast(Wrapper):
                     rounded = partial(_record_sent, request, narrow, scale, keep_sent)
                     if request.overlap is not None:
                         overlap = narrow.overlap = request.overlap.after(rounded)
+                # The collective in 16 bits.
                 try:
                     arrived = yield narrow
                 except Exception as error:  # a collective failed: the scheme may handle it

@@ -1,7 +1,7 @@
 """Checks that ranks agree on the model, and on the arguments that decide which messages a step has.
 
-Compared when a model is wrapped, and by hooks when they meet. A difference would be a wait until
-the timeout, or values of other tensors.
+Ranks compare when a model is wrapped, and when hooks shake hands. A difference would end in a wait
+until the timeout, or in values of other tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def module_facts(
     Args:
         ddp: a module of torch's or this package's DistributedDataParallel.
         taken: whether ranks are about to take rank 0's buffers, whatever they do in forward.
-        arguments: further ones, in words.
+        arguments: further arguments, as text.
     """
     options = [f"{name}={getattr(ddp, name, None)!r}" for name in _OPTIONS]
     config = ddp.mixed_precision
@@ -80,7 +80,7 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     """Returns a message about the first fact in which ranks differ; None if they agree.
 
     Args:
-        everyone: facts by name, of each rank; a list is compared item by item.
+        everyone: facts by name, of each rank; a list is compared position by position.
     """
     for field in dict.fromkeys(field for theirs in everyone for field in theirs):
         values = [theirs.get(field) for theirs in everyone]
@@ -115,7 +115,7 @@ def verify_across_ranks(
 
     Args:
         trained: the parameters.
-        facts: further ones that have to be the same, by the names used in messages.
+        facts: further facts that have to be the same, by the names used in messages.
 
     Raises:
         MismatchError: names the first parameter, or the first fact, that differs.

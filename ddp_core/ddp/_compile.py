@@ -1,8 +1,8 @@
 """Splits the graphs of torch.compile, so that buckets become ready during backward.
 
-A compiled graph's gradients all come at its end. The compiler therefore splits the graph of a
+A compiled graph's gradients all arrive at its end. The compiler therefore splits the graph of a
 DistributedDataParallel module where it guesses the buckets to end, as far as the graph permits.
-Here it uses this module's capacities, and the reducer takes what came out.
+Here it uses this module's bucket sizes, and its splits become the reducer's buckets.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ def warn_of_broadcast_buffers(*, both: bool, stacklevel: int) -> None:
     """Warns of ``broadcast_buffers`` as torch does, where torch has ``forward_sync_buffers``.
 
     Args:
-        both: whether the other one was given as well.
+        both: whether ``forward_sync_buffers`` was given as well.
     """
     if "forward_sync_buffers" not in inspect.signature(TorchDDP.__init__).parameters:
         return

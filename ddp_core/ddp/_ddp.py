@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable
 
-from ddp_core._torch import not_traced, not_traced_itself
+from ddp_core._torch import dynamo_disable, dynamo_disable_shallow
 from ddp_core.ddp import _construct as _construct
 from ddp_core.ddp._agreement import frozen_facts, module_facts, verify_across_ranks
 from ddp_core.ddp._compile import splitting_at_buckets
@@ -41,11 +41,11 @@ __all__ = ["DistributedDataParallel"]
 class DistributedDataParallel(TorchNames, TorchDDP):
     """Averages gradients in Python, with the arguments and semantics of torch's class.
 
-    A subclass of torch's, so that ``isinstance`` checks (checkpoints, trainers, optimizers) hold;
-    what it does is here and in :class:`ddp_core.Reducer`. Beyond torch's: hooks can be replaced and
-    removed between steps, a scheme can ask for its own bucket layout, every bucket leaves a
-    timeline, a rank that fails notifies the others, and gradients are averaged at a named point
-    (:meth:`hold`, :meth:`reduce`).
+    The class derives from torch's, so that ``isinstance`` checks (checkpoints, trainers,
+    optimizers) hold; its work is done here and in :class:`ddp_core.Reducer`. Beyond torch's class:
+    hooks can be replaced and removed between steps, a scheme can request a bucket layout, every
+    bucket leaves a timeline, a rank that fails notifies the others, and gradients can be averaged
+    at a named point (:meth:`hold`, :meth:`reduce`).
 
     Args:
         module: the model.
@@ -55,12 +55,12 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         process_group, device_mesh: ranks; the default group, or a mesh of one dimension.
         bucket_cap_mb: MiB at which a bucket is full; by default 1 for the first one, then 25, or
             8 on the CPU (25 there as well gives torch's buckets, and so its last bits).
-        bucket_cap_mb_list: the same, bucket by bucket.
+        bucket_cap_mb_list: MiB at which the first, second, ... bucket is full.
         find_unused_parameters: ask autograd at every step which parameters get no gradient.
         gradient_as_bucket_view: gradients are views of the buckets: no second copy.
         static_graph: every step uses the same parameters in the same way.
-        delay_all_reduce_named_params, param_to_hook_all_reduce: those parameters are averaged
-            together when the gradient of that one is ready.
+        delay_all_reduce_named_params, param_to_hook_all_reduce: the named parameters are averaged
+            together when the gradient of the hook parameter is ready.
         mixed_precision: :class:`ddp_core.MixedPrecision`, or torch's.
         skip_all_reduce_unused_params: buckets that no rank uses are not sent. With
             ``find_unused_parameters`` the ranks agree on them in a small all-reduce before the
@@ -70,7 +70,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             always copied in batches.
 
     Raises:
-        RuntimeError, ValueError: as torch's.
+        RuntimeError, ValueError: as torch's class raises them.
         MismatchError: the ranks' models differ; names the first parameter that does.
 
     Example:
@@ -162,7 +162,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
     # ---- training
 
-    @not_traced_itself
+    @dynamo_disable_shallow
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs the module's forward: first takes rank 0's buffers, then prepares backward."""
         if not self._ddp_state.reduces:
@@ -176,7 +176,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             raise
         return under_way.end(output)
 
-    @not_traced
+    @dynamo_disable
     def _after_delayed(self, output: Any) -> Any:
         assert self._ddp_state.delayed is not None  # all parameters are: there is no reducer
         if torch.is_grad_enabled():
@@ -188,8 +188,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     def no_sync(self) -> Iterator[None]:
         """Keeps gradients of the passes inside on this rank, where they accumulate.
 
-        They are averaged, with its own, by the first backward pass whose forward is outside. Both
-        passes have to be inside: backward alone is an error.
+        The first backward pass whose forward is outside averages them with its own gradients.
+        Forward and backward have to be inside: backward alone is an error.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -211,7 +211,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         Args:
             divide_by_initial_world_size: gradients are divided by the number of ranks; else by
                 the number of those that have inputs. Holds for hooks, too.
-            throw_on_early_termination: all ranks raise as soon as one has no inputs.
+            throw_on_early_termination: all ranks raise as soon as a rank has no inputs.
         """
         return Join(
             [self],
@@ -240,8 +240,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
         All ranks call it alike. ``bucket`` is a :class:`ddp_core.GradBucket`; it is not divided by
         the number of ranks. A state with a method ``bucket_group(name, parameter)`` gets buckets
-        of parameters for which that returns the same; its ``bucket_cap_mb`` holds where the user
-        has not given one.
+        of parameters for which that returns the same; its ``bucket_cap_mb`` is used unless the
+        user has set a size.
 
         A state is notified of the outcome of each synchronised step, by those of these methods
         that it has when the hook is set:
@@ -250,7 +250,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         buckets back starts their exchange now at the latest; nothing was waited for yet.
         ``gradients_written(unwritten)``: the averaged gradients are in ``.grad``, but for those of
         the parameters in ``unwritten``: no rank has used them, and DistributedDataParallel
-        leaves their ``.grad`` as it was. What the hook sent for those has not arrived.
+        does not write their ``.grad``. The hook's results for them are not used.
         ``step_aborted()``: the step has begun and its results will not be used: backward, the
         hook or an exchange raised, or parameters got no gradient. It comes before the reducer
         waits for what it has launched, so that held buckets can be released.
@@ -285,7 +285,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     def request_layout(self, group_of: BucketGroup | None) -> None:
         """Puts only parameters with equal ``group_of(name, parameter)`` into one bucket.
 
-        From the next step on, on top of dtype and device; all ranks call it alike. None: as usual.
+        This holds from the next step on, besides dtype and device; all ranks call it alike. With
+        None only dtype and device count.
         """
         self._ddp_state.reducer.plan.request(group_of)
 
@@ -293,10 +294,10 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         """Returns what a resumed run needs to have the same buckets.
 
         Returns:
-            The parameters of each bucket, without those of sparse gradients, none before the first
-            step or where buckets are to be laid out anew; the bytes of a full bucket, none where
-            buckets are not final yet, as in the first step; all parameters in the order in which
-            gradients came in the last step, none where that is not known.
+            The parameters of each bucket, without those of sparse gradients, empty before the first
+            step or if buckets are to be laid out anew; the bytes of a full bucket, empty if buckets
+            are not final yet, as in the first step; all parameters in the order in which gradients
+            arrived in the last step, empty if unknown.
         """
         reducer = self._ddp_state.reducer
         # Sparse gradients are always a bucket each, which needs no saving.
@@ -316,7 +317,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     ) -> None:
         """Restores what :meth:`saved_layout` gave from the next step on; all ranks call it.
 
-        Where those do not suit this model and its sizes of buckets, ``arrival`` decides.
+        If the saved buckets do not suit this model and its bucket sizes, ``arrival`` decides.
 
         Args:
             buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.
@@ -356,12 +357,12 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     def change_group(self, group: dist.ProcessGroup) -> None:
         """Continues with other ranks, from buckets that they agree on anew.
 
-        All ranks of ``group`` call it alike, between two steps; nothing is asked of the ranks
-        before, which may be gone. A hook follows if its state has a method ``change_group(group)``.
-        Parameters stay as they are: a rank that comes anew takes them from another one by itself.
+        All ranks of ``group`` call it alike, between two steps; ranks of the old group take no
+        part, and may be gone. A hook follows if its state has a method ``change_group(group)``.
+        Parameters are not changed: a new rank copies them from another rank itself.
 
         Raises:
-            RuntimeError: a hook cannot follow; nothing was changed.
+            RuntimeError: a hook cannot change its group; nothing was changed.
 
         Example:
             >>> ddp_model.change_group(torch.distributed.new_group([0, 2, 3]))
@@ -378,10 +379,10 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     def hold(self) -> Iterator[None]:
         """Keeps gradients of the passes inside on this rank until :meth:`reduce` averages them.
 
-        Nothing travels inside, neither gradients nor buffers, so ranks may run different numbers
-        of passes, in any order, or none: pipelines, several losses, schedules of your own. An
-        optimizer that would step by what is held raises. A backward pass after it whose forward
-        pass is outside averages what is held as well, as after :meth:`no_sync`.
+        No gradients or buffers are exchanged inside, so ranks may run different numbers of passes,
+        in any order, or none: pipelines, several losses, schedules of your own. An optimizer that
+        would step with held gradients raises. A later backward pass whose forward pass is outside
+        averages the held gradients as well, as after :meth:`no_sync`.
 
         Example:
             >>> with ddp_model.hold():
@@ -406,16 +407,16 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         before, unreduced.in_hold = unreduced.in_hold, holds
         return before
 
-    @not_traced
+    @dynamo_disable
     def reduce(self) -> None:
         """Averages the gradients accumulated in ``.grad``, bucket by bucket, as one step.
 
-        All ranks call it alike. A rank without gradients takes part with zeros. Buffers are made
-        equal here, as in the next forward pass otherwise.
+        All ranks call it alike. A rank without gradients takes part with zeros. Buffers are
+        synchronised here, and otherwise in the next forward pass.
 
         Raises:
-            RuntimeError: no rank has a gradient that came since the last average, or a rank has
-                none of some parameters (without ``find_unused_parameters``), or backward runs.
+            RuntimeError: no rank has new gradients since the last average, or a rank lacks those
+                of some parameters (without ``find_unused_parameters``), or backward runs.
             CollectiveError: the exchange failed, here or on another rank.
         """
         if backward_number() != NO_BACKWARD:

@@ -36,17 +36,17 @@ class DDPState:
 
     Args:
         replica: the model, and its ranks.
-        settings: of the reducer; kept where there is another one.
-        buffers: those of the model.
-        mixed_precision: its settings, if it is asked for.
+        settings: of the reducer; kept for a new reducer.
+        buffers: the buffers of the model.
+        mixed_precision: the settings of mixed precision, if any.
         delayed: parameters that are averaged together, if any.
         reduces: whether there are other parameters, which a reducer averages.
 
     Attributes:
-        known: notices where the model trains other parameters.
-        reducer: averages gradients; there is none if all of them are delayed.
-        hooks: how it averages them.
-        precision: of its parameters, if mixed precision is asked for.
+        known: detects that the model trains other parameters.
+        reducer: averages gradients; not set if all parameters are delayed.
+        hooks: the communication hooks.
+        precision: mixed precision of the parameters, if any.
         uneven: how the module takes part in ``join``.
     """
 
@@ -119,7 +119,7 @@ class DDPState:
         """Continues with other ranks, from buckets that they agree on anew.
 
         Raises:
-            RuntimeError: a hook cannot follow; nothing was changed, nor if a hook raises.
+            RuntimeError: a hook cannot change its group; nothing is changed if a hook raises.
         """
         group_before = self.replica.group
         if self.reduces:
@@ -160,7 +160,7 @@ class DDPState:
     def before_collectives(self) -> None:
         """Raises after a backward pass that raised, unless all ranks raised at the same place.
 
-        Also of other models: their buckets travel in the same group.
+        This includes other models in the same group, whose buckets travel there as well.
         """
         for known in _reducers.get(self.replica.group, ()):
             reducer = known()

@@ -30,8 +30,8 @@ class DelayedAllReduce:
     order; some may not be used).
 
     Args:
-        parameters: all of one dtype.
-        trigger: parameter whose gradient has to have come.
+        parameters: the delayed parameters, all of one dtype.
+        trigger: the parameter whose gradient starts the all-reduce.
     """
 
     def __init__(

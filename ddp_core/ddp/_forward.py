@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel.scatter_gather import scatter_kwargs
 
-from ddp_core._torch import in_join, not_traced, tree_flatten, tree_unflatten, will_run
+from ddp_core._torch import dynamo_disable, in_join, tree_flatten, tree_unflatten, will_run
 from ddp_core.ddp._ddp_state import DDPState
 from ddp_core.ddp._replica import JoinFlags, recv_join_flags, send_join_flags
 from ddp_core.reducer._backward import Backward
@@ -29,7 +29,7 @@ class _Module(Protocol):
     _join_config: Any
 
 
-@not_traced
+@dynamo_disable
 def before_forward(
     state: DDPState, module: _Module, inputs: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], ForwardPass]:
@@ -101,7 +101,7 @@ class ForwardPass:
         if self._low is not None:
             self._low.end()
 
-    @not_traced
+    @dynamo_disable
     def end(self, output: Any) -> Any:
         """Ends the pass once the inner module has computed; returns what the caller gets."""
         if not self._is_recomputed:

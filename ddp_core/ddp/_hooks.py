@@ -24,8 +24,8 @@ class CommHooks:
     """Holds the registered hook of a module, and the scheduled ones.
 
     Args:
-        model: that averages by them; a hook's state is shown it.
-        caps: sizes of buckets, which a hook may change if the user has not asked for any.
+        model: the module that averages with the hooks; a hook's state may read it.
+        caps: sizes of buckets, which a hook may change if the user has set none.
     """
 
     _reducer: Reducer

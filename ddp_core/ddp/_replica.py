@@ -99,7 +99,7 @@ class Replica:
         """Uses the default group after unpickling.
 
         Raises:
-            RuntimeError: there is none.
+            RuntimeError: there is no default group.
         """
         if not dist.is_initialized():
             raise RuntimeError(
@@ -117,7 +117,7 @@ class Replica:
 class BufferHook:
     """Replaces the broadcast from rank 0: ``hook(state, {name: buffer})``.
 
-    It may return futures, which are awaited at the end of backward.
+    The hook may return futures, which are awaited at the end of backward.
     """
 
     hook: Callable[[Any, dict[str, Tensor]], Any]
@@ -129,13 +129,13 @@ class Buffers:
     """Keeps the buffers of a model equal on all ranks.
 
     Args:
-        enabled: whether they do so in forward.
+        enabled: whether forward passes synchronise buffers.
 
     Attributes:
-        sync_next: whether the next forward pass does so if it is enabled: gradients were averaged
-            after the one before, so parameters are the same.
-        hook: does it instead of rank 0's broadcast.
-        named: by name.
+        sync_next: whether the next forward pass synchronises buffers, if enabled: gradients were
+            averaged after the previous pass, so parameters are the same.
+        hook: synchronises buffers in place of rank 0's broadcast.
+        named: the buffers by name.
     """
 
     def __init__(self, replica: Replica, *, enabled: bool) -> None:
@@ -163,7 +163,7 @@ class Buffers:
         """Makes buffers equal on all ranks; returns the hook's futures, if it gave any.
 
         Args:
-            source: rank whose buffers all take (unless there is a hook).
+            source: rank whose buffers are broadcast (unless there is a hook).
         """
         self.find()
         values = list(self.named.values())

@@ -36,7 +36,7 @@ _SPEC = "_dtensor_spec"
 def dtensor_spec(parameter: Tensor) -> Any:
     """Returns the mesh and placements of a local shard's DTensor; None for other tensors.
 
-    Also of the shards that torch's DistributedDataParallel has made.
+    This includes shards that torch's DistributedDataParallel has made.
     """
     return getattr(parameter, _SPEC, None) or local_spec_of(parameter)
 
@@ -144,7 +144,7 @@ def _load(places: Sequence[_Place], module: nn.Module, state: Any, prefix: str, 
 def localize(module: nn.Module) -> None:
     """Replaces DTensor parameters by their local shards; does nothing if there are none.
 
-    A parameter that several modules share stays one.
+    A parameter that several modules share stays shared.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
@@ -186,7 +186,7 @@ def localize(module: nn.Module) -> None:
 def _watch_optimizers() -> None:
     """Registers hooks that save the state of shards' optimizers as DTensors.
 
-    An optimizer takes the hooks that do it in its first step: it has no state before.
+    The hooks are registered in an optimizer's first step; it has no state before.
     """
     before_every_step(_step_begins)
 

@@ -82,7 +82,7 @@ def clock_of(device: torch.device, *, timed: bool = True) -> Clock:
     """Returns the clock of what runs on ``device``.
 
     Args:
-        timed: False: on a device that is not the host nothing is recorded, and times are NaN.
+        timed: with False nothing is recorded on devices other than the host, and times are NaN.
     """
     if device.type == "cpu":
         return HOST
@@ -97,7 +97,7 @@ class Timed:
     """Holds times, which are NaN until the device has reached them.
 
     Attributes:
-        moments: of a device, by the name of the attribute that gets its time.
+        moments: timestamps of a device, by the attribute that receives the time.
     """
 
     __slots__ = ()

@@ -35,8 +35,8 @@ __all__ = [
 class Overlap:
     """Holds work that needs no result of a collective and runs beside it, once.
 
-    A driver that can calls ``run`` once the collective is under way. The exchange calls ``finish``
-    after it, so that the work is done whatever drives it.
+    Drivers that can do so call ``run`` once the collective is under way. The exchange calls
+    ``finish`` afterwards, so that the work is done with every driver.
 
     Args:
         work: must not read or write the tensor of the request.
@@ -135,7 +135,7 @@ def as_request(yielded: object) -> Collective:
     """Returns what an exchange yielded if it is a collective; raises TypeError otherwise.
 
     Raises:
-        TypeError: it is something else, such as the tensor alone.
+        TypeError: the value is no collective, such as the tensor alone.
     """
     if not isinstance(yielded, Collective):
         raise TypeError(
@@ -151,8 +151,8 @@ def overlapped(
     """Requests a collective, does ``work`` while it is under way, and returns its result.
 
     ``work`` runs once if the collective succeeds: in the lanes' thread, on a GPU on the stream of
-    the exchange, or after the collective where nothing does it before. What it raises is raised
-    here. If the collective fails, it may not have run.
+    the exchange, or after the collective if no driver did it before. Its exceptions are raised
+    here. If the collective fails, the work may not have run.
 
     Args:
         request: the collective.
@@ -195,7 +195,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 class _Among(Collective):
     """Requests a collective of all ranks, or of those in ``ranks``.
 
-    All ranks of the group ask for it at the same time, each with the ranks of its own part.
+    All ranks of the group request it at the same time, each with the ranks of its own part.
     """
 
     def __init__(self, tensor: Tensor, ranks: Sequence[int] | None = None) -> None:
@@ -276,7 +276,7 @@ class AllReduce(Collective):
 def nccl_scales(tensor: Tensor) -> bool:
     """Whether NCCL's own mean equals, bit for bit, a sum of values divided before.
 
-    It multiplies float32 entries by float32 1/n as it loads them, but 16-bit ones by 1/n rounded to
+    NCCL multiplies float32 entries by float32 1/n on loading, but 16-bit entries by 1/n rounded to
     16 bits. Its mean is not summed by switches (NVLink SHARP), so large tensors are scaled before.
     """
     dense = tensor.layout == torch.strided
@@ -287,7 +287,7 @@ class AllGather(_Among):
     """Gathers ``tensor`` of every rank; the result has shape ``(ranks, *tensor.shape)``.
 
     Args:
-        ranks: only among these, this one's part of all ranks; see :class:`AllToAll`.
+        ranks: the ranks that take part, this rank's part of all; see :class:`AllToAll`.
     """
 
     name = "all_gather"
@@ -325,8 +325,8 @@ class AllToAll(_Among):
     Row j of the result is what rank j sent.
 
     Args:
-        ranks: only among these, this one's part of all ranks, in an order that all of them know;
-            rows count them. Every rank of the group asks for the collective, with its own part.
+        ranks: the ranks that take part, this rank's part of all, in an order that all of them know;
+            rows count them. Every rank of the group requests the collective, with its own part.
     """
 
     name = "all_to_all"

@@ -63,8 +63,8 @@ def completed(tensor: Tensor) -> torch.futures.Future[Tensor]:
 def record_stream(tensor: Tensor) -> None:
     """Keeps the memory of a tensor from others until the current stream has read it.
 
-    An allocator hands memory that is given back to the stream that has asked for it, which does
-    not wait for what other streams still read there.
+    An allocator gives freed memory to the stream that allocated it, which does not wait for other
+    streams that still read it.
     """
     stream = stream_of(tensor.device)
     if stream is not None:
@@ -82,8 +82,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class StreamOrder:
     """Orders what several streams do to the same tensors, where sharing is rare.
 
-    What is enqueued in a turn happens after all that was enqueued in the turns before, on whatever
-    streams that was.
+    Work that is enqueued in a turn runs after all work of earlier turns, on any streams.
     """
 
     def __init__(self) -> None:

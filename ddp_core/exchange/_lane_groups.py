@@ -1,9 +1,9 @@
 """Makes process groups for lanes, and keeps them for the next hook on a group of the same ranks.
 
-A Gloo group finds its peers by its name in a store, so a name must not come twice, and all ranks
-have to take the same one. torch's own names for groups of some ranks are a hash of these ranks and
+A Gloo group finds its peers by its name in a store, so a name must not be used twice, and all ranks
+have to use the same name. torch's own names for groups of some ranks are a hash of these ranks and
 of how many groups a rank has: used again after a group has gone, and different where one rank has
-dropped what another still holds. Here the ranks compare, each time, which groups they have free.
+dropped a group that another still holds. Here ranks compare, each time, which groups are free.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDic
 def _keep() -> None:
     """Keeps the parent's process groups open in a child of os.fork(), which cannot close them.
 
-    A group waits for its threads when it goes. The child has none of them, so it would wait for
-    ever, or abort.
+    A group waits for its threads when it is destroyed. The child has none of these threads, so it
+    would wait for ever, or abort.
     """
     if not dist.is_available():
         return

@@ -1,9 +1,9 @@
 """Runs one ordered queue and one process group per round, for Gloo and other host backends.
 
 On Gloo, callbacks of different buckets fire in different orders on different ranks. A collective
-issued from whichever callback fires first therefore meets another bucket's collective on the other
+issued from the callback that fires first therefore meets another bucket's collective on the other
 rank. Here the n-th collective of every bucket goes through lane n, in ticket order: bucket i issues
-its n-th collective after bucket i-1 issued its n-th, or passed its turn. Each lane has a group of
+its n-th collective after bucket i-1 issued its n-th, or skipped it. Each lane has a group of
 its own, so lanes need no order among each other.
 
 Lane 0 is the caller's group: first collectives are issued inside the hook call, in the order in
@@ -116,7 +116,7 @@ class Lanes:
     Making lanes beyond the first is itself a collective: all ranks of ``group`` call it together.
 
     Args:
-        group: lane 0; the ranks, and the timeout of every lane, are its.
+        group: the group of lane 0, which gives all lanes their ranks and timeout.
         rounds: collectives per bucket, at most.
     """
 
@@ -175,7 +175,7 @@ class Lanes:
     def run_here(self, task: Task) -> torch.futures.Future[Tensor]:
         """Runs ``task`` to its end in the calling thread, over lane 0 alone; see ``run``.
 
-        For callers that would wait for the future at once: no other thread has to wake up.
+        This is for callers that wait for the future at once: no other thread has to wake up.
         """
         group = self._lanes[0].group
         error: Exception | None = None
@@ -243,7 +243,7 @@ class Lanes:
     def _submit_next(self, task: Task, request: Collective | None) -> _Completion | None:
         """Queues the next collective of ``task`` in its lane.
 
-        Returns what is to be completed if there is none.
+        Returns the completion of the task if there is no further collective.
         """
         if request is not None:
             lane = self._lanes[task.round]

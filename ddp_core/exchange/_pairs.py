@@ -1,6 +1,6 @@
 """Runs all-to-all and all-gather as messages between pairs of ranks, all under way at once.
 
-On Gloo always, and on any backend where only some ranks of a group take part.
+They are used on Gloo, and on any backend if only some ranks of a group take part.
 
 Gloo's own send and receive in turn: over a limited line with 2 hosts they reach 46 and 54 % of its
 rate, messages between pairs 94 % (4 hosts: 57 and 71 %, and 85 %).
@@ -49,7 +49,7 @@ class Pairs:
 
     Args:
         works: one per message.
-        tensors: those that are sent and received.
+        tensors: the tensors that are sent and received.
         copies: pairs (to, from) of tensors, copied when all messages have arrived.
     """
 
@@ -128,8 +128,8 @@ def exchange_pairs(
     """Sends ``send[i]`` to rank i and receives ``receive[i]`` from it, for all i at once.
 
     Args:
-        ranks: of the group, those that take part, this one among them; i counts them. All by
-            default. This one more than once: nothing is sent then, since it is alone.
+        ranks: the ranks of the group that take part, this rank among them; i counts them. All by
+            default. If this rank is the only one, and repeated, nothing is sent.
     """
     if ranks is None:
         ranks = range(group.size())

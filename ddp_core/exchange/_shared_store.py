@@ -63,7 +63,7 @@ def group_limit(group: dist.ProcessGroup) -> float:
 def group_store(group: dist.ProcessGroup) -> Any:
     """Returns the store that all ranks of ``group`` share; None if the group has none.
 
-    To make groups of: a call on it may never return, see :func:`shared_store`.
+    It is for making groups: a call on it may never return, see :func:`shared_store`.
     """
     with contextlib.suppress(Exception):
         return store_of(group)
@@ -96,7 +96,7 @@ class SharedStore:
     """Calls a store on a thread, one question after the other.
 
     Args:
-        store: torch's, of any kind.
+        store: a store of torch, of any kind.
 
     Example:
         >>> store = SharedStore(torch.distributed.HashStore())
@@ -121,7 +121,7 @@ class SharedStore:
         """Returns what ``question(store)`` returns, and raises what it raises.
 
         Args:
-            limit: seconds; not less than one, since who has waited for a rank asks afterwards.
+            limit: seconds; at least one, since callers ask after they have waited for a rank.
 
         Raises:
             SilentStoreError: the store has not answered within ``limit``.
@@ -144,7 +144,7 @@ class SharedStore:
     def peek(self, question: Callable[[Any], _T], limit: float) -> _T | None:
         """Returns what :meth:`ask` returns, or None if the store has been silent or fails.
 
-        For callers that wait for something else, which has a limit of its own.
+        It is for callers whose actual wait has a limit of its own.
         """
         if self.is_silent:
             return None
@@ -295,7 +295,7 @@ class StoreBarrier(NamedTuple):
 class Notes:
     """Exchanges texts between ranks through the store of their group, during one call.
 
-    Its name and number are the same on all ranks, and never come again.
+    The call's name and number are the same on all ranks, and are never used again.
     """
 
     def __init__(self, group: dist.ProcessGroup, call: str, number: int, limit: float) -> None:

@@ -33,7 +33,7 @@ def stream_module(device: str) -> Any:
     """Returns torch's module for a type of device (``torch.cuda``), which has its streams.
 
     Raises:
-        RuntimeError: there is none, or it has no streams.
+        RuntimeError: there is no such module, or it has no streams.
     """
     module: Any = None
     with suppress(RuntimeError, AttributeError):
@@ -108,8 +108,8 @@ class Streams:
     def _follow(self, device: torch.device) -> None:
         """Makes all side streams wait for the last exchange, which has released memory.
 
-        It has read, at the end of its step, what was made on other streams, and their allocator
-        hands that out again.
+        At the end of its step the exchange has read tensors of other streams, whose allocator
+        reuses their memory.
         """
         last = self._last[device]
         for other in self._streams[device]:
@@ -163,7 +163,7 @@ class Drivers:
         """Raises if exchanges cannot run on one of these types of device.
 
         Raises:
-            RuntimeError: it is not the host's, and has no streams.
+            RuntimeError: a type is not the host's, and has no streams.
         """
         for device in devices - {"cpu"}:
             stream_module(device)

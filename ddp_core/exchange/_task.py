@@ -23,7 +23,7 @@ clock = time.perf_counter
 class RoundRecord(Timed):
     """Records the bytes and the times (``time.perf_counter``) of one collective of a bucket.
 
-    On a GPU times are those of its streams, in some steps, and else NaN; see ``Timed.settle``.
+    On a GPU times are those of its streams, in some steps, and else NaN; see ``Timed.resolve``.
     """
 
     step: int
@@ -47,7 +47,7 @@ class RoundRecord(Timed):
 class Task:
     """Runs a bucket's exchange; ``ticket`` orders the buckets of a driver.
 
-    ``joins``: what follows the last collective reads what the exchanges before have written.
+    ``joins``: the code after the last collective reads what earlier exchanges have written.
     ``dense_sends``: how often ``(n - 1) / n`` of the dense bytes are sent without compression: 2 in
     an all-reduce over ``n`` ranks, 1 in a reduce-scatter, ``n`` in an all-gather.
     ``waited_for``: the caller waits for the result before it computes anything else.
@@ -76,7 +76,7 @@ class Task:
         """Runs the generator to its next request (returned) or to its end (None is returned).
 
         Args:
-            error: what went wrong with the pending collective; thrown into the generator.
+            error: the error of the pending collective, if it failed; thrown into the generator.
         """
         # Run the generator to its next request, or to its end.
         resumed = self.clock.now()

@@ -37,7 +37,7 @@ class Accumulators:
 
     Args:
         listener: its ``arrived(index)`` is called on autograd's thread when parameter ``index``
-            has its gradient, or when that turned out to be undefined. Held weakly.
+            has its gradient, or when the gradient turned out to be undefined. Held weakly.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], listener: _Listener) -> None:
@@ -68,7 +68,7 @@ class Accumulators:
     def refuse_other_nodes(self) -> None:
         """Notifies the listener, from now on, of gradients that another node has written.
 
-        A parameter whose data had another dtype when it was used has another node.
+        A parameter has another node if its data had another dtype when it was used.
         """
         me = weakref.ref(self)
 
@@ -108,7 +108,7 @@ def accumulator_of(parameter: Tensor) -> Any:
 def when_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> Any:
     """Calls a function with a parameter, frozen or not, after each gradient; returns a handle.
 
-    Unlike a hook of its node it stays where the parameter gets another one.
+    Unlike a hook of its node, the function stays when the parameter gets another node.
     """
     trains = parameter.requires_grad
     parameter.requires_grad_(True)  # else it takes no hook
@@ -120,7 +120,7 @@ def when_accumulated(parameter: Tensor, function: Callable[[Tensor], None]) -> A
 def call_after_backward(function: Callable[[], None]) -> None:
     """Calls a function when the backward pass under way has succeeded, and not if it raises.
 
-    Within a reentrant backward pass: when that inner pass has.
+    Within a reentrant backward pass, the function is called when the inner pass has succeeded.
     """
     call_at_end(function)
 

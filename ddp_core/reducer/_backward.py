@@ -32,7 +32,7 @@ class Backward:
 
     Args:
         exchange: the exchange of the step under way.
-        installed: where gradients go.
+        installed: the buckets, to which gradients are written.
         plan, history: record in which order and when gradients arrived.
         errors: raises if gradients do not arrive as agreed.
         precision: exchanges parameters for low-precision ones, if given.
@@ -238,16 +238,16 @@ class History:
     """Holds the recorded steps, and facts of the last one.
 
     Args:
-        buckets: those of the first step.
+        buckets: the buckets of the first step.
 
     Attributes:
         timeline: the recorded steps.
-        on_recorded: called after each of them, if given.
+        on_recorded: called after each recorded step, if given.
         first_sizes: bytes of each bucket of the first step.
         sent: number of buckets that the last step has sent.
-        unused: indices of the parameters to which the last step's backward pass did not come;
-            None: there was no step yet.
-        same_unused: they were the same in every step.
+        unused: indices of the parameters that the last step's backward pass did not reach; None
+            before the first step.
+        same_unused: whether the unused parameters were the same in every step.
     """
 
     def __init__(self, buckets: Sequence[BucketBase]) -> None:

@@ -36,8 +36,8 @@ class BucketBase(ABC):
         number: position in launch order.
 
     Attributes:
-        buffer: what is averaged.
-        pending: how many gradients have not come in this step.
+        buffer: the tensor that is averaged.
+        pending: number of gradients that have not arrived in this step.
     """
 
     sparse: ClassVar[bool]
@@ -73,7 +73,7 @@ class BucketBase(ABC):
 
         Args:
             gradients: by slot; None is a zero.
-            divisor: what they are divided by; None: nothing.
+            divisor: divides the gradients; None: they are not divided.
         """
 
     @abstractmethod
@@ -112,7 +112,7 @@ def flat_buffer(parameters: Sequence[Tensor], dtype: torch.dtype | None) -> Tens
     """Returns an uninitialised flat tensor for the gradients of parameters of one kind.
 
     Args:
-        dtype: of the tensor, where parameters are real; their own by default.
+        dtype: of the tensor, if parameters are real; their own by default.
     """
     first = parameters[0]
     numel = sum(parameter.numel() for parameter in parameters)
@@ -424,7 +424,7 @@ class BucketSet:
         parameters: of the model.
         dtype: of the buckets; the parameters' own by default.
         as_view: gradients become views of the buckets.
-        copies_at_once: whether large gradients are copied as they come.
+        copies_at_once: whether large gradients are copied when they arrive.
 
     Attributes:
         list: in the order in which they are launched; the same object for good.

@@ -64,7 +64,7 @@ class FailureBoard:
         name: distinguishes boards of one group; the same on all ranks.
 
     Attributes:
-        abort_agreement: steps that ranks have dropped, see :class:`AbortAgreement`.
+        abort_agreement: steps that ranks have aborted, see :class:`AbortAgreement`.
     """
 
     def __init__(self, group: dist.ProcessGroup, name: str) -> None:
@@ -85,7 +85,7 @@ class FailureBoard:
     def poll(self, place: WaitPoint) -> str | None:
         """Returns the report of another rank that will not reach this wait point, or None.
 
-        A store that does not answer is not waited for: what is awaited has a timeout of its own.
+        A store that does not answer is not waited for: the wait itself has a timeout.
         """
         if self._store is None:
             return None
@@ -122,8 +122,7 @@ def wait_for_work(
 ) -> None:
     """Waits for a collective, and polls for failures of other ranks meanwhile.
 
-    On CUDA waiting orders streams and returns at once; a thread looks at the board, see
-    :mod:`ddp_core.reducer._failures`.
+    On CUDA waiting orders streams and returns at once; :class:`DeviceWatchdog` polls the board.
     """
     if device.type != "cpu":
         work.wait()
@@ -153,7 +152,7 @@ def wait_for_future(
     """Returns the tensor of a hook's future, and polls for failures while waiting.
 
     Raises:
-        FutureNotDone: it is not within ``limit``.
+        FutureNotDone: the future is not completed within ``limit``.
     """
     if not future.done():
         done = threading.Event()
@@ -240,17 +239,17 @@ class _AbortedStep(NamedTuple):
 class AbortAgreement:
     """Lets ranks agree, after a failed backward pass, on which step was aborted.
 
-    Not by a collective: the ranks that did not raise are in another one. All of a rank's dropped
-    steps are counted; ranks that drop alike count alike, and leave the keys of two of them in the
-    store.
+    The agreement uses the store and no collective, since the ranks that did not raise are in
+    another collective. Each rank numbers its aborted steps; ranks that abort the same steps have
+    the same numbers, and leave the keys of two of them in the store.
 
     Args:
         group: the ranks.
-        store: asks what they share, if anything.
+        store: the store of the group, if it has one.
         name: distinguishes reducers of one group; the same on all ranks.
 
     Attributes:
-        first_step: the one with which these ranks began. A rank that came to them counts from 0.
+        first_step: the step with which these ranks began; a rank that joined them counts from 0.
     """
 
     def __init__(self, group: dist.ProcessGroup, store: SharedStore | None, name: str) -> None:
@@ -277,7 +276,7 @@ class AbortAgreement:
         Ranks call it before their next collective.
 
         Raises:
-            MismatchError: a rank has not, or after another number of buckets.
+            MismatchError: a rank has not aborted the step, or after another number of buckets.
         """
         if self._aborted is None:
             return
@@ -409,8 +408,8 @@ class DeviceWatchdog:
         """Records an exchange that is about to be enqueued.
 
         Args:
-            place: its step, and the bucket.
-            thread: the identifier of the training loop's.
+            place: the step and the bucket of the exchange.
+            thread: the identifier of the training loop's thread.
 
         Raises:
             PeerError: another rank has failed, and the group is aborted.

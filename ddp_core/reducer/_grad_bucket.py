@@ -23,8 +23,8 @@ class GradBucket:
         parameters: the parameters whose gradients ``buffer`` holds, in order.
         names: their names in the model.
         is_last: whether this is the step's last bucket.
-        views_of: how gradients lie in a buffer; one after the other by default.
-        note: takes a record of every round of the bucket's exchange.
+        views_of: returns the gradients as views of a buffer; one after the other by default.
+        note: called with a record of every round of the bucket's exchange.
     """
 
     def __init__(

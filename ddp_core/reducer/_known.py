@@ -59,12 +59,12 @@ class KnownParameters:
     Args:
         owner: the wrapper of the model; held weakly.
         known: parameters whose gradients are averaged, by name.
-        ignored: names of others that may come and go.
-        first: parameters that the model had when it was wrapped; None: all that it has now.
-        prefix: what is left out of names in the owner.
-        may_lack: whether a parameter may be without a gradient, or out of the model.
-        watches_nodes: whether nodes are to stay; with mixed precision they do not.
-        kind: of the errors.
+        ignored: names of other parameters, which may be added and removed.
+        first: parameters that the model had when it was wrapped; by default all present ones.
+        prefix: prefix of names in the owner that messages leave out.
+        may_lack: whether a parameter may get no gradient, or be removed from the model.
+        watches_nodes: whether autograd's nodes must stay; with mixed precision they do not.
+        kind: the class of errors.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class KnownParameters:
         """Checks the model before a forward pass that records a graph.
 
         Raises:
-            RuntimeError: (or ``kind``) a parameter has another node, or is gone. A new one raises
-                when its first gradient comes: it may never have one.
+            RuntimeError: (or ``kind``) a parameter has another node, or is gone. A new parameter
+                raises at its first gradient, which may never arrive.
         """
         if self._structure.has_changed:
             self._is_new = True
@@ -232,7 +232,7 @@ class KnownParameters:
 def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
     """Whether another DistributedDataParallel has a parameter as well, and may average it.
 
-    The first time it looks at all objects of the process; after that it knows.
+    The first call examines all objects of the process; later calls use its result.
     """
     known = _wrappers.setdefault(owner, {})
     wrapper = known.get(id(parameter))

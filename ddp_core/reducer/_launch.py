@@ -193,7 +193,7 @@ class Launcher:
         """Waits for a bucket's exchange and returns its flat averaged gradient.
 
         Raises:
-            CollectiveError: it failed, here or on another rank; says in which round.
+            CollectiveError: the exchange failed, here or on another rank; names the round.
         """
         if times is not None:
             times.mark("wait_began")
@@ -233,7 +233,7 @@ class Launcher:
         """Waits for a small message of the step; an error names it.
 
         Raises:
-            CollectiveError: it failed.
+            CollectiveError: the message failed.
         """
         try:
             self.await_work(work, device)
@@ -334,7 +334,7 @@ def named_range(name: str, bucket: int | None = None) -> AbstractContextManager[
     """Returns a range of the profiler, if one runs.
 
     Args:
-        bucket: whose range it is, if it is one's.
+        bucket: number of the bucket, if the range belongs to one.
     """
     # Asked at every call: `record_function` itself takes microseconds without a profiler, too.
     if not profiler_runs():
@@ -364,10 +364,8 @@ class Step:
 
     expecting: bool = False  # gradients are to be reduced
     is_open: bool = False  # a backward pass is under way, or has raised
-    fast_path: bool = False  # an arrival is nothing but an arrival
-    forward_in_pass: int = (
-        NO_BACKWARD  # the pass in which its forward ran (activation checkpointing)
-    )
+    fast_path: bool = False  # an arrival only marks its parameter ready
+    forward_in_pass: int = NO_BACKWARD  # in which its forward ran (activation checkpointing)
     recomputed_in: int = NO_BACKWARD  # the pass in which its forward ran once more
     was_nested: bool = False  # it ended with a reentrant pass within another
     complete: bool = True  # all gradients were reduced, or none is to be

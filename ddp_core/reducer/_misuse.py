@@ -118,7 +118,7 @@ def changed_error(names: Sequence[str], rank: int, *, came: bool) -> str:
 
     Args:
         names: parameters that are not used as in the first step.
-        came: whether they were used more often than there, or less.
+        came: whether they were used more often than in the first step, or less often.
     """
     first, then = ("unused", "used") if came else ("used", "unused")
     verb = "came more often than" if came else "did not come as often as"
@@ -202,20 +202,20 @@ _MIXED = (
 class LocalGradients:
     """Detects optimizer steps on gradients that were accumulated but not averaged.
 
-    Within ``no_sync`` and ``hold`` gradients are this rank's own until they are averaged, and no
-    optimizer may step by what is held. Elsewhere each belongs to a step, which a forward pass of
-    the wrapper begins: one that comes in no step raises.
+    Within ``no_sync`` and ``hold`` gradients are local until they are averaged, and no optimizer
+    may step with held gradients. Elsewhere each gradient belongs to a step, which a forward pass
+    of the wrapper begins; a gradient that arrives in no step raises.
 
     Args:
         parameters: of the model.
-        errors: raises where passes contradict each other.
+        errors: raises if passes contradict each other.
 
     Attributes:
         in_hold: whether passes are within ``hold``.
-        has_new: whether a gradient has come since gradients were averaged.
-        is_syncing: says whether the module is outside of ``no_sync`` and ``hold`` now.
-        is_shared: says whether another wrapper has a parameter, too, and may average it.
-        forward_synchronised: whether the latest forward pass that recorded a graph was.
+        has_new: whether a gradient has arrived since gradients were averaged.
+        is_syncing: returns whether the module is outside of ``no_sync`` and ``hold`` now.
+        is_shared: returns whether another wrapper has a parameter, too, and may average it.
+        forward_synchronised: whether the latest forward pass with a graph was outside of them.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class LocalGradients:
         """Records a gradient that this pass does not average.
 
         Raises:
-            RuntimeError: it would stay this rank's own outside of ``no_sync`` and ``hold``.
+            RuntimeError: the gradient would stay local outside of ``no_sync`` and ``hold``.
         """
         self.has_new = True
         if self.in_hold:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from ddp_core._torch import not_traced, optimizers_in_backward
+from ddp_core._torch import dynamo_disable, optimizers_in_backward
 from ddp_core.reducer._buckets import BucketBase
 
 __all__ = [
@@ -60,7 +60,7 @@ def before_every_step(look: Callable[[Optimizer], None]) -> None:
     """Calls a function before each step of any optimizer; a method while its object lives.
 
     Args:
-        look: what it raises keeps the optimizer from stepping.
+        look: the function; an error in it keeps the optimizer from stepping.
     """
     _listen()
     reference = weakref.WeakMethod(look) if isinstance(look, MethodType) else lambda: look
@@ -75,7 +75,7 @@ def _listen() -> None:
     register_optimizer_step_pre_hook(_step_begins)
 
 
-@not_traced
+@dynamo_disable
 def _step_begins(optimizer: Optimizer, *_: Any) -> None:
     for reference in list(_looks):
         look = reference()

@@ -28,8 +28,8 @@ class Trained:
     """Describes one parameter that requires a gradient.
 
     Attributes:
-        name: its (first) name in the module.
-        sparse: whether it belongs to an embedding with sparse gradients.
+        name: the (first) name of the parameter in the module.
+        sparse: whether the parameter belongs to an embedding with sparse gradients.
     """
 
     name: str
@@ -55,8 +55,8 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
 def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
     """Makes parameters that are frozen now raise when they get a gradient, which nothing averages.
 
-    Until ``owner``, which has the ``module``, is gone, or another one has the parameter. It
-    costs nothing where they stay frozen.
+    This ends when ``owner``, which has the ``module``, is gone, or another wrapper has the
+    parameter. It costs nothing while parameters stay frozen.
     """
     for name, parameter in owner.module.named_parameters():
         earlier = _refusals.pop(id(parameter), None)

@@ -43,15 +43,15 @@ class SavedBuckets:
     ====================  ====================================================
     members, limits       buckets laid out by arrival, or that stay as they are
     members, no limits    buckets of the first step
-    no members, limits    they were to be laid out anew
+    no members, limits    buckets were to be laid out anew
     neither               there was no step yet
     ====================  ====================================================
 
     Attributes:
         members: indices of the parameters of each bucket, without those of sparse gradients.
         limits: the sizes, in bytes, at which that run's buckets are full.
-        arrival: indices of all parameters, in the order in which their gradients came in that
-            run's last step; none: it is not known.
+        arrival: indices of all parameters, in the order in which their gradients arrived in that
+            run's last step; empty if it is unknown.
         agree: called before buckets are laid out; raises if not all ranks resume the same
             state.
     """
@@ -100,12 +100,12 @@ class BucketPlan:
 
     Attributes:
         follows_arrival: whether buckets are laid out by arrival once the order of gradients is
-            known; without, those by registration stay.
-        static_graph: the first step only learns what comes in later ones.
+            known; otherwise the first buckets, by registration, stay.
+        static_graph: the first step only records what later steps repeat.
         stage: of the buckets, here or in the run that this one resumes.
-        arrival: the order of gradients in the last complete step; none: it is not known.
-        group_of: the layout that a scheme asked for.
-        splits: those of the compiler.
+        arrival: the order of gradients in the last complete step; empty if it is unknown.
+        group_of: the layout that a scheme requested.
+        splits: the compiler's splits.
     """
 
     def __init__(
@@ -165,8 +165,8 @@ class BucketPlan:
     def resume(self, saved: SavedBuckets) -> None:
         """Uses a saved run's buckets when the next step begins; all ranks call it.
 
-        Where those do not suit this model (its parameters, its sizes of buckets, the layout that a
-        scheme asks for), buckets are laid out by that run's order of arrival, if it is known.
+        If saved buckets do not suit this model (its parameters, its sizes of buckets, the layout
+        that a scheme requests), buckets follow that run's order of arrival, if it is known.
         """
         self._saved, self._anew = saved, not saved.members
         self.stage = saved.stage
@@ -177,7 +177,7 @@ class BucketPlan:
         """Returns the buckets that a resumed run needs.
 
         Args:
-            present: indices of the parameters of each dense bucket that there is now.
+            present: indices of the parameters of each present dense bucket.
         """
         if self.stage is Stage.NEW:
             return Saving((), (), self.arrival)
@@ -194,7 +194,7 @@ class BucketPlan:
         """Records a complete step.
 
         Args:
-            order: in which gradients came; None on a rank without inputs (join), which takes the
+            order: in which gradients arrived; None on a rank without inputs (join), which uses the
                 order of registration unless it knows another.
         """
         learns_only = self.static_graph and self.stage is Stage.NEW  # as in PyTorch
@@ -224,10 +224,10 @@ class BucketPlan:
     def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
         """Returns new buckets if they are due; all ranks call it in the same forward pass.
 
-        They take rank 0's, for the ranks may have seen gradients arrive differently.
+        All ranks use rank 0's buckets, since gradients may arrive in another order on each rank.
 
         Args:
-            present: indices of the parameters of each bucket that there is now.
+            present: indices of the parameters of each present bucket.
         """
         if not (self._asked or self._by_arrival or self._for_splits):
             return None
@@ -312,7 +312,7 @@ class BucketCaps:
     Attributes:
         limits: of the first, second, ... bucket; the last one holds for all that follow.
         explicit: given bucket by bucket (``bucket_cap_mb_list``), hence also before the first step.
-        free: the user has not asked for any; a hook may.
+        free: whether the user has set no size, so that a hook may.
     """
 
     limits: tuple[int, ...]
@@ -345,9 +345,9 @@ class BucketCaps:
     def initial(self, *, rebuilds: bool) -> tuple[int, ...]:
         """Returns the sizes that hold in the first step.
 
-        Where buckets are rebuilt after it, one bucket holds everything: the order in which
-        parameters are used is not known yet, and a bucket that waits for a late parameter could
-        be launched amid other collectives of the backward pass.
+        If buckets are rebuilt after the first step, one bucket holds everything until then: the
+        order in which parameters are used is not known yet, and a bucket that waits for a late
+        parameter could be launched amid other collectives of the backward pass.
         """
         if self.explicit or not rebuilds:
             return self.limits
@@ -469,16 +469,16 @@ def agree_on(
 class CompilerSplits:
     """Holds the splits of all graphs that were compiled in the first step's forward pass.
 
-    That is on the ranks that have inputs, so all ranks agree once, in the second step, whether
-    there are any.
+    Only ranks with inputs compile, so all ranks agree once, in the second step, whether there are
+    any splits.
 
     Args:
         parameters: of the model; the same on all ranks.
 
     Attributes:
         buckets: indices of the parameters of each split, in the order of backward.
-        open: whether the ranks still have to agree on them.
-        ignored: none are taken.
+        open: whether the ranks still have to agree on the splits.
+        ignored: whether splits are ignored.
     """
 
     def __init__(self, parameters: Sequence[Trained]) -> None:

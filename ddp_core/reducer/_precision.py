@@ -44,9 +44,9 @@ class MixedPrecision:
 class Precision:
     """Replaces the parameters' data by a low-precision copy, and restores it.
 
-    Between steps parameters and gradients have their own dtype, so optimizers and checkpoints see
-    nothing of it. A gradient that is there already stays as it is: autograd adds the low-precision
-    ones to it in its own dtype.
+    Between steps parameters and gradients have their own dtype, so optimizers and checkpoints are
+    not affected. An accumulated gradient keeps its dtype: autograd adds low-precision gradients to
+    it in that dtype.
 
     Args:
         config: torch's ``_MixedPrecision`` or :class:`MixedPrecision`.
@@ -95,7 +95,7 @@ class Precision:
         """Makes the parameters low-precision; returns an object that ends this forward pass.
 
         Raises:
-            RuntimeError: they were changed the last time that they were.
+            RuntimeError: the low-precision copies were written to in the last pass.
         """
         if self._changed:
             name, self._changed = self._changed, ""

@@ -138,7 +138,7 @@ class Reducer:
     def is_recomputed(self) -> bool:
         """Whether a forward pass now belongs to the backward pass of a step under way.
 
-        Activation checkpointing runs it once more, for its activations only.
+        Activation checkpointing runs a forward pass again, for its activations only.
         """
         number, step = backward_number(), self.exchange.step
         if number == NO_BACKWARD or not step.expecting or self.backward.has_raised:
@@ -237,7 +237,7 @@ def reduce_at_point(backward: Backward, exchange: StepExchange, plan: BucketPlan
     """Averages the gradients that are in ``.grad``, as the end of a backward pass would.
 
     Raises:
-        RuntimeError: no rank has accumulated anything, or a rank not for all parameters.
+        RuntimeError: no rank has accumulated gradients, or a rank lacks some parameters' gradients.
     """
     step, unreduced = exchange.step, backward.unreduced
     missing = [i for i, entry in enumerate(exchange.parameters) if entry.parameter.grad is None]
@@ -270,11 +270,11 @@ def agree_on_reduce(
     """Decides, on all ranks alike, whether there is something to average; all ranks call it.
 
     Args:
-        came: whether this rank has accumulated anything.
+        came: whether this rank has accumulated gradients.
         missing: parameters that have no gradient here.
 
     Raises:
-        RuntimeError: there is nothing, or a rank has no gradient of some of its parameters.
+        RuntimeError: there is nothing to average, or a rank lacks gradients of parameters.
     """
     launcher, usage = exchange.launcher, exchange.usage
     gone = [] if usage.finds_unused else sorted({*(missing or ())} - {*usage.never_used})

@@ -30,16 +30,16 @@ class StepExchange:
     """Launches a model's buckets in the step under way, and waits for them.
 
     Args:
-        buckets: in the order in which they are launched; others may take their place.
+        buckets: in launch order; the list's contents may be replaced.
         parameters: those that require a gradient, in registration order.
         launcher: starts and ends the exchange of one bucket.
         usage: which parameters the ranks use.
-        errors: raises where a bucket gets a gradient twice.
+        errors: raises if a bucket gets a gradient twice.
         unused_gradients: finds the parameters whose gradients are not written.
         precision: exchanges parameters for low-precision ones, if given.
 
     Attributes:
-        step: the one under way, or an idle one.
+        step: the step under way, or an idle one.
         optimizer: steps each bucket that is averaged, if given.
     """
 

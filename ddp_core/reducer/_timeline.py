@@ -24,8 +24,8 @@ __all__ = ["BucketTimes", "StepTimes", "Timeline"]
 class BucketTimes(Timed):
     """Holds the times of one bucket in one step; 0 where unknown.
 
-    Of ``clock``, which is ``time.perf_counter`` on the CPU. On a GPU it is that of the streams on
-    which backward and exchanges run: NaN until they have come there, see ``Timed.resolve``.
+    Times are ``clock``'s: ``time.perf_counter`` on the CPU, and on a GPU the clock of the streams
+    on which backward and exchanges run, NaN until they are reached, see ``Timed.resolve``.
     """
 
     bucket: int
@@ -103,9 +103,9 @@ class Timeline:
     """Holds the latest recorded steps.
 
     Args:
-        first: that many steps are recorded from the beginning.
-        every: after them, one step in so many (torch's runtime statistics: 10 and 100).
-        keep: steps that are kept.
+        first: number of steps that are recorded from the beginning.
+        every: later, one step in this number is recorded (torch's statistics: 10 and 100).
+        keep: number of records that are kept.
 
     Example:
         >>> ddp_model.timeline.every = 1
@@ -155,7 +155,7 @@ class Timeline:
     def chrome_trace(self, path: str | Path) -> None:
         """Writes the steps as a trace for chrome://tracing or Perfetto: a track per activity.
 
-        Steps that a GPU has not come to the end of are left out.
+        Steps that a GPU has not completed are left out.
         """
         events = [event for times in self.steps if times.resolve() for event in _events(times)]
         tracks = sorted({event["tid"] for event in events})

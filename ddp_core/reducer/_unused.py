@@ -141,7 +141,7 @@ class Usage:
         never_used: of a static graph, the parameters whose hook is not called.
         learned_by_join: the other ranks recorded theirs while this rank had no inputs.
         has_stale_marks: a step was aborted after it had marked what it uses.
-        at_point: gradients are averaged without a backward pass, see ``named_point``.
+        at_point: whether gradients are averaged without a backward pass, by ``reduce``.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class Usage:
         """Records the first step's hook calls, which all later steps repeat.
 
         Returns:
-            Parameters that this rank uses, though the ranks that learned before do not.
+            Parameters that this rank uses, though the ranks that recorded before do not.
         """
         self.counts = list(calls)
         self.never_used = [index for index, count in enumerate(calls) if not count]
@@ -233,7 +233,7 @@ class Usage:
         All ranks call it once a step, before the first bucket.
 
         Args:
-            unused: parameters to which this rank's backward pass does not come.
+            unused: parameters that this rank's backward pass does not reach.
         """
         if not self._settings.skip_unused:
             return None

@@ -381,6 +381,7 @@ class Arguments:
                 look.append((i, j))
                 place, dropped = form.places[j], j
                 tensors = tensors[:place] + tensors[place + 1 :]
+        # Tables: their identity, number of writes and memory.
         begins, ends, sound = [], [], True
         for table in form.tables(args):
             if table.layout is not torch.strided:
@@ -395,6 +396,7 @@ class Arguments:
                 sound = False
             begins.append(begin)
             ends.append(begin + nbytes)
+        # Other tensors: their strides, dtype, shape, device and memory.
         for tensor in tensors:
             if not tensor.is_contiguous():
                 if tensor.layout is not torch.strided:
@@ -413,6 +415,7 @@ class Arguments:
                 sound = False
             begins.append(begin)
             ends.append(begin + nbytes)
+        # Arguments that look like earlier ones need no check.
         key = tuple(look)
         known = form.right.get(key)
         if known is None:
@@ -420,9 +423,9 @@ class Arguments:
             if len(form.right) >= _MOST:
                 form.right.clear()
             known = form.right[key] = self.beyond(*args), form.tables(args)
+        # Memory: whether each tensor begins behind the one before.
         begins.sort()
         ends.sort()
-        # Whether each begins behind the one before.
         return known[0], sound and all(map(le, ends, begins[1:]))
 
     def check_rules(self, args: tuple[Any, ...]) -> None:

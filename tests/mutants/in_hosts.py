@@ -345,7 +345,7 @@ MUTANTS: list[Mutant] = [
         "CollectiveState.run",
         (
             "the compiler looks into calls",
-            "    @not_traced\n    def run(",
+            "    @dynamo_disable\n    def run(",
             "    def run(",
             f"{FUNCTIONS}::test_graphs_of_compiled_functions_break_at_calls",
         ),

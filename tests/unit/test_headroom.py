@@ -215,7 +215,7 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
         ({"needed": 130, "rewrapped": 20}, "another DistributedDataParallel after 20 steps"),
         ({"needed": 130}, "before the 130 steps that the measurement needs"),
         ({"too_slow": 12}, "the time limit of 600 s came after 12 steps"),
-        ({"alone": True}, "one rank, which has no rank to exchange gradients with"),
+        ({"alone": True}, "one rank, which exchanges no gradients"),
         ({"own_hook": "powerSGD_hook"}, "a communication hook of its own, powerSGD_hook"),
         ({"fsdp": True}, 'On FSDP2, commhooks.register(model, "auto") times'),
         ({"failed": "of a rank"}, "of a rank"),
