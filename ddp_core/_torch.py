@@ -170,7 +170,7 @@ def splitter_module() -> Any:
     return distributed
 
 
-# The module that the compiler splits graphs for, and how it is told. They run where modules may be
+# The module that the compiler splits graphs for, and how it is set. They run where modules may be
 # compiled: functions of Python would be compiled, too.
 active_module: Callable[[], Any] = partial(getattr, TorchDDP, "_active_ddp_module")
 split_for: Callable[[Any], None] = partial(setattr, TorchDDP, "_active_ddp_module")

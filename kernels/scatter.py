@@ -86,7 +86,7 @@ def _check_scatter_sum(indices: Tensor, values: Tensor, out: Tensor) -> None:
 def _scatter_sum_cpu(
     indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
 ) -> None:
-    # Where the kernel stands in each payload, and then how many wrong places it has met.
+    # The kernel's position in each payload, then the number of wrong places that it has met.
     state = torch.zeros(len(indices) + 1, dtype=torch.int64, device="cpu")
     source = (indices, indices.stride(0), values, values.stride(0), *indices.shape, factor)
     cpu.call("scatter_sum", *source, cpu.DTYPES[out.dtype], out, out.numel(), finite, state)

@@ -126,7 +126,7 @@ class Segments:
             (0, self.entries[-1]) if index < 0 else (self.entries[index], self.entries[index + 1])
         )
 
-    # What definitions use: indices in place of runs.
+    # For definitions: indices in place of runs.
 
     def coded(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns the slots that have entries in a row, and these entries."""

@@ -94,7 +94,7 @@ class AutoHook(HookState):
         super().__init__("none", model, process_group=process_group, seed=seed, history=history)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # What was timed here says nothing of another process: a hook with the scheme that runs.
+        # Times of this process say nothing about another one: a hook with the present scheme.
         return HookState, ("none",), self.__getstate__()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HookState:

@@ -103,7 +103,7 @@ class Trials:
             else {entry.candidate.name: entry for entry in self._timings.entries}
         )
         rows = [
-            Tried(
+            CandidateResult(
                 entry.candidate.name,
                 entry.median,
                 _median_of(again.get(entry.candidate.name)),
@@ -210,12 +210,12 @@ class Trials:
     def _of_all(self, value: Any) -> list[Any]:
         """Gathers a value from all ranks; raises unless all have called it."""
         hook = self._hook
-        hook._meet("auto", {"stage": self._stage.value, "step": hook.step}, MEETING)
+        hook._handshake("auto", {"stage": self._stage.value, "step": hook.step}, HANDSHAKE_LIMIT)
         values = [value]
         # Ranks with other parts of the gradients (HSDP) decide the same.
         for group in (hook.target.group(), *hook.target.verdict_groups):
             everyone: list[Any] = [None] * group.size()
-            with hook.binding.on_device():
+            with hook.target.on_device():
                 dist.all_gather_object(everyone, values, group=group)
             values = [value for theirs in everyone for value in theirs]
         return values

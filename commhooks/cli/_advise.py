@@ -90,7 +90,7 @@ def advise_on(
     best = best_of(options)
     for text in (_by_size(best.name, options), *_advice(best, options, workload, max_error)):
         console.print(text, highlight=False, soft_wrap=True)
-    # What a larger error, or another link, would change.
+    # Gains of a larger error, and a note on the link.
     faster = [option for option in beyond if option.step.step_s < (1 - MARGIN) * best.step.step_s]
     if faster:
         console.print(_beyond(faster[0], max_error), highlight=False, soft_wrap=True)

@@ -130,7 +130,7 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
     """Explains why there is no result."""
     within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
     ended = "was stopped" if killed else f"ended with exit code {code}"
-    # What the script cannot be measured on, or has done itself.
+    # The script uses something that cannot be measured, or raised.
     if status.get("fsdp"):
         return (
             "the script uses FSDP, which has no communication hooks for buckets of gradients: only "

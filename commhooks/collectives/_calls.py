@@ -372,7 +372,7 @@ class CollectiveState(HookState):
         return engine
 
     @dynamo_disable
-    def run(self, call: Call, name: str | None, async_op: bool) -> Handle | None:
+    def run(self, call: CollectiveCall, name: str | None, async_op: bool) -> Handle | None:
         """Makes a call, and waits for its end unless ``async_op``."""
         if self._closed:
             raise RegistrationError(f"Collectives.{call.kind}: it was closed; make another")

@@ -47,7 +47,7 @@ def replicated_parameters(scheme: Scheme, parameters: Parameters) -> frozenset[s
     dimensions of tensor parallelism that includes parameters that are cut along one of them.
     """
     cuts = parameters.cuts
-    every = frozenset().union(*(cut.between for cut in cuts.values()))
+    every = frozenset().union(*(cut.shard_groups for cut in cuts.values()))
     if not every or _rounds_alone(unwrap_flush(scheme)):
         return frozenset()
     return frozenset(

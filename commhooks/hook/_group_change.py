@@ -92,7 +92,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         engine.step,
         max(engine.rank, 0),
         max(engine.world_size, 1),
-        hook.saved_plan(),
+        hook.plan_state(),
         describe(unwrap_flush(hook.scheme)),
     )
     with hook.target.on_device():

@@ -19,6 +19,7 @@ from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.hook._engine import Engine
+from commhooks.hook._target import HookTarget
 from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import describe
 from ddp_core import (
@@ -83,7 +84,7 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
         except SilentStoreError:
             # The others read this once the store answers again; this rank does not wait.
             text = f"rank {point.rank} gave up: its store was silent"
-            store.notify(_giving_up(group, point, text))
+            store.notify(_give_up_on(group, point, text))
             raise
     except SilentStoreError as error:
         raise SilentStoreError(f"{call}: {error}") from error
@@ -101,7 +102,7 @@ def clear_keys(group: dist.ProcessGroup) -> None:
 
 
 def _point(group: dist.ProcessGroup, store: SharedStore) -> StoreBarrier:
-    """Returns where ranks meet in the last call."""
+    """Returns the meeting point of the last call in the store."""
     generation, number = _calls[group]
     return StoreBarrier(store, f"commhooks/{generation}/{number}", group.rank(), group.size())
 
@@ -116,8 +117,8 @@ def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> Sto
     return _point(group, store)
 
 
-def _giving_up(group: dist.ProcessGroup, point: StoreBarrier, text: str) -> Callable[[Any], str]:
-    """Ends a call to which not all ranks came, unless it has ended; returns its outcome."""
+def _give_up_on(group: dist.ProcessGroup, point: StoreBarrier, text: str) -> Callable[[Any], str]:
+    """Returns a function that ends a call for which ranks are missing, and returns the outcome."""
     generation, _ = _calls[group]
 
     def give_up(client: Any) -> str:
@@ -200,8 +201,8 @@ def handshake_fields(
         loaded: the buckets of a loaded state in which no step was taken yet.
     """
     # A pending flush is no difference: a rank without a residual exchanges the same.
-    registered, pieces = unwrap_flush(scheme), binding.parameters.placement
-    ddp = binding.model if isinstance(binding.model, DistributedDataParallel) else None
+    registered, pieces = unwrap_flush(scheme), target.parameters.placement
+    ddp = target.model if isinstance(target.model, DistributedDataParallel) else None
     return {
         "scheme and options": describe(registered),
         "commhooks version": __version__,

@@ -223,7 +223,7 @@ class Ledger:
         return step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
     def _settle(self) -> None:
-        """Fills in the times that are known by now; waits for nothing."""
+        """Fills in the times that are known by now, without waiting."""
         while self._unsettled and self._unsettled[0].resolve():  # devices work in order
             self._unsettled.popleft()
 

@@ -523,7 +523,7 @@ def prepare(
         )
     hook.bind()
     engine, scheme = hook.engine, unwrap_flush(hook.scheme)
-    hook.attendance.excused = True
+    hook.call_monitor.suppressed = True
 
     # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook.parameters.find)

@@ -179,8 +179,8 @@ class HookTarget:
     def notifying_core(self, state: object) -> CoreDDP | None:
         """Returns the model if it is ``ddp_core``'s and reports its steps to ``state``."""
         model = self.model
-        told = isinstance(model, CoreDDP) and model.reducer.launcher.notifies(state)
-        return model if told else None
+        reports = isinstance(model, CoreDDP) and model.reducer.launcher.notifies(state)
+        return model if reports else None
 
     def values(self) -> Mapping[str, Tensor]:
         """Returns the parameters, or shards of them, that the ranks have in common, by name."""

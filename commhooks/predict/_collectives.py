@@ -246,7 +246,7 @@ def _inside(fabric: Fabric) -> Link:
     return fabric.between if fabric.inside is None else fabric.inside
 
 
-# What the library has, of which it takes the fastest.
+# The library's algorithms, of which it takes the fastest.
 _ALGORITHMS: dict[tuple[str, str], tuple[_Algorithm, ...]] = {
     ("gloo", "all_reduce"): (_gloo_all_reduce,),
     ("gloo", "all_gather"): (_ring_all_gather,),

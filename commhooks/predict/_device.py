@@ -297,7 +297,7 @@ def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple
             yield begin, now()
             result = meta_result(request, engine.world_size)
             if result is not request.tensor:
-                # What every rank would have sent is what this one sends.
+                # Every rank is assumed to send what this rank sends.
                 result.copy_(request.tensor.expand(result.shape))
             begin = leave()
             request = as_request(exchange.send(result))

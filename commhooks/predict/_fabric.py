@@ -18,7 +18,7 @@ Library = Literal["gloo", "mpi", "nccl"]
 MOST_SECONDS = 1e9  # 30 years: sums and products of what is longer leave the range of numbers
 _MOST_MEMBERS = 2**31 - 1  # ranks of a node
 
-# What ``source`` says of a fabric that was measured on one node.
+# The ``source`` of a fabric that was measured on one node.
 COPIED = "commhooks link, on one node: the link between nodes is a copy of that inside"
 
 

@@ -84,7 +84,7 @@ REQUESTS: dict[str, Callable[[torch.Tensor, int], Collective]] = {
 
 
 _NUMEL = 256  # of a small message
-# So often in a row that a measurement takes about this long: where latency is a processor's work,
+# Repetitions in a row take about this long: where latency is a processor's work,
 # one message alone takes 0.2 or 3 ms, as the scheduler has it.
 _BURST_S, _BURST = 20e-3, 20
 _AT_LEAST, _AT_MOST = 3, 9
@@ -139,7 +139,7 @@ def _seconds(group: Any, count: int, burst: int) -> float:
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 Part = Literal["inside", "between", "all"]
-# Where links are looked for, as powers of ten: seconds, and bytes per second.
+# The range in which links are searched, as powers of ten: seconds, and bytes per second.
 _LATENCY, _BANDWIDTH = (-7.0, 0.0), (4.0, 13.0)
 _POINTS, _ZOOMS = 19, 5
 

@@ -321,7 +321,7 @@ def predict_steps(
             f"predict_steps(ranks=...): numbers of ranks from 1 to {MOST_RANKS:,}, got "
             f"{shown(wrong)}"
         )
-    # What each scheme sends and computes, by number of ranks and bucket.
+    # The exchanges of each scheme, by number of ranks and bucket.
     buckets = _Buckets(workload, cap_mb, first_mb, layout)
     exchanges = [
         [
@@ -345,7 +345,7 @@ def predict_steps(
                 seconds = device.parts(scheme, shapes, count)
                 parts.fill(seconds, (b, s, r))
     _fill_wire(parts, exchanges, ranks, fabrics)
-    # When steps end.
+    # The ends of steps.
     ends = pipelined(
         parts,
         backward_ends=workload.forward_s + workload.backward_s,

@@ -75,7 +75,7 @@ def _tried(page: Page, tried: Sequence[CandidateResult]) -> None:
         "candidate": [candidate.candidate for candidate in tried],
         "measured (ms)": [1e3 * candidate.measured_s for candidate in tried],
         "steps": [candidate.steps for candidate in tried],
-        "once more (ms)": [1e3 * candidate.again_s for candidate in tried],
+        "once more (ms)": [1e3 * candidate.rerun_s for candidate in tried],
     }
     # Few choices are compared once more.
     known = {
@@ -143,7 +143,7 @@ def _errors(page: Page, verification: Verification) -> None:
         return
     findings = verification.findings[-_MOST:]
     if rows:
-        # What is infinite (a dense mean of zero) comes first, what is not known last.
+        # Infinite errors (a dense mean of zero) come first, unknown ones last.
         order = sorted(rows, key=lambda row: (row.error != row.error, -row.error))
         worst = order[:_MOST]
         page.figure(

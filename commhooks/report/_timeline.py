@@ -76,7 +76,7 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     buckets = sorted({span.bucket for span in drawn})
     figure = Figure(figsize=(6.4, 1.5 + 0.32 * len(buckets)), layout="constrained")
     axes = figure.subplots()
-    _draw(axes, drawn, ledger.launched_last_at(step))
+    _draw(axes, drawn, ledger.last_launch_time(step))
     axes.set_yticks(buckets, [f"bucket {bucket}" for bucket in buckets])
     axes.set_xlabel(f"milliseconds in step {step}, since its first bucket began")
     if path is not None:
@@ -84,7 +84,7 @@ def draw(ledger: Ledger, path: str | Path | None = None, step: int | None = None
     return axes
 
 
-def _draw(axes: Axes, drawn: Sequence[Span], launched_last: float) -> None:
+def _draw(axes: Axes, drawn: Sequence[Span], last_launch: float) -> None:
     zero = min(span.begin for span in drawn)
     for span in drawn:
         axes.barh(
@@ -97,11 +97,9 @@ def _draw(axes: Axes, drawn: Sequence[Span], launched_last: float) -> None:
     handles: list[Any] = [
         axes.barh(0, 0, color=colour, label=kind) for kind, colour in COLOURS.items()
     ]
-    if not math.isnan(record_last_launch):
+    if not math.isnan(last_launch):
         label = "backward ends"
-        line = axes.axvline(
-            1e3 * (record_last_launch - zero), color="black", linestyle="--", label=label
-        )
+        line = axes.axvline(1e3 * (last_launch - zero), color="black", linestyle="--", label=label)
         handles.append(line)
     axes.invert_yaxis()
     axes.legend(

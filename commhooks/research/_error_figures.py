@@ -22,7 +22,7 @@ from commhooks.core._layout import Layout
 __all__ = ["ErrorFigures", "SecondMoment", "error_figures"]
 
 EPS = 1e-8  # Adam's
-# Of the gradient's root mean square. What is below is the rounding of float32 where the gradient is
+# Of the gradient's root mean square. Smaller values are float32's rounding where the gradient is
 # zero, as of attention's key biases, which softmax cancels: in MiniLM 2e-7, and 0.3 the next one.
 ROUNDING = 2.0**-20
 

@@ -144,7 +144,7 @@ class PowerSGD(Scheme):
             bucket.write(self.keeps[0], q)
 
         output = bucket.output
-        # What is not finite spoils only some entries of P and Q: the kernel takes the flag.
+        # A value that is not finite spoils only some entries of P and Q: the kernel takes the flag.
         decode_low_rank(matrices, left, q, output, finite=finite, tail=plan.with_tail(tail))
         return Result(output, unsent=bucket.unsent, finite=and_fits(finite, output))
 

@@ -141,8 +141,8 @@ class Verification:
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
         # GPU the order of collectives of one group is that of the host, the same on all ranks.
         if devices <= {"cpu"} and is_gloo(host_backend(group)):
-            (self._lent,) = acquire_lane_groups(group, 1)
-            self._group = self._lent.group
+            (self._lane_group,) = acquire_lane_groups(group, 1)
+            self._group = self._lane_group.group
         # At interpreter exit before Gloo's threads lose the interpreter.
         self._cancel_finalizer = weakref.finalize(owner, self.close).detach
 
@@ -211,10 +211,13 @@ class Verification:
         with contextlib.suppress(CollectiveError):
             self._collect(wait=False)
         if self._group is not None:
-            _warn_of(self._unraised, self._group.rank(), "warn", self._warned)
-        if self._lent is not None:
-            works = [work for one in self._pending for work in one.works]
-            self._lent.discard(works) if works else self._lent.release_group()  # waits for no peer
+            _warn_findings(self._unraised_findings, self._group.rank(), "warn", self._warned)
+        if self._lane_group is not None:
+            works = [work for pending in self._pending for work in pending.works]
+            if works:
+                self._lane_group.discard(works)  # waits for no peer
+            else:
+                self._lane_group.release_group()
         self._pending.clear()
         self._group = self._lane_group = None
 
@@ -225,10 +228,10 @@ class Verification:
         """
         works = [work for pending in self._pending for work in pending.works]
         self._pending.clear()
-        if self._lent is not None:
-            self._lent.discard(works)
-        self._disarm()
-        self._group = self._lent = None
+        if self._lane_group is not None:
+            self._lane_group.discard(works)
+        self._cancel_finalizer()
+        self._group = self._lane_group = None
 
     # ---- results
 
@@ -423,8 +426,8 @@ def _finish(work: Any, lane_group: LaneGroup | None, step: int, number: int) -> 
             bucket=number,
             round=0,
         ) from error
-    if lent is not None:
-        lent.completed += 1
+    if lane_group is not None:
+        lane_group.completed += 1
 
 
 # ---- words and numbers

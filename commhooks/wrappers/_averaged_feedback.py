@@ -90,7 +90,7 @@ class AveragedFeedback(Feedback):
         )
         result = inside.with_unsent((yield from self.scheme.exchange(inside)))
         assert result.unsent is not None
-        # What a wrapper around this one gets is the error with respect to g, not to g + e.
+        # A wrapper around this one gets the error with respect to g, not to g + e.
         unsent = None if bucket.unsent is None else result.unsent - residual
         error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
         if self.reset_every and (bucket.step + 1) % self.reset_every == 0:

@@ -52,7 +52,7 @@ class EF21(Feedback):
 
     @property
     def traits(self) -> Traits:
-        # What all ranks sum up is the whole mean.
+        # All ranks sum up the whole mean.
         return super().traits._replace(shards=False)
 
     def __post_init__(self) -> None:

@@ -149,7 +149,7 @@ def _with_residual(bucket: Bucket) -> Bucket:
 
 def _kept(inside: Bucket, result: Result) -> Result:
     """Stores what a step did not send as the next residual, and completes the result."""
-    result = inside.completed(result)
+    result = inside.with_unsent(result)
     assert result.unsent is not None
     inside.write(RESIDUAL_SLOT, result.unsent)
     return result

@@ -59,8 +59,8 @@ class Part:
             assert self.result.unsent is not None
             everything = (0, bucket.raw.numel())
             self._write(self.result.unsent, everything, bucket.unsent, everything)
-        here = self.bucket.own.indices(self.bucket.raw.numel())[:2]
-        there = bucket.own.indices(bucket.raw.numel())[:2]
+        here = self.bucket.own_slice.indices(self.bucket.raw.numel())[:2]
+        there = bucket.own_slice.indices(bucket.raw.numel())[:2]
         self._write(self.result.mean.view(-1), here, bucket.output, there)
 
     def _write(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:
@@ -126,7 +126,7 @@ def side_by_side(parts: Sequence[Part]) -> SchemeExchange:
         merged = first.like(torch.cat([request.tensor.view(-1) for request in requests]))
         arrived = yield merged
         sizes = [request.tensor.numel() for request in requests]
-        # What a cast around this wrapper rounded, for the feedback inside each part.
+        # The values that a cast around this wrapper rounded, for the feedback inside each part.
         shares = merged.sent.split(sizes) if merged.sent is not None else [None] * len(sizes)
         for part, request, piece, share in zip(
             together, requests, arrived.split(sizes), shares, strict=True

@@ -280,7 +280,7 @@ class Shards:
             shard.check_unwritten()
         if arrived and not self.in_backward:
             self._model._ddp_state.before_collectives()
-        shown = [self.told, *(piece.value for piece in self.pieces())]
+        shown = [self.overflow_probe, *(piece.value for piece in self.pieces())]
         gradients = {value: value.grad for value in shown}
         _set_gradients(dict.fromkeys(gradients))
         under_way: list[tuple[BucketShard, Future[Tensor]]] = []

@@ -118,7 +118,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         if check_reduction:
             _construct.warn_of_check_reduction(stacklevel=3)
         self.module, self.dim, self.logger = module, dim, None
-        # What trainers look at is kept as it was given.
+        # Attributes that trainers read keep the given values.
         self.device, self.device_type = replica.device, replica.device.type
         _, self.device_ids, self.output_device, self.is_multi_device_module = replica.placement
         self.find_unused_parameters = find_unused_parameters

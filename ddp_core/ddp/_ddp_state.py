@@ -26,7 +26,7 @@ from ddp_core.reducer._precision import Precision
 
 __all__ = ["DDPState"]
 
-# By group: all of its ranks construct their modules in the same order, or come to it in that order.
+# By group, whose ranks all construct their modules, or change to the group, in the same order.
 _reducers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[TorchReducer]]]
 _reducers = weakref.WeakKeyDictionary()
 
@@ -191,7 +191,7 @@ class DDPState:
     # ---- pickling
 
     def __getstate__(self) -> dict[str, Any]:
-        # What belongs to a process group is made again; a hook is registered again.
+        # Parts of a process group are built again; a hook has to be registered again.
         state = {**vars(self), "precision": None, "_looked_for_optimizers": False}
         for name in ("hooks", "reducer", "known", "_model"):
             state.pop(name, None)

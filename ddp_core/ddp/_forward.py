@@ -46,7 +46,7 @@ class ForwardPass:
 
     def __init__(self, state: DDPState, module: _Module) -> None:
         self._ddp_state, self._module = state, module
-        # One that is run once more, for its activations, belongs to the step under way.
+        # A pass that runs again, for its activations, belongs to the step under way.
         self._is_recomputed = state.reducer.is_recomputed()
         self._low: Use | None = None  # it uses low-precision parameters
 

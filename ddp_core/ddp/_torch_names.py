@@ -29,7 +29,7 @@ class TorchNames:
 
     _ddp_state: DDPState
     _join_config: Any  # torch's `Joinable` has it
-    # What torch's python_reducer keeps; ours has its reducer there as well.
+    # Names of torch's python_reducer; our reducer is there as well.
     _use_python_reducer: ClassVar[bool] = False
     _accum_grad_hooks: ClassVar[Sequence[Any]] = ()
 

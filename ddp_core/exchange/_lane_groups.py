@@ -53,7 +53,7 @@ _MORE = 1.0  # seconds from the timeout of a wait for other ranks until the stor
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     """Returns the backend of a group for ``device``, without a wrapper that checks collectives."""
     backend: Any = None
-    with contextlib.suppress(Exception):  # a group of somebody else's making has none
+    with contextlib.suppress(Exception):  # a group that another library made has none
         backend = backend_of(group, device)
         backend = getattr(backend, "wrapped_pg", backend)
     return backend

@@ -33,7 +33,7 @@ from ddp_core.exchange._task import Task, clock
 __all__ = ["Lanes"]
 
 # The ticket whose collective is done, and how it failed. A ticket alone: its collective has been
-# issued, and it has work meanwhile. An event: all is to be given up, and the event to be set then.
+# issued, and it has work meanwhile. An event: discard everything, then set the event.
 _Event = tuple[int, Exception | None] | int | threading.Event
 _Completion = torch.futures.Future[None]
 _JOIN_TIMEOUT = 5.0  # seconds for the driver thread to process an event
@@ -44,7 +44,7 @@ class _Lane:
     group: dist.ProcessGroup
     lent: LaneGroup | None = None  # of lane 1 and up
     next_ticket: int = 0  # the ticket that issues next
-    issuing: bool = False  # a thread is at it, and goes on with all that is ready
+    issuing: bool = False  # a thread issues, and continues with all that is ready
     waiting: dict[int, Task] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
 

@@ -40,8 +40,8 @@ __all__ = [
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
 _DEFAULT = timedelta(minutes=5)  # if the group has no limit
-# A store that answers does so in milliseconds, also on a busy machine. So much longer than its
-# limit takes whoever has another question when the limit is over.
+# A store that answers does so in milliseconds, also on a busy machine. A question that is asked
+# when a limit is over may take this many seconds more.
 _GRACE = 1.0
 
 
@@ -81,7 +81,7 @@ class _Question:
         self.answered = threading.Event()
         self.answer: Any = None
         self.error: BaseException | None = None
-        self.is_dropped = False  # nobody waits for the answer
+        self.is_dropped = False  # no caller waits for the answer
 
     def run(self, store: Any) -> None:
         try:
@@ -284,7 +284,7 @@ class StoreBarrier(NamedTuple):
 
     def delete_keys(self) -> None:
         """Deletes the keys, when all ranks have read them."""
-        # Else every meeting of a long job leaves keys in the memory of the store's process.
+        # Otherwise every barrier of a long job leaves keys in the memory of the store's process.
         names = [f"{self.key}/{self.rank}"]
         if self.rank == 0:
             names += [f"{self.key}/came", f"{self.key}/outcome", self.key]

@@ -48,7 +48,7 @@ def stream_module(device: str) -> Any:
     return module
 
 
-# One to encode on while the other waits for the line; a third would find nothing to do. A whole
+# One encodes while the other waits for the line; a third would have nothing to do. A whole
 # exchange on one stream, rather than encoding on one and decoding on the other: an allocator hands
 # out memory per stream, so that memory freed by one exchange cannot be overwritten too early.
 _SIDE_STREAMS = 2

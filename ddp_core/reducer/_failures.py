@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-# So long nobody looks at the board; most waits are over by then.
+# Waits poll the board at this interval; most are over before the first poll.
 POLL_INTERVAL = timedelta(seconds=1)
 _POLL_SECONDS = POLL_INTERVAL.total_seconds()
 
@@ -307,14 +307,14 @@ class AbortAgreement:
         point = self._point(self._number)
         if point is None or self._size == 1:
             return None
-        # What this rank waits for has a timeout of its own, so a silent store is not waited for.
+        # This rank's collective has a timeout of its own, so a silent store is not waited for.
         first = point.store.peek(text_of(point.key), _SOON)
         if first is None:
             return None
         outcome = point.store.peek(text_of(f"{point.key}/outcome"), _SOON)
         (who, theirs), said = _parse(first), ""
         if outcome is None and self._aborted is not None:
-            # What it has launched is settled here, and comes if all have launched as much.
+            # Launched buckets are settled here; they complete if all ranks launched as many.
             if theirs != self._aborted:
                 said = self._difference(who, theirs, self._aborted)
         elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):

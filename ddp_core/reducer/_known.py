@@ -171,7 +171,7 @@ class KnownParameters:
                 if parameter is None or id(parameter) in known or self._was_there(parameter):
                     continue
                 strange = True
-                # Not of torch.func.functional_call, whose tensors are in their places for a while.
+                # Except for torch.func.functional_call, whose tensors replace parameters for now.
                 borrowed |= not isinstance(parameter, nn.Parameter)
                 name = present[id(parameter)].removeprefix(self._prefix)
                 if isinstance(parameter, nn.Parameter) and id(parameter) not in self._others:
@@ -252,7 +252,7 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
     return id(parameter) in known
 
 
-# Of each wrapper: another one that has a parameter, by the parameter's identity.
+# For each wrapper, another wrapper that has a parameter, by the parameter's identity.
 _wrappers: weakref.WeakKeyDictionary[nn.Module, dict[int, weakref.ref[nn.Module]]] = (
     weakref.WeakKeyDictionary()
 )

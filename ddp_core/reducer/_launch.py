@@ -103,7 +103,7 @@ class Launcher:
         self.abort_agreement = self._board.abort_agreement
         self._device = device
         self._side: Any = None  # the stream of messages, made when it is needed first
-        # Where waiting does not keep the host, a thread looks at the board.
+        # If waiting does not block the host, a thread polls the board.
         self._watchdog = (
             None if device.type == "cpu" else DeviceWatchdog(group, device, self._board)
         )
@@ -389,7 +389,7 @@ class Step:
     times: StepTimes | None = None
 
 
-# ---- what the state of a hook is told
+# ---- events for the state of a hook
 
 
 class StepEvents:

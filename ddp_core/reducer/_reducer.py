@@ -58,7 +58,7 @@ class Reducer:
         self.usage = Usage(len(self.parameters), settings, group, device)
         self.plan = BucketPlan(self.parameters, settings.caps, group, device)
         self.plan.static_graph = settings.static_graph
-        # As in torch: where parameters come and go, one step's order says nothing of the next.
+        # As in torch: if the used parameters change, one step's order says nothing about the next.
         self.plan.follows_arrival = settings.static_graph or not settings.find_unused
         # A low-precision gradient is not of the dtype that its parameter has between steps.
         as_view = settings.as_view and precision is None
@@ -226,7 +226,7 @@ class Reducer:
         self.history.on_recorded = before.history.on_recorded
         self.exchange.optimizer = before.exchange.optimizer
         self.backward.unreduced.in_hold = before.backward.unreduced.in_hold
-        # What the hook has asked for holds for these ranks, too; its buckets need not.
+        # The hook's request holds for these ranks, too; the buckets need not.
         self.plan.request(before.plan.group_of, before.plan.caps)
 
 

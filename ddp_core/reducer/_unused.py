@@ -237,7 +237,7 @@ class Usage:
         """
         if not self._settings.skip_unused:
             return None
-        if self._settings.static_graph and not self.finds_unused:  # the first step's sum tells
+        if self._settings.static_graph and not self.finds_unused:  # the first step's sum is known
             gone = [self.globally_unused(bucket.members) for bucket in buckets]
             return [parameter_gone is None or not all(parameter_gone) for parameter_gone in gone]
         if not self.finds_unused:

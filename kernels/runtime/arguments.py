@@ -183,7 +183,7 @@ def check(
         raise ValueError(f"{caller}({name}): {n} entries, got {tensor.numel()}")
 
 
-# What an op declares --------------------------------------------------------------------------
+# Declarations of ops ---------------------------------------------------------------------------
 
 
 class _DtypeOf(NamedTuple):
@@ -209,7 +209,7 @@ class Entries(NamedTuple):
     n: int | str | Callable[..., int] | None = None
 
 
-# What was not sent before, and what is not sent now.
+# The values not sent before, and the values not sent now.
 FEEDBACK = {
     "residual": Entries(torch.float32, n="x"),
     "unsent": Entries(torch.float32, n="x"),

@@ -18,7 +18,8 @@ import ddp_core
 from ddp_core import PeerError
 from ddp_core.reducer import _failures as watch
 from ddp_core.reducer._failures import DeviceWatchdog, WaitPoint
-from tests.tools.as_gpu import GPU, as_gpu
+from tests.tools.cuda_emulation import GPU, as_gpu
+from tests.tools.fake_torch import Device
 from tests.tools.harness import run_ranks
 from tests.tools.training import batch, equal_bits, gradients, mlp, parameters
 

@@ -300,8 +300,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "closing waits for a late peer",
-            "self._lent.discard(works) if works else self._lent.release_group()",
-            "self._lent.release_group()",
+            "self._lane_group.discard(works)  # waits",
+            "self._lane_group.release_group()  # waits",
             f"{VERIFY}::test_a_hook_closes_without_a_peer_that_is_late",
         ),
         (

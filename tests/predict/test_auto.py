@@ -131,7 +131,7 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
         "told": hook.plan in hook.summary(),
         "raced": raced,
         "scheme": unwrap_flush(hook.scheme) == commhooks.make("none"),
-        "saved": hook.saved_plan(),
+        "saved": hook.plan_state(),
         "step": hook.step,
         "gradients": torch.cat(gradients),
     }

@@ -20,7 +20,7 @@ from ddp_core.reducer import _failures as failures
 from ddp_core.reducer import _launch as launch
 from ddp_core.reducer import _reducer as reducer
 from ddp_core.reducer import _step_exchange as step_exchange
-from tests.unit.pretended import Device
+from tests.tools.fake_torch import Device
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")

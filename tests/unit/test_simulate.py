@@ -146,7 +146,7 @@ class Reads(nn.Linear):
 
 
 def test_a_module_that_reads_its_activations_is_refused() -> None:
-    with pytest.raises(PredictionError, match=r"counted\(Reads\).*record steps"):
+    with pytest.raises(PredictionError, match=r"model_of\(Reads\).*record steps"):
         model_of(Reads(3, 3), torch.ones(2, 3))
 
 
