@@ -318,10 +318,10 @@ class PowerSGDState(CompressionStats):
         if (hook := self._on_models.notified_hook()) is not None:
             hook.backward_finished()
 
-    def gradients_written(self, left_alone: Sequence[Tensor] = ()) -> None:
-        """Notifies the hook that averages are in ``.grad``, except for ``left_alone``."""
+    def gradients_written(self, unused: Sequence[Tensor] = ()) -> None:
+        """Notifies the hook that averages are in ``.grad``, except for ``unused``."""
         if (hook := self._on_models.notified_hook()) is not None:
-            hook.gradients_written(left_alone)
+            hook.gradients_written(unused)
 
     def step_aborted(self) -> None:
         """Notifies the hook that the backward pass of the step has raised."""

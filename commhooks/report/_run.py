@@ -47,7 +47,7 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
         page.table(("", ""), [fact for fact in summary.facts[1:] if fact[0] != "plan"])
     if hook.candidates:
         page.section("Candidates")
-        _tried(page, hook.candidates)
+        _candidates(page, hook.candidates)
     if len(rows):
         page.section("A step over time")
         _timeline(page, hook)
@@ -70,12 +70,12 @@ def _timeline(page: Page, hook: HookState) -> None:
     page.figure(figure, "What comes after backward ends is not hidden by it.")
 
 
-def _tried(page: Page, tried: Sequence[CandidateResult]) -> None:
+def _candidates(page: Page, candidates: Sequence[CandidateResult]) -> None:
     columns: dict[str, list[object]] = {
-        "candidate": [candidate.candidate for candidate in tried],
-        "measured (ms)": [1e3 * candidate.measured_s for candidate in tried],
-        "steps": [candidate.steps for candidate in tried],
-        "once more (ms)": [1e3 * candidate.rerun_s for candidate in tried],
+        "candidate": [candidate.candidate for candidate in candidates],
+        "measured (ms)": [1e3 * candidate.measured_s for candidate in candidates],
+        "steps": [candidate.steps for candidate in candidates],
+        "once more (ms)": [1e3 * candidate.rerun_s for candidate in candidates],
     }
     # Few choices are compared once more.
     known = {

@@ -248,8 +248,8 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
         ``backward_finished()``: backward has ended well, so no bucket follows. A hook that holds
         buckets back starts their exchange now at the latest; nothing was waited for yet.
-        ``gradients_written(unwritten)``: the averaged gradients are in ``.grad``, but for those of
-        the parameters in ``unwritten``: no rank has used them, and DistributedDataParallel
+        ``gradients_written(unused)``: the averaged gradients are in ``.grad``, but for those of
+        the parameters in ``unused``: no rank has used them, and DistributedDataParallel
         does not write their ``.grad``. The hook's results for them are not used.
         ``step_aborted()``: the step has begun and its results will not be used: backward, the
         hook or an exchange raised, or parameters got no gradient. It comes before the reducer

@@ -407,7 +407,7 @@ class StepEvents:
         self._step_aborted: Callable[[], object] | None = _method(state, "step_aborted")
 
     @property
-    def wants_unwritten(self) -> bool:
+    def wants_unused(self) -> bool:
         """Whether the state is told which parameters' gradients were not written."""
         return self._gradients_written is not None
 
@@ -416,10 +416,10 @@ class StepEvents:
         if self._backward_finished is not None:
             self._backward_finished()
 
-    def gradients_written(self, unwritten: Sequence[nn.Parameter]) -> None:
-        """Notifies the state that all gradients were written, except those of ``unwritten``."""
+    def gradients_written(self, unused: Sequence[nn.Parameter]) -> None:
+        """Notifies the state that all gradients were written, except those of ``unused``."""
         if self._gradients_written is not None:
-            self._gradients_written(unwritten)
+            self._gradients_written(unused)
 
     def step_aborted(self) -> None:
         """Notifies the state that the step's results will not be used."""

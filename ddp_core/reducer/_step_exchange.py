@@ -242,7 +242,7 @@ class UnusedGradients:
 
         The ranks exchange this, since a rank without inputs (join) cannot see it.
         """
-        if not (self._as_view and self._launcher.events.wants_unwritten):
+        if not (self._as_view and self._launcher.events.wants_unused):
             return []
         used = self._usage.used
         return [
@@ -258,7 +258,7 @@ class UnusedGradients:
         Args:
             unused: by slot, whether no rank uses the parameter; None: all are in use.
         """
-        if unused is None or not self._launcher.events.wants_unwritten:
+        if unused is None or not self._launcher.events.wants_unused:
             return []
         finds, used = self._usage.finds_unused, self._usage.used
         return [
