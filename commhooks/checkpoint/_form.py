@@ -369,7 +369,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     if verify and (type(stored) is not type(wanted) or stored != wanted):
         raise CheckpointError(
             f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
-            f"saved, or the file is damaged. Load an older checkpoint. (Of another host, "
+            f"saved, or the file is damaged. Load an older checkpoint. (Of another integration, "
             f"torch.distributed.checkpoint's load reads a part only: call commhooks.load_dcp)"
         )
     return Part(rank, global_rank, leader, memory, wanted, arrival, placement)

@@ -48,7 +48,7 @@ def join_shards(
         if dim is None:
             raise CheckpointError(
                 f"load_state_dict: the pieces {listed(sorted(parts), 8)} of parameter {name!r} do "
-                f"not make up its shape {tuple(shape)}. On another mesh or host give "
+                f"not make up its shape {tuple(shape)}. On another mesh or in another integration give "
                 f"state_dict(gather=True), the list of the states of all ranks, or from "
                 f"torch.distributed.checkpoint use commhooks.load_dcp; or is the checkpoint "
                 f"another model's?"

@@ -50,5 +50,6 @@ def configure_sharded_hook(
     hook.target.adopt_sharded(model, known, group, device, values)
     hook._verify_with(verification)
     hook.fixed_group_reason = (
-        "its host decides over which ranks it shards; register a hook on a model over other ranks"
+        "FSDP decides over which ranks it shards; shard a model over the other ranks, and register "
+        "a hook on it"
     )

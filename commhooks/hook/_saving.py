@@ -174,8 +174,9 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
 def _warn_foreign(hook: Running, foreign: list[str]) -> None:
     if hook.engine.rank == 0:
         warnings.warn(
-            f"commhooks: the state was saved on another mesh or host, where {foreign} belonged to "
-            f"other shards of the parameters and is dropped. Residuals, momenta and all else "
+            f"commhooks: the state was saved on another mesh or in another integration, where "
+            f"{foreign} belonged to other shards of the parameters and is dropped. Residuals, "
+            f"momenta and all else "
             f"that is shaped as the parameters is carried over",
             RuntimeWarning,
             stacklevel=user_stacklevel(),

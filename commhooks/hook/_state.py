@@ -207,7 +207,7 @@ class HookState(Running):
         if model is None or not values:
             raise RegistrationError(
                 f"{call}: there are no parameters that ranks have in common: the hook has no "
-                f"model, or its host keeps another shard of each on every rank"
+                f"model, or each rank keeps another shard of every parameter"
             )
         compared: dict[str, Any] = {f"parameter {name!r}": value for name, value in values.items()}
         if buffers:

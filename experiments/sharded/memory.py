@@ -1,4 +1,4 @@
-"""Compares the memory that schemes take in FSDP2 with the formula of ``docs/hosts/fsdp.md``.
+"""Compares the memory that schemes take in FSDP2 with the formula of ``docs/integrations/fsdp.md``.
 
 Run ``python -m experiments.sharded memory``. Every case runs in fresh processes, whose allocations
 are counted one by one (``live_bytes.cpp``): what is alive between two steps beyond FSDP2 without a

@@ -120,5 +120,5 @@ def _script(rank: int, world_size: int, page: str) -> str:
 
 
 def test_the_script_of_fsdp_runs_as_it_is():
-    printed, _ = run_ranks(_script, 2, "docs/hosts/fsdp.md", ignore_warnings=(".*",))
+    printed, _ = run_ranks(_script, 2, "docs/integrations/fsdp.md", ignore_warnings=(".*",))
     assert "int8" in printed

@@ -1,6 +1,6 @@
 """Which scheme runs on which host: runs every cell, and writes the page that shows them.
 
-``python -m tests.hosts.host_matrix`` writes ``docs/hosts/matrix.md``; a test compares.
+``python -m tests.hosts.host_matrix`` writes ``docs/integrations/matrix.md``; a test compares.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from commhooks.hosts.megatron import ReduceScatter
 from tests.shelf import BUILT_IN
 from tests.tools.harness import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "hosts" / "matrix.md"
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "matrix.md"
 STEPS = 2
 SKIPPED = {"allreduce"}  # another name of "none"
 OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"rank": 2}, "onebit_adam": {"freeze_step": 1}}
@@ -234,7 +234,7 @@ TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
         "`replicate()`, composable": (composable, 2),
         "`process_group`": (group, 2),
         "`replicate()` on FSDP2, over a `process_group`": (on_fsdp2, 2),
-        "`hosts.replicate` (FSDP2)": (replicated, 2),
+        "`fsdp.replicate` (FSDP2)": (replicated, 2),
         "FSDP2": (fsdp2, 2),
         "HSDP, between nodes": (hsdp, 4),
         "HSDP, within nodes": (hsdp_inside, 4),
@@ -315,7 +315,7 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
     keys = list(dict.fromkeys(reason_of(text) for row in found.values() for text in row.values()))
     keys = [key for key in keys if key]
     lines = [
-        "# Every scheme on every host",
+        "# Every scheme in every integration",
         "",
         "Each cell was run: two ranks (four for HSDP) over Gloo, two steps. A check mark: it runs.",
         "A number: it is refused when it is registered or called, for this reason:",

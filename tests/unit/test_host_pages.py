@@ -30,7 +30,7 @@ def squeezed(text: str) -> list[str]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_lines_of_a_page_are_those_of_its_script(name: str) -> None:
-    page = (ROOT / "docs" / "hosts" / f"{name}.md").read_text()
+    page = (ROOT / "docs" / "integrations" / f"{name}.md").read_text()
     assert SCRIPTS[name] in page
     first = BLOCK.findall(page)[0]
     assert not [line for line in squeezed(first) if line not in squeezed(script(name))]
@@ -62,5 +62,5 @@ def test_a_module_of_a_framework_has_at_most_80_lines_of_code(name: str) -> None
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_every_framework_is_tested_and_in_the_navigation(name: str) -> None:
     assert (ROOT / "tests" / "frameworks" / f"test_{name}.py").exists()
-    assert f"hosts/{name}.md" in (ROOT / "mkdocs.yml").read_text()
+    assert f"integrations/{name}.md" in (ROOT / "mkdocs.yml").read_text()
     assert f"::: commhooks.hosts.{name}" in (ROOT / "docs" / "reference" / "hosts.md").read_text()
