@@ -40,7 +40,7 @@ _MOST_ROUNDS = 6
 
 
 class Stage(Enum):
-    FIRST = "first steps, which are dense and do not count"
+    FIRST = "first steps, which are uncompressed and do not count"
     TRIAL = "steps with a candidate"
     VALIDATE = "steps with the choice"
     DONE = "decided"
@@ -177,7 +177,7 @@ class Trials:
             less = 100 * (1 - seconds / self._dense_s)
             verdict = f"auto runs {self.choice.name}: {less:.0f} % less time"
         lines = [f"{candidate.name}: {1e3 * took:.1f} ms per step" for took, candidate in tried]
-        self.plan = f"{verdict} than dense steps. {'; '.join(lines)}."
+        self.plan = f"{verdict} than uncompressed steps. {'; '.join(lines)}."
         LOG.info("%s", self.plan)
 
     def _keep_or_compare_again(self, seconds: float) -> None:
@@ -188,7 +188,7 @@ class Trials:
             LOG.info("%s The choice holds.", self.plan)
             return
         # The machine may have become slower for all schemes: only turns can show that.
-        LOG.info("%s That is more than dense steps took: compared once more.", self.plan)
+        LOG.info("%s That is more than uncompressed steps took: compared once more.", self.plan)
         choice = self.choice
         dense = [
             entry.candidate for entry in self._timings.entries if entry.candidate.name == "none"

@@ -320,7 +320,7 @@ def rank_fields(state: StateDict) -> set[str]:
 def _parts(state: StateDict, call: str, verify: bool) -> list[Part]:
     parts = [_part(state, field, call, verify) for field in sorted(rank_fields(state))]
     if not parts:
-        raise CheckpointError(f"{call}: the state is incomplete, it has no rank's memory")
+        raise CheckpointError(f"{call}: the state is incomplete, it has no rank's part")
     return parts
 
 
@@ -334,7 +334,7 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     missing = [name for name in wanted_fields if name not in part]
     if missing or not isinstance(part["memory"], Mapping):
         raise CheckpointError(
-            f"{call}: {field!r} is incomplete, it lacks {', '.join(missing or ['its memory'])}: "
+            f"{call}: {field!r} is incomplete, it lacks {', '.join(missing or ['its values'])}: "
             f"the file is damaged, or was read in part (commhooks.load_dcp reads all)"
         )
     rank, global_rank = part["rank"], part["rank" if first_version else "global_rank"]

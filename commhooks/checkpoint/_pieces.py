@@ -47,11 +47,11 @@ def join_shards(
         dim = _cut_dimension(shape, parts)
         if dim is None:
             raise CheckpointError(
-                f"load_state_dict: the pieces {listed(sorted(parts), 8)} of parameter {name!r} do "
-                f"not make up its shape {tuple(shape)}. On another mesh or in another integration give "
-                f"state_dict(gather=True), the list of the states of all ranks, or from "
-                f"torch.distributed.checkpoint use commhooks.load_dcp; or is the checkpoint "
-                f"another model's?"
+                f"load_state_dict: the shards {listed(sorted(parts), 8)} of parameter {name!r} do "
+                f"not make up its shape {tuple(shape)}. On another mesh, or in another "
+                f"integration, give state_dict(gather=True), the list of the states of all ranks, "
+                f"or from torch.distributed.checkpoint use commhooks.load_dcp; or is the "
+                f"checkpoint another model's?"
             )
         joined = torch.cat([parts[number] for number in range(len(parts))], dim=dim)
         length = shape[dim]

@@ -145,5 +145,5 @@ def check_placement(
                 f"{call}: the state is of another part of the model: of {name!r} it has "
                 f"{saved.get(name, 'all of it')}, and this rank trains "
                 f"{here.get(name, 'all of it')}. Beside tensor parallelism give each rank what "
-                f"ranks with its pieces saved"
+                f"ranks with the same shards saved"
             )

@@ -176,11 +176,11 @@ def with_local_shards(
         piece, name = others[0]
         raise CheckpointError(
             f"load_state_dict: the state is of another part of the model: of {name!r} it has "
-            f"{piece}, and this rank trains {here.get(name) or 'all of it'}. Give each rank "
-            f"what ranks with its pieces saved: state_dict(gather=True) of their group, the list "
+            f"{piece}, and this rank trains {here.get(name) or 'all of it'}. Give each rank what "
+            f"ranks with the same shards saved: state_dict(gather=True) of their group, the list "
             f"of the states of all ranks, or from torch.distributed.checkpoint use "
-            f"commhooks.load_dcp. A scheme's memory is not cut again for another number of ranks "
-            f"of tensor parallelism"
+            f"commhooks.load_dcp. The state of a scheme is not sharded again for another number "
+            f"of ranks of tensor parallelism"
         )
     return Saved(saved.common, fitting)
 

@@ -182,7 +182,7 @@ class PowerSGDState(CompressionStats):
         hook = self._only_hook("state_dict")
         if hook is None:
             raise RegistrationError(
-                "PowerSGDState.state_dict: memory is kept by parameter name: register the state "
+                "PowerSGDState.state_dict: it is kept by parameter name: register the state "
                 "on a model first, ddp_model.register_comm_hook(state, powerSGD_hook)"
             )
         return hook.state_dict(gather=gather, dst=dst)

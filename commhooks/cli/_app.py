@@ -137,7 +137,7 @@ def new(
     name: Annotated[str, typer.Argument(help="Name of the scheme, such as half_topk.")],
     out: Annotated[Path | None, typer.Option(help="The file; NAME.py by default.")] = None,
 ) -> None:
-    """Writes a file with a scheme to start from, which obeys all laws."""
+    """Writes a file with a scheme to start from, which passes all checks."""
     _commands.new(name, out or Path(f"{name}.py"))
 
 
@@ -148,7 +148,7 @@ def check(
         typer.Argument(help="A file with schemes, or a registered name.", autocompletion=_complete),
     ],
 ) -> None:
-    """Runs the laws on a scheme, or on all schemes of a file; fails if a law is broken."""
+    """Checks a scheme, or all schemes of a file; exits with 1 if a check fails."""
     raise typer.Exit(_commands.check(target))
 
 
@@ -177,7 +177,7 @@ def headroom(
 @app.command()
 def link(
     out: Annotated[
-        Path | None, typer.Option(help="File for the fabric, which other commands take.")
+        Path | None, typer.Option(help="File for the network, which other commands take.")
     ] = None,
     budget: Annotated[
         float, typer.Option(min=0.1, max=3600, help="Seconds of the measurement.")
@@ -239,7 +239,7 @@ def simulate(
         ),
     ] = False,
 ) -> None:
-    """Predicts what schemes would save, and where they stop paying, for a model and a fabric."""
+    """Predicts what schemes save for a model and a network, and where bf16 is as fast."""
     _simulate.simulate(
         _simulate.Options(
             model=model,
@@ -288,7 +288,7 @@ def advise(
     ] = 1,
     csv: Annotated[Path | None, typer.Option(help="File for all predictions.")] = None,
 ) -> None:
-    """Says which scheme to take, with which bucket size, or that compression does not pay."""
+    """Says which scheme to take, with which bucket size, or that compression is not worth it."""
     _advise.advise_on(
         model=model,
         timeline=timeline,

@@ -29,8 +29,16 @@ from commhooks.wrappers._make import WRAPPER_OPTIONS
 __all__ = ["one_thread", "schemes"]
 
 _LATE = 10**6  # a step after the warm-up of every scheme with default settings
-_WIDE_ONLY = ("class", "rounds", "own scale")
-_WIDE = 96  # columns that the table with all its fields needs
+# The columns of the table, and the width of a terminal from which on each is shown.
+_COLUMNS = {
+    "name": 0,
+    "class": 96,
+    "collectives\nper bucket": 76,
+    "biased": 0,
+    "state per\nparameter": 0,
+    "own\nscale": 76,
+    "bits per\nentry": 0,
+}
 _RANKS, _SIDE = 4, 512  # bits are counted on a square matrix of this side
 
 
@@ -42,7 +50,7 @@ def schemes(which: Sequence[str]) -> None:
         for name in named:
             console.print(_page(name))
         if not named:
-            console.print(_listed(wide=console.width >= _WIDE))
+            console.print(_listed(console.width))
 
 
 @contextmanager
@@ -63,18 +71,19 @@ def one_thread() -> Iterator[None]:
 # ---- all schemes
 
 
-def _listed(wide: bool) -> Table:
-    table = Table(title="schemes")
-    shown = ["name", "class", "rounds", "biased", "memory", "own scale", "bits"]
-    shown = shown if wide else [column for column in shown if column not in _WIDE_ONLY]
+def _listed(width: int) -> Table:
+    table = Table(title="schemes", caption_justify="left")
+    shown = [column for column, least in _COLUMNS.items() if width >= least]
     for column in shown:
         table.add_column(column, no_wrap=True)
     for name in scheme_names():
         row = {"name": name, **_facts_of(name)}
-        table.add_row(*(escape(row.get(column, "")) for column in shown))
+        table.add_row(*(escape(row.get(column.partition("\n")[0], "")) for column in shown))
     table.caption = (
+        "state: kept between steps, such as a residual\n"
         "own scale: a small parameter is as exact as a large one\n"
-        "bits: per entry, after all warm-ups. More: commhooks schemes NAME"
+        "bits: sent per gradient entry, after start_step and first steps\n"
+        "that are sent uncompressed. More: commhooks schemes NAME"
     )
     return table
 
@@ -86,12 +95,12 @@ def _facts_of(name: str) -> dict[str, str]:
         return {"class": f"see commhooks schemes {name}"}
     return {
         "class": type(bare).__name__,
-        "rounds": str(scheme.traits.rounds),
+        "collectives": str(scheme.traits.rounds),
         # Without feedback: around a biased scheme, feedback makes the whole exact over steps.
         "biased": "yes" if bare.traits.biased else "",
-        "memory": "yes" if slots_of(scheme) else "",
-        "own scale": "yes" if scheme.traits.per_parameter else "",
-        "bits": _bits(scheme),
+        "state per": "yes" if slots_of(scheme) else "",
+        "own": "yes" if scheme.traits.per_parameter else "",
+        "bits per": _bits(scheme),
     }
 
 
@@ -131,7 +140,7 @@ def _sent(scheme: Scheme) -> _Sent:
 # The options that ``make`` adds to those of any scheme: default (None: depends on the scheme), and
 # meaning.
 _WRAPPERS = {
-    "start_step": (0, "dense before that step"),
+    "start_step": (0, "sends uncompressed gradients before that step"),
     "error_feedback": (None, "keeps what was not sent, and adds it to the next gradient"),
     "wire_dtype": (None, '"fp16" or "bf16": sends floating-point payloads in that type'),
     "coalesce": (False, "exchanges all buckets of a step at once"),
@@ -172,7 +181,8 @@ def _sending(name: str, needed: Sequence[str]) -> str:
     counts = [f"{sent.collectives.count(kind)} x {kind}" for kind in kinds]
     return (
         f"{', '.join(counts)} per bucket; {sent.bits:.3g} bits per entry, where float32 has 32 "
-        f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, default options, after all warm-ups)"
+        f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, default options, after start_step and "
+        f"first steps that are sent uncompressed)"
     )
 
 

@@ -34,6 +34,7 @@ from commhooks.cli._tradeoff import (
     cases_of,
     cell,
     drawn,
+    of_one_tensor,
     page_of,
     random_gradients,
     title_of,
@@ -58,7 +59,7 @@ __all__ = ["TEMPLATE", "check", "doctor", "new", "one_launch", "recorded", "trad
 # so that a law that breaks later shows what a change has broken.
 TEMPLATE = '''"""A gradient compression scheme: NAME.
 
-    commhooks check NAME.py      runs the laws that every scheme obeys
+    commhooks check NAME.py      checks what every scheme has to hold
     commhooks schemes NAME.py    lists its bits next to those of all others
     commhooks tradeoff NAME.py   compares its error and bits with those of all others
 
@@ -100,6 +101,9 @@ class CLASS(Codec):
         """Returns the gradient of one rank's payload; ranks are averaged later."""
         return payload["signs"] * payload["size"]
 '''
+
+
+_WIDE = 96  # columns of a terminal that has room for spaces around all figures of error
 
 
 # ---- commhooks doctor
@@ -147,7 +151,7 @@ def _what_runs(device_type: str) -> str:
     """Describes the implementation of ``quantize``, for which every back end has a kernel."""
     answer = kernels.implementations(device_type)["quantize"]
     if answer != "kernel":
-        return f"PyTorch code ({answer.removeprefix('definition: ')})"
+        return f"PyTorch fallback ({answer.removeprefix('definition: ')})"
     return (
         f"kernels, instruction set {cpu.instruction_set()}" if device_type == "cpu" else "kernels"
     )
@@ -187,11 +191,14 @@ def _facts() -> Table:
 
 def _operations() -> Table:
     """Lists the implementation of each op that runs; another table gives the reasons."""
-    caption = "definition: PyTorch code that computes the same, more slowly"
-    table = Table("op", "cpu", "cuda", title="what runs", caption=caption)
-    cpu, cuda = kernels.implementations("cpu"), kernels.implementations("cuda")
-    for name in cpu:
-        table.add_row(name, cpu[name].partition(":")[0], cuda[name].partition(":")[0])
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    table = Table("op", *devices, title="what runs")
+    answers = [kernels.implementations(device) for device in devices]
+    for name in answers[0]:
+        kinds = [answer[name].partition(":")[0] for answer in answers]
+        table.add_row(name, *("PyTorch fallback" if kind != "kernel" else kind for kind in kinds))
+        if kinds != ["kernel"] * len(devices):
+            table.caption = "PyTorch fallback: computes the same, more slowly"
     return table
 
 
@@ -241,10 +248,12 @@ def check(target: str) -> int:
     for name in names:
         factory_of(name)  # raises for an unknown name, with a suggestion
         if not made(name).traits.averages:
-            raise typer.BadParameter(f"{name} does not average over ranks: the laws are not for it")
-        table = Table("law", "", "what broke it", title=name)
+            raise typer.BadParameter(
+                f"{name} does not average over ranks: the checks are not for it"
+            )
+        table = Table("check", "", "counterexample", title=name)
         for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):
-            mark = "[green]holds[/]" if verdict.holds else "[red]broken[/]"
+            mark = "[green]passes[/]" if verdict.holds else "[red]fails[/]"
             table.add_row(verdict.law, mark, escape(verdict.error))
             broken += not verdict.holds
         Console().print(table)
@@ -287,7 +296,9 @@ def tradeoff(
     cases, points = cases_of(compared), list[Point]()
     for gradients in (*random_gradients(), *traces):
         marked = with_fronts(_measured(cases, gradients))
-        Console().print(_errors(marked, title_of(gradients.name, gradients.world_size)))
+        console = Console()
+        title = title_of(gradients.name, gradients.world_size)
+        console.print(_errors(marked, title, wide=console.width >= _WIDE))
         points += marked
         if out is not None:
             write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
@@ -337,18 +348,23 @@ def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
     return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
 
 
-def _errors(points: Sequence[Point], title: str) -> Table:
-    caption = "*: none has fewer bits and less of it"
-    if any(point.noise for point in points):
+def _errors(points: Sequence[Point], title: str, *, wide: bool) -> Table:
+    caption = "*: Pareto front (no scheme has fewer bits and less of it)"
+    noisy = any(point.noise for point in points)
+    if noisy:
         caption += "; noise: tensors of zeros that are not zero in the average, per step"
-    table = Table(title=title, caption=caption)
+    # One tensor is its own median and its own worst.
+    shown = ["error", "adam"] if of_one_tensor(points) else list(FIGURES)
+    roomy = wide or len(shown) < len(FIGURES)
+    table = Table(title=title, caption=caption, padding=(0, 1 if roomy else 0))
     table.add_column("scheme", no_wrap=True)
-    for column in ("bits", *FIGURES.values(), "noise"):
-        table.add_column(column, justify="right")
+    table.add_column("bits", justify="right", no_wrap=True)
+    for column in [*(FIGURES[name] for name in shown), *(["noise"] * noisy)]:
+        table.add_column(column.replace(" ", "\n"), justify="right", no_wrap=True)
     for point in sorted(points, key=lambda point: (point.bits, point.error)):
-        figures = (cell(point, name) for name in FIGURES)
-        noise = f"{point.noise:.3g}" if point.noise else ""
-        table.add_row(escape(point.scheme), f"{point.bits:.3g}", *figures, noise)
+        figures = [cell(point, name) for name in shown]
+        noise = [f"{point.noise:.3g}" if point.noise else ""] * noisy
+        table.add_row(escape(point.scheme), f"{point.bits:.3g}", *figures, *noise)
     return table
 
 

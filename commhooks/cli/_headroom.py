@@ -58,9 +58,9 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
         }
         if speaks:
             typer.echo(
-                "commhooks headroom: the script trains with and without communication in\n"
-                "turn, and is stopped then. Without communication its ranks drift apart: do not\n"
-                "use what it saves meanwhile, and mind that it may overwrite earlier checkpoints.",
+                "commhooks headroom: the script trains alternately with and without\n"
+                "communication, and is then stopped. Without communication its ranks drift apart:\n"
+                "do not use what it saves meanwhile. It may overwrite earlier checkpoints.",
                 err=True,
             )
         code, killed = _run(whole, _environment(order), time_limit)
@@ -140,8 +140,8 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
     if "own_hook" in status:
         return (
             f"the script registers a communication hook of its own, {status['own_hook']}, and "
-            f"DistributedDataParallel takes one: leave it out to measure what dense, bf16 and no "
-            f"communication take."
+            f"DistributedDataParallel takes one: leave it out to measure steps without "
+            f"compression, with bf16 and without communication."
         )
     if "failed" in status:
         return str(status["failed"])
@@ -149,7 +149,7 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
     if "too_slow" in status:
         return (
             f"the time limit of {limit:.0f} s came after {status['too_slow']} steps, before each "
-            f"kind of communication had its turn: raise --time-limit."
+            f"kind of communication was measured: raise --time-limit."
         )
     if "rewrapped" in status:
         return (

@@ -62,7 +62,7 @@ def print_presets(wanted: bool) -> None:
     if not wanted:
         return
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("fabric", no_wrap=True)
+    table.add_column("network", no_wrap=True)
     for column in ("between nodes", "inside a node", "source"):
         table.add_column(column, overflow="fold")
     for row in preset_rows():
@@ -140,8 +140,8 @@ def simulate(options: Options) -> None:
         if note := note_of(fabric, max(numbers_of(options.ranks))):
             console.print(note, highlight=False)
     console.print(
-        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. pays: at\n"
-        f"which bandwidths between nodes it saves {100 * MARGIN:.0f} % of bf16's step or more.",
+        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. faster than\n"
+        f"bf16: at which bandwidths between nodes it saves {100 * MARGIN:.0f} % of a step or more.",
         highlight=False,
     )
     # Files.
@@ -166,7 +166,7 @@ def _table(rows: Iterable[Row]) -> Table:
         "speed-up|",
         "sent|[MB]",
         "by node|[MB]",
-        "pays|[Gbit/s]",
+        "faster than bf16|[Gbit/s]",
     ):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     before = None
@@ -216,7 +216,9 @@ def _where(comparison: Comparison, fabric: int) -> list[str]:
                 f"{scheme}: on {name} bf16 is as fast, or faster, with any number of ranks"
             )
         else:
-            lines.append(f"{scheme}: pays on {name} with {_ranges(sizes, comparison.sizes)} ranks")
+            lines.append(
+                f"{scheme}: faster than bf16 on {name} with {_ranges(sizes, comparison.sizes)} ranks"
+            )
     return lines
 
 

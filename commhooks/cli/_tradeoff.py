@@ -40,6 +40,7 @@ __all__ = [
     "cases_of",
     "cell",
     "drawn",
+    "of_one_tensor",
     "page_of",
     "random_gradients",
     "title_of",
@@ -84,13 +85,13 @@ def drawn(points: Sequence[Point], behind: Mapping[str, Sequence[Point]] | None 
         from matplotlib.figure import Figure  # pyplot would look for a display
 
     parts = by_title(points)
-    single = {title: _of_one_tensor(part) for title, part in parts.items()}
+    single = {title: of_one_tensor(part) for title, part in parts.items()}
     heights = [6.2 if single[title] else 7.4 for title in parts]
     # One below the other: side by side, letters would be too small at the width of a page.
     figure = Figure(figsize=(7.4, sum(heights)), layout="constrained")
     rows = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, (title, part) in zip(rows, parts.items(), strict=True):
-        row.suptitle(f"{title}; blue: no scheme is better in both")
+        row.suptitle(f"{title}; blue: Pareto front")
         if single[title]:
             _draw_panel(row.subplots(), part, "error", everyone=True)
         else:
@@ -107,22 +108,25 @@ def page_of(points: Sequence[Point], figure: Figure) -> Page:
     page = Page("Bits and error of every scheme")
     page.text(
         "Errors of the mean over ranks (squared, relative), after some steps with the scheme's own "
-        "memory and without error feedback, against the bits that one rank sends per entry, scales "
-        "and padding included: of the whole gradient, of the tensor in the middle and of the worst "
-        "one, and with each entry divided by Adam's denominator. *, and blue: no other scheme has "
-        "fewer bits and less of it on the same gradients."
+        "state and without error feedback, against the bits that one rank sends per gradient "
+        "entry, scales and padding included: of the whole gradient, of the tensor in the middle "
+        "and of the worst one, and with each entry divided by Adam's denominator. *, and blue: on "
+        "the Pareto front, no other scheme has fewer bits and less of it on the same gradients."
     )
-    page.figure(figure, "blue: on the front; orange: 2^(-2R), the least error of R bits for one "
-                "vector of Gaussian entries")  # fmt: skip
+    page.figure(
+        figure,
+        "blue: on the Pareto front; orange: 2^(-2R), the least error of R bits for one vector of "
+        "Gaussian entries",
+    )
     for title, part in by_title(points).items():
         page.section(title)
         some = sorted(part, key=lambda point: point.bits)
         rows = [(p.scheme, p.bits, *(cell(p, name) for name in FIGURES)) for p in some]
-        page.table(("scheme", "bits per entry", *FIGURES.values()), rows)
+        page.table(("scheme", "bits per gradient entry", *FIGURES.values()), rows)
     return page
 
 
-def _of_one_tensor(points: Sequence[Point]) -> bool:
+def of_one_tensor(points: Sequence[Point]) -> bool:
     return all(point.error == point.worst and not point.noise for point in points)
 
 
@@ -136,7 +140,7 @@ def _draw_panel(panel: Any, points: Sequence[Point], figure: str, *, everyone: b
     right, high = (6e2, 1e4) if everyone else (3e4, 1e2)
     panel.set(xscale="log", yscale="log", xlim=(0.02, right), ylim=(_LOW, high))
     words = "error of the mean" if figure == "error" else FIGURES[figure]
-    panel.set(xlabel="bits per entry", ylabel=f"{words} (squared, relative)")
+    panel.set(xlabel="bits sent per gradient entry", ylabel=f"{words} (squared, relative)")
     panel.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
     panel.set_yticks([10.0**power for power in range(-7, 1 if everyone else 3)])
     panel.minorticks_off()
@@ -401,7 +405,7 @@ def with_fronts(points: Sequence[Point]) -> list[Point]:
 
 def cell(point: Point, figure: str) -> str:
     """Formats a figure with three digits, and a star if the point is on its front."""
-    return f"{getattr(point, figure):.3g}{' *' * (figure in point.fronts)}"
+    return f"{getattr(point, figure):.3g}{'*' * (figure in point.fronts)}"
 
 
 def write_csv(points: Sequence[Point], path: Path) -> None:

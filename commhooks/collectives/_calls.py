@@ -70,7 +70,7 @@ class NamedTensors(Parameters):
         elif (known.shape, known.dtype) != (shape, dtype):
             raise ValueError(
                 f"name={name!r} is a tensor of shape {tuple(known.shape)} and {known.dtype}, which "
-                f"the scheme's memory belongs to; got shape {tuple(shape)} and {dtype}: give every "
+                f"the scheme's state belongs to; got shape {tuple(shape)} and {dtype}: give every "
                 f"tensor a name of its own"
             )
 
@@ -394,14 +394,14 @@ class CollectiveState(HookState):
         if self.engine.keeps_memory and not call.is_plain(self.scheme):
             if name is None:
                 raise ValueError(
-                    f"Collectives.{call.kind}: {self.scheme} keeps memory of each tensor between "
+                    f"Collectives.{call.kind}: {self.scheme} keeps state of each tensor between "
                     f"calls; give every tensor a name=..., the same on every rank"
                 )
             self._tensors.declare(name, call.input.shape, call.input.dtype)
             kind = self._kinds.setdefault(name, call.kind)
             if kind != call.kind:
                 raise ValueError(
-                    f"Collectives.{call.kind}(name={name!r}): {self.scheme} keeps memory of this "
+                    f"Collectives.{call.kind}(name={name!r}): {self.scheme} keeps state of this "
                     f"name for {kind}, which is of other values; give this call a name of its own"
                 )
         return "tensor" if name is None else name

@@ -233,7 +233,7 @@ def collectives_of(
         if slots_of(collectives.scheme):
             call.check_scheme(collectives.scheme)
             raise RegistrationError(
-                f"commhooks.{call.kind}: {collectives.scheme} keeps memory between calls, which "
+                f"commhooks.{call.kind}: {collectives.scheme} keeps state between calls, which "
                 f"belongs to a tensor by name: collectives = commhooks.Collectives(scheme, group), "
                 f"then collectives.{call.kind}(..., name=...)"
             )

@@ -129,7 +129,7 @@ def _deterministic(scheme: str | Scheme) -> Scheme:
         isinstance(part, Dense | Cast | TwoPhaseCast | Blockwise) for part in inside
     ):
         raise RegistrationError(
-            f"gather_parameters: {built} keeps memory, draws random bits or drops entries, so that "
+            f"gather_parameters: {built} keeps state, draws random bits or drops entries, so that "
             f"forward and backward would have different weights; take a name such as none, bf16, "
             f"int8 or fp8, or blocks that are rounded to nearest without rotation, such as "
             f'make("int8", rounding="nearest", error_feedback=False)'

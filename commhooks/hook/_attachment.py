@@ -348,7 +348,7 @@ class AttachmentGuard(ForwardGuard):
         if joins and self._state.engine.keeps_memory and not isinstance(module, CoreDDP):
             raise RegistrationError(
                 f"DistributedDataParallel.join with find_unused_parameters=True and "
-                f"{self._state.scheme}, which has memory: a rank without inputs is not told which "
+                f"{self._state.scheme}, which keeps state: a rank without inputs is not told which "
                 f"parameters no rank has used, and would count what it keeps of them as sent. Use "
                 f"ddp_core.DistributedDataParallel (same arguments), which tells it, or "
                 f"find_unused_parameters=False"

@@ -232,7 +232,7 @@ def check_memory_origin(engine: Engine, target: HookTarget) -> None:
     whose = _origin(engine, target)
     if whose != _OWN:
         raise CheckpointError(
-            f"the unpickled HookState holds the memory {whose}; this is rank {engine.rank} "
+            f"the unpickled HookState holds the state {whose}; this is rank {engine.rank} "
             f"of {engine.world_size}. Residuals differ per rank: let every rank pickle its own, or "
             f"save hook.state_dict(gather=True), with tensor parallelism once for each shard"
         )

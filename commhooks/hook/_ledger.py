@@ -85,7 +85,7 @@ def summarise(
         sent = "nothing is sent between ranks"
     else:
         sent = (
-            f"{size_of(wire)} on the wire per step and rank, where a dense {exchange} sends "
+            f"{size_of(wire)} sent per step and rank, where an uncompressed {exchange} sends "
             f"{size_of(dense)}: {_share(wire, dense)}"
         )
     # Sums of ``wire_s`` would count buckets that travel at the same time twice.
@@ -97,17 +97,18 @@ def summarise(
         ("scheme", f"{name} on {ranks}"),
         ("steps", span.removeprefix("steps ").removeprefix("step ")),
         ("sent per step and rank", size_of(wire)),
-        (f"a dense {exchange} sends", size_of(dense)),
+        (f"uncompressed {exchange} sends", size_of(dense)),
         ("share", _share(wire, dense) if dense else "nothing is sent between ranks"),
     ]
     text = f"{name} on {ranks}, {span}: {sent}."
     if known:
         facts += [
             ("communication per step", _time(busy)),
-            ("not hidden by backward", _time(waited)),
+            ("exposed (not overlapped with backward)", _time(waited)),
         ]
         text += (
-            f" Of {_time(busy)} of communication per step, backward did not hide {_time(waited)}."
+            f" Of {_time(busy)} of communication per step, {_time(waited)} are exposed (not "
+            f"overlapped with backward)."
         )
     return Summary(text, facts)
 

@@ -96,7 +96,7 @@ def from_pickle(pickled: Any) -> Pickled:
     (part,) = saved.parts
     known = pickled.get("ranks") is not None
     if part.memory and not known:
-        raise CheckpointError(f"{_PICKLE} is damaged: it has memory of no rank")
+        raise CheckpointError(f"{_PICKLE} is damaged: it has the state of no rank")
     # A scheme that is no dataclass has no plain form, and is pickled as it is.
     scheme = pickled.get("scheme")
     if not isinstance(scheme, Scheme):

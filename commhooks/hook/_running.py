@@ -397,7 +397,7 @@ class Running:
             warnings.warn(
                 f"{scheme} rounds the gradients of {', '.join(names[:3])} ({len(names)} "
                 f"parameters that ranks of tensor parallelism have in common) together with those "
-                f"of pieces, differently on each of these ranks, where these parameters drift "
+                f"of shards, differently on each of these ranks, where these parameters drift "
                 f"apart. Use a scheme that returns the mean of gradients: it sends them exactly",
                 RuntimeWarning,
                 stacklevel=user_stacklevel(),

@@ -135,7 +135,7 @@ def _check_no_memory(call: str, scheme: Scheme) -> None:
     """Raises RegistrationError if a scheme keeps memory by name, since a group knows no names."""
     if slots_of(scheme):
         raise RegistrationError(
-            f"{call}: {scheme} keeps memory by parameter, and a process group knows no names; "
+            f"{call}: {scheme} keeps state by parameter, and a process group knows no names; "
             f"commhooks.register(model, scheme) runs it on a model over a plain group, and "
             f"commhooks.Collectives(scheme) on tensors with names"
         )
@@ -262,8 +262,8 @@ class SchemeGroup(dist.ProcessGroup):
             return
         self._warned_calls.add(call)
         warnings.warn(
-            f"{call} of {numel} entries in a process group of {self._scheme} travels as it is, not "
-            f"compressed: such a group compresses all_reduce, and by schemes that reduce shards "
+            f"{call} of {numel} entries in a process group of {self._scheme} is sent "
+            f"uncompressed: such a group compresses all_reduce, and by schemes that reduce shards "
             f"reduce_scatter_tensor, of one floating tensor with SUM or AVG. For models of FSDP, "
             f"commhooks.register(model, scheme) over a plain process group is the way",
             RuntimeWarning,

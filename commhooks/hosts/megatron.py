@@ -49,7 +49,7 @@ class ReduceScatter:
         self._scheme = make(scheme, **options)
         memory = bool(slots_of(self._scheme))
         if memory or not self._scheme.traits.shards:
-            why = "keeps memory, and Megatron-Core does not name its buckets"
+            why = "keeps state, and Megatron-Core does not name its buckets"
             raise RegistrationError(
                 f"ReduceScatter: {self._scheme} "
                 f"{why if memory else 'averages whole buckets, not shards of them'}; int8, fp8, "

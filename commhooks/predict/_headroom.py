@@ -295,20 +295,20 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
 def _measured(headroom: Headroom) -> list[str]:
     facts = headroom.facts
     kinds = (
-        ("dense", headroom.dense),
+        ("uncompressed", headroom.dense),
         ("bf16", headroom.bf16),
-        ("1 value a bucket", headroom.one_value),
-        ("none (no-op)", headroom.noop),
+        ("latency only (1 value per bucket)", headroom.one_value),
+        ("no communication (noop)", headroom.noop),
     )
     return [
         f"commhooks headroom: {facts.world_size} ranks over {facts.backend}, "
         f"{size_of(facts.dense_nbytes)} of gradients in "
-        f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} a step",
+        f"{facts.buckets} bucket{'s' * (facts.buckets != 1)} per step",
         "",
-        "communication       step [ms]    middle half of the steps [ms]    steps",
+        f"{'communication':<33}    step [ms]    {'middle half [ms]':<20}    steps",
         *(
-            f"{name:<16}    {1e3 * kind.median_s:9.2f}    "
-            f"{f'{1e3 * kind.low_s:.2f} to {1e3 * kind.high_s:.2f}':<29}    {kind.steps:5d}"
+            f"{name:<33}    {1e3 * kind.median_s:9.2f}    "
+            f"{f'{1e3 * kind.low_s:.2f} to {1e3 * kind.high_s:.2f}':<20}    {kind.steps:5d}"
             for name, kind in kinds
         ),
     ]
@@ -317,9 +317,8 @@ def _measured(headroom: Headroom) -> list[str]:
 def _answer(headroom: Headroom) -> list[str]:
     lines = [
         f"Exposed communication:               {_shown(headroom.exposed, headroom.dense)}",
-        "The most that compression can save:  "
-        f"{_shown(headroom.savable_over_dense, headroom.dense)}",
-        f"The same beside bf16:                {_shown(headroom.savable_over_bf16, headroom.bf16)}",
+        f"The most that compression can save:  {_shown(headroom.savable_over_dense, headroom.dense)}",
+        f"The same, if bf16 is used already:   {_shown(headroom.savable_over_bf16, headroom.bf16)}",
         "",
     ]
     return [*lines, *_WORDS[headroom.verdict](headroom)]
@@ -357,7 +356,7 @@ def _unclear(headroom: Headroom) -> list[str]:
             _name(headroom),
         )
     else:
-        saves, stay = _shown(headroom.savable_over_dense, headroom.dense), "dense"
+        saves, stay = _shown(headroom.savable_over_dense, headroom.dense), "no compression"
     return [
         "No answer: the times of the steps differ by more than what is to be measured. What",
         f"compression can save was {saves}.",
@@ -370,17 +369,17 @@ def _compress(headroom: Headroom) -> list[str]:
     cost = 0.05 * headroom.noop.median_s
     dense, bf16 = headroom.break_even(cost), headroom.break_even(cost, over="bf16")
     return [
-        f"Compression may pay. A ratio of {headroom.ratio_to_hide():.2g} saves nine tenths of what "
-        f"can be saved.",
-        f"A scheme whose computations add {_ms(cost)} (5 % of the no-op step) breaks even",
-        f"with dense {_from(dense)}, with bf16 {_from(bf16)}.",
+        f"Compression may be worth it. A ratio of {headroom.ratio_to_hide():.2g} saves nine tenths of",
+        f"what can be saved. A scheme whose computations add {_ms(cost)} (5 % of the",
+        f"noop step) breaks even with no compression {_from(dense)},",
+        f"with bf16 {_from(bf16)}.",
         "",
-        f"ratio    step [ms]    to beat {name}, computations may add [ms]",
+        f"ratio    step [ms]    to be faster than {name}, computations may add [ms]",
         *(
             f"{ratio:5d}    {1e3 * headroom.step_s(ratio):9.2f}    {_spare(headroom, ratio):>10}"
             for ratio in _RATIOS
         ),
-        "(predicted from when the dense steps' buckets begin and how long they travel;",
+        "(predicted from when buckets of uncompressed steps begin and how long they take;",
         f"bf16, a ratio of 2, was measured with its casts: {_ms(headroom.bf16.median_s)})",
     ]
 
@@ -395,7 +394,7 @@ _WORDS: dict[Verdict, Callable[[Headroom], list[str]]] = {
 
 
 def _name(headroom: Headroom) -> str:
-    return "dense" if headroom.best is headroom.dense else "bf16"
+    return "no compression" if headroom.best is headroom.dense else "bf16"
 
 
 def _spare(headroom: Headroom, ratio: float) -> str:
@@ -405,7 +404,7 @@ def _spare(headroom: Headroom, ratio: float) -> str:
 
 def _shown(gap: Difference, kind: StepTimes) -> str:
     share = gap.seconds / kind.median_s
-    return f"{_ms(gap.seconds)} +- {_ms(gap.noise_s)}, {share:.0%} of a step"
+    return f"{1e3 * gap.seconds:.2f} ± {_ms(gap.noise_s)} (95 %), {share:.0%} of a step"
 
 
 def _at_most(gap: Difference, kind: StepTimes) -> str:

@@ -114,7 +114,7 @@ class _Script:
             if self.models > 1:
                 print(
                     f"The script has {self.models} DistributedDataParallel models: the first that "
-                    f"trained was\nmeasured, the others exchanged densely all the time.\n"
+                    f"trained was\nmeasured, the others were not compressed at any time.\n"
                 )
             if self.out is not None:
                 headroom.save(self.out)

@@ -67,7 +67,7 @@ def _timeline(page: Page, hook: HookState) -> None:
     except ValueError:
         page.text("No step has known times.")
         return
-    page.figure(figure, "What comes after backward ends is not hidden by it.")
+    page.figure(figure, "What comes after the end of backward is exposed.")
 
 
 def _candidates(page: Page, candidates: Sequence[CandidateResult]) -> None:
@@ -84,7 +84,7 @@ def _candidates(page: Page, candidates: Sequence[CandidateResult]) -> None:
     page.table(
         list(known),
         zip(*known.values(), strict=True),
-        "Times of a step. Measured: the median of steps that ran in turns with the others, on the "
+        "Times of a step. Measured: the median of steps that alternated with the others, on the "
         "slowest rank; empty where a candidate was not tried.",
     )
 
@@ -108,8 +108,8 @@ def _bytes(page: Page, rows: pd.DataFrame) -> None:
         "collectives",
         "gradient (MB)",
         "payload (MB)",
-        "on the wire (MB)",
-        "dense on the wire (MB)",
+        "sent (MB)",
+        "uncompressed: sent (MB)",
     )
     page.table(columns, table, f"Step {int(last.step.iloc[0])}, of this rank.")
 
@@ -123,9 +123,9 @@ def _steps(rows: pd.DataFrame) -> Figure:
     above, below = figure.subplots(2, 1, sharex=True)
     # Points where there are few, and else lines.
     style: dict[str, Any] = {"marker": "." if len(steps) < 60 else "", "linewidth": 1}
-    above.plot(steps.index, steps.dense_wire_bytes / 1e6, color=GREY, label="dense", **style)
+    above.plot(steps.index, steps.dense_wire_bytes / 1e6, color=GREY, label="uncompressed", **style)
     above.plot(steps.index, steps.wire_bytes / 1e6, color=BLUE, label="sent", **style)
-    above.set(ylabel="on the wire (MB)", ylim=(0, None))
+    above.set(ylabel="sent (MB)", ylim=(0, None))
     above.legend(frameon=False, fontsize=8)
     waits = steps.exposed_s.dropna()
     below.plot(waits.index, 1e3 * waits, color=RED, **style)
@@ -148,8 +148,8 @@ def _errors(page: Page, verification: Verification) -> None:
         worst = order[:_MOST]
         page.figure(
             _error_bars(worst),
-            f"Step {worst[0].step}: norm of the averaged gradient minus the dense mean, over the "
-            f"norm of the dense mean. With error feedback, later steps send it.",
+            f"Step {worst[0].step}: norm of the averaged gradient minus the uncompressed mean, "
+            f"over the norm of that mean. With error feedback, later steps send it.",
         )
         shown = [
             (row.parameter, row.bucket, f"{row.error:.3g}", f"{row.cosine:.5f}", f"{row.norm:.3g}")
@@ -160,7 +160,7 @@ def _errors(page: Page, verification: Verification) -> None:
             f"parameters of more than 61 entries are estimates by sketches, with a standard "
             f"deviation of 2 to 9 %."
         )
-        page.table(("parameter", "bucket", "error", "cosine", "norm of dense mean"), shown, caption)
+        page.table(("parameter", "bucket", "error", "cosine", "norm of mean"), shown, caption)
     else:
         page.text(
             f"{verification.steps} steps verified. There is no error to show: the scheme returns "
@@ -201,7 +201,7 @@ def _error_bars(worst: Sequence[VerifiedRow]) -> Figure:
     places = range(len(worst), 0, -1)  # the largest above
     axes.barh(places, sizes, color=BLUE)
     axes.set_yticks(places, [row.parameter for row in worst], fontsize=8, parse_math=False)
-    axes.set(xlabel="error over the norm of the dense mean (ratio)")
+    axes.set(xlabel="error over the norm of the uncompressed mean (ratio)")
     positive = [size for size in sizes if size > 0]
     if positive and max(positive) > 100 * min(positive):
         axes.set_xscale("log")

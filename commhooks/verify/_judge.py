@@ -346,10 +346,10 @@ def _exceeded_bound(
     if total <= allowed:
         return None
     size = float(sizes.mean())
-    what = "what the ranks have sent" if bound.residual else "the dense mean"
+    what = "what the ranks have sent" if bound.residual else "the uncompressed mean"
     return (
         f"the average of {bound.name} differs from {what} by {total / size:.3g} of the bucket's "
-        f"gradients, of which most is in this parameter; its bound is {allowed / size:.3g}"
+        f"gradients, of which most is in this parameter; its traits allow {allowed / size:.3g}"
         if size
         else f"the average of {bound.name} has a norm of {total:.3g}, though all gradients are zero"
     )

@@ -441,8 +441,8 @@ def _worst_of(rows: list[VerifiedRow]) -> str:
     worst, median = max(known, key=lambda row: row.error), _median_of(rows)
     others = "" if median is None else f"; the median of all parameters is {median:.3g}"
     return (
-        f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the dense mean, of "
-        f"{worst.parameter!r}, at a cosine of {worst.cosine:.5g}{others}"
+        f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the uncompressed "
+        f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}{others}"
     )
 
 

@@ -142,7 +142,7 @@ def _warn_of_overflow() -> None:
         _warned_of_overflow = True
         warnings.warn(
             "a float16 payload is not finite: the gradient was not, or it overflowed 65504 in the "
-            "cast. It arrives as it is on every rank, so that a loss scaler can skip the step; "
+            "cast. Every rank gets it as it is, so that a loss scaler can skip the step; "
             "use bf16 if this is not a loss scaler at work",
             RuntimeWarning,
             stacklevel=2,

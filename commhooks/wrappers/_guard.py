@@ -139,7 +139,7 @@ class Guard(Wrapper):
         if bucket.rank == 0:
             warnings.warn(
                 f"Guard, step {bucket.step}, bucket of {listed(bucket.layout.names)}: "
-                f"{'; '.join(reasons)}. Averaging densely for {_REST} steps",
+                f"{'; '.join(reasons)}. Averaging without compression for {_REST} steps",
                 RuntimeWarning,
                 stacklevel=2,
             )

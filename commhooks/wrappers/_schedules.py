@@ -24,8 +24,8 @@ def check_no_start(owner: Scheme, scheme: Scheme) -> None:
     for inside in walk(scheme):
         if setting := inside.traits.dense_warmup:
             raise ValueError(
-                f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} is "
-                f"dense in its first steps itself, and needs them; set its {setting}"
+                f"{type(owner).__name__}({type(scheme).__name__}(...)): {type(inside).__name__} "
+                f"has uncompressed first steps of its own, and needs them; set its {setting}"
             )
 
 
@@ -100,8 +100,8 @@ class PeriodicDense(Wrapper):
         if self.scheme.traits.returns == "update":
             raise ValueError(
                 f"PeriodicDense({type(self.scheme).__name__}(...)): it gives the optimizer "
-                f"something else than an average of gradients, and a dense step is one; use it as "
-                f"it is"
+                f"something else than an average of gradients, and an uncompressed step is one; "
+                f"use it as it is"
             )
 
     @property

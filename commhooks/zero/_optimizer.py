@@ -94,7 +94,7 @@ def check_equal_values(codec: Scheme | None, parameters: Parameters) -> None:
     if shared:
         raise RegistrationError(
             f"ZeroOptimizer(gather=...): {codec} rounds {listed(sorted(shared))} together "
-            f"with pieces of other parameters, and so differently on each rank of tensor "
+            f"with shards of other parameters, and so differently on each rank of tensor "
             f"parallelism, which does not cut these {len(shared)} parameters: they would drift "
             f"apart; use gather='none' or 'bf16'"
         )

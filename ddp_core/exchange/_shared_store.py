@@ -132,7 +132,7 @@ class SharedStore:
             place, seconds = _place(self.store), round(limit, 1)
             raise SilentStoreError(
                 f"the process that holds the store of the process group{place} has not answered "
-                f"for {seconds:g} s: it is stopped, or its host or the line to it is down. As a "
+                f"for {seconds:g} s: it is stopped, or its host or the link to it is down. As a "
                 f"rule it is rank 0's, or the launcher's; look at its output"
             )
         error, asked.error = asked.error, None  # its traceback leads to the question

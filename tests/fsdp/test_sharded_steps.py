@@ -429,6 +429,6 @@ def test_bytes_are_compared_with_those_of_the_hosts_own_collective() -> None:
         rows = rows[rows.dense_bytes > 0]  # the last one is of the verdict, one number
         assert (rows.wire_bytes == rows.dense_wire_bytes).all()
         assert (rows.exposed_s > 0).all()
-        assert "where a dense reduce-scatter sends" in said
+        assert "where an uncompressed reduce-scatter sends" in said
         assert "as much" in said
         assert (calls.wire_bytes == calls.dense_wire_bytes).all()

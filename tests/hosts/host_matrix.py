@@ -261,7 +261,7 @@ HOSTS = {host: how for table in TABLES.values() for host, how in table.items()}
 REASONS = {
     "weights": (
         ("different weights",),
-        "keeps memory, draws random bits or drops entries: forward and backward would not have the "
+        "keeps state, draws random bits or drops entries: forward and backward would not have the "
         "same, or the right, weights",
     ),
     "bits": (("fewer than 4 bits",), "has too few bits for parameters themselves"),
@@ -270,7 +270,7 @@ REASONS = {
         "rounds so coarsely that what is not sent would grow; `eden` runs with 2 bits or more",
     ),
     "whole": (("averages whole",), "exchanges whole buckets, not shards of them"),
-    "memory": (("keeps memory",), "keeps memory, which belongs to tensors with names"),
+    "memory": (("keeps state",), "keeps state, which belongs to tensors with names"),
     "payload": (("no payload", "does not pack"), "has no payload of one rank's tensor alone"),
     "other": (
         ("returns no mean", "something else", "another result"),

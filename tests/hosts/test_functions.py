@@ -612,7 +612,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
 
 
 EXPECTED = {
-    "another collective": ("ValueError", "memory of this name for all_reduce"),
+    "another collective": ("ValueError", "state of this name for all_reduce"),
     "memory": ("RegistrationError", "commhooks.Collectives"),
     "max": ("ValueError", "SUM or ReduceOp.AVG"),
     "no name": ("ValueError", "give every tensor a name"),

@@ -332,5 +332,5 @@ def test_megatrons_function_warns_at_the_end_if_it_was_never_called(
 
 
 def test_megatron_is_given_no_scheme_that_needs_names_or_whole_buckets() -> None:
-    assert "keeps memory" in error_of(lambda: ReduceScatter("int4"))
+    assert "keeps state" in error_of(lambda: ReduceScatter("int4"))
     assert "averages whole" in error_of(lambda: ReduceScatter("random_k", error_feedback=False))

@@ -332,7 +332,7 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
 
 EXPECTED = {
     "memory": ("RegistrationError", "commhooks.register(model, scheme)"),
-    "switch": ("RegistrationError", "keeps memory by parameter"),
+    "switch": ("RegistrationError", "keeps state by parameter"),
     "hook": ("RegistrationError", "runs a scheme already"),
     "twice": ("RegistrationError", "runs in it already"),
     "own": ("RegistrationError", "commhooks.process_group(scheme, group)"),
@@ -479,7 +479,7 @@ def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
             (text,) = found[name]
             call = "reduce_scatter" if name == "list" else "reduce_scatter_tensor"
             assert text.startswith(f"{call} of 4000 entries")
-            assert "travels as it is" in text
+            assert "is sent uncompressed" in text
             assert "commhooks.register(model, scheme)" in text
         assert found["compressed"] == 0
         assert found["large enough"] == [1, 0]

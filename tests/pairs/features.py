@@ -138,7 +138,7 @@ OF_SCHEMES = (
     "keeps what was not sent already",
     "something else than an average of gradients",
     "does not give the average of gradients",
-    "is dense in its first steps itself",
+    "uncompressed first steps of its own",
 )
 # What PyTorch's class may say no to, whatever the pair.
 OF_TORCH = (

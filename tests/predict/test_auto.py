@@ -282,7 +282,10 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
 
 @pytest.mark.parametrize(
     ("since", "verdict"),
-    [(0.9, "The choice holds."), (1.1, "That is more than dense steps took: compared once more.")],
+    [
+        (0.9, "The choice holds."),
+        (1.1, "That is more than uncompressed steps took: compared once more."),
+    ],
 )
 def test_the_plan_and_its_comparison_are_logged(since: float, verdict: str) -> None:
     trials = Trials(mock.Mock(step=0), mock.Mock(), [_candidate("none")], steps=2)

@@ -32,9 +32,11 @@ ROOT = Path(__file__).parents[2]
 RUNS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 # The numbers of a table's line, and what follows it.
 ROW = re.compile(
-    r"^(dense|bf16|1 value a bucket|none \(no-op\)) +[\d.]+ +[\d.]+ to [\d.]+ +10$", re.M
+    r"^(uncompressed|bf16|latency only \(1 value per bucket\)|no communication \(noop\)) +"
+    r"[\d.]+ +[\d.]+ to [\d.]+ +10$",
+    re.M,
 )
-WORDS = ("Do not compress", "Use bf16", "Compression may pay", "No answer")
+WORDS = ("Do not compress", "Use bf16", "Compression may be worth it", "No answer")
 
 
 @pytest.fixture(autouse=True)

@@ -84,7 +84,7 @@ def test_no_compression_where_backward_hides_the_communication() -> None:
 def test_no_compression_where_what_is_exposed_is_latency() -> None:
     found = planted(0.2, 0.2, 0.199, 0.1)
     assert found.verdict == "latency"
-    assert "Exposed communication: 100.00 ms +- 0.00 ms, 50% of a step" in words(found)
+    assert "Exposed communication: 100.00 ± 0.00 ms (95 %), 50% of a step" in words(found)
     assert "Do not compress" in words(found)
     assert "latency" in words(found)
 
@@ -100,20 +100,23 @@ def test_compression_pays_where_links_are_slow() -> None:
     found = planted(0.2, 0.16, 0.1, 0.1)
     assert found.verdict == "compress"
     text = words(found)
-    assert "Compression may pay. A ratio of 10 saves nine tenths" in text
+    assert "Compression may be worth it. A ratio of 10 saves nine tenths" in text
     # 5 ms of 100: 0.1 + 0.1 / ratio + 0.005 is below 0.2 from 1.053 on, below 0.16 from 1.82 on.
-    assert "add 5.00 ms (5 % of the no-op step) breaks even with dense from a ratio of 1.06" in text
+    assert (
+        "add 5.00 ms (5 % of the noop step) breaks even with no compression from a ratio of 1.06"
+        in text
+    )
     assert "with bf16 from a ratio of 1.85 on" in text
-    assert "to beat bf16, computations may add" in text
+    assert "to be faster than bf16, computations may add" in text
 
 
 def test_noise_is_no_reason_to_say_do_not_compress() -> None:
     found = planted(0.2, 0.15, 0.19, 0.1, differ=0.08)
     assert found.verdict == "unclear"
     assert "No answer" in words(found)
-    assert "compression can save was 10.00 ms +- 121.05 ms, 5% of a step" in words(found)
+    assert "compression can save was 10.00 ± 121.05 ms (95 %), 5% of a step" in words(found)
     assert "Do not compress" not in words(found)
-    assert "until then use dense" in words(found)
+    assert "until then use no compression" in words(found)
 
 
 def test_steps_that_send_less_and_take_longer_are_no_answer() -> None:
@@ -126,7 +129,7 @@ def test_steps_that_send_less_and_take_longer_are_no_answer() -> None:
 def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
     found = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
     assert found.verdict == "unclear"
-    assert "compression can save was 10.00 ms +- 121.05 ms, 5% of a step, beside bf16." in words(
+    assert "compression can save was 10.00 ± 121.05 ms (95 %), 5% of a step, beside bf16." in words(
         found
     )
     assert "until then use bf16" in words(found)

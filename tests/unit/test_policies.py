@@ -158,7 +158,7 @@ def test_a_guard_goes_back_to_dense_and_says_so(monkeypatch: pytest.MonkeyPatch)
     assert bad == [22, 23, 24, 35, 36, 37, 38, 39]  # seen in steps 24 and 39, dense for ten
     assert len(said) == 2
     assert "step 24, bucket of w: the error of the average is 0.9, at most 0.5" in said[0]
-    assert "Averaging densely for 10 steps" in said[0]
+    assert "Averaging without compression for 10 steps" in said[0]
 
 
 def test_a_guard_sees_growth_without_a_bound() -> None:
@@ -168,7 +168,7 @@ def test_a_guard_sees_growth_without_a_bound() -> None:
     assert max(errors[35:]) < 1e-6
     assert len(said) == 1
     assert "times what it used to be" in said[0]
-    assert "Averaging densely for 1000 steps" in said[0]
+    assert "Averaging without compression for 1000 steps" in said[0]
 
 
 @dataclass(frozen=True)

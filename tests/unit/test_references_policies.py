@@ -98,7 +98,7 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
                 dense_until = step + 1 + 3
             expected, e = topk_step(grads, e, 51)
         if dense_until == step + 4:
-            with pytest.warns(RuntimeWarning, match="Averaging densely for 3 steps"):
+            with pytest.warns(RuntimeWarning, match="Averaging without compression for 3 steps"):
                 got = ranks.step(grads)
         else:
             got = ranks.step(grads)

@@ -555,7 +555,7 @@ def test_simulate_prints_a_table_and_writes_files(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert max(map(len, done.output.replace(str(tmp_path), "").splitlines())) <= 80
     assert "powersgd:rank=4" in done.output
-    assert "int8: pays on 1gbe with 2 to" in done.output
+    assert "int8: faster than bf16 on 1gbe with 2 to" in done.output
     with (tmp_path / "s.csv").open() as file:
         table = list(csv.DictReader(file))
     assert len(table) == 2 * 2 * 3
