@@ -140,8 +140,9 @@ def simulate(options: Options) -> None:
         if note := note_of(fabric, max(numbers_of(options.ranks))):
             console.print(note, highlight=False)
     console.print(
-        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes. faster than\n"
-        f"bf16: at which bandwidths between nodes it saves {100 * MARGIN:.0f} % of a step or more.",
+        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes.\n"
+        f"faster than bf16: by {100 * MARGIN:.0f} % of a step or more, at these bandwidths between "
+        f"nodes.",
         highlight=False,
     )
     # Files.

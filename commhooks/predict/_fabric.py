@@ -203,7 +203,7 @@ def _long_line(name: str, *, gbit: float, round_trip: float) -> Fabric:
         gbit=gbit,
         share=0.94,
         latency=round_trip / 2,
-        source=f"{_ASSUMED}: a line of {1e3 * round_trip:.0f} ms there and back, the share of "
+        source=f"{_ASSUMED}: a link of {1e3 * round_trip:.0f} ms there and back, the share of "
         f"1gbe; messages of several buckets share its latency",
         library="gloo",
         overlap=1.0,
