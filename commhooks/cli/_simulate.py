@@ -167,7 +167,7 @@ def _table(rows: Iterable[Row]) -> Table:
         "speed-up|",
         "sent|[MB]",
         "by node|[MB]",
-        "faster than bf16|[Gbit/s]",
+        "faster|than bf16|[Gbit/s]",
     ):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     before = None
