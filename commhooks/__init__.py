@@ -118,13 +118,17 @@ _NAMES = {
     "headroom": "commhooks.predict._headroom",
     "process_group": "commhooks.hosts",
 }
+# Where names of authors of schemes are, for those who look for one here.
+_FOR_AUTHORS = ("core", "schemes", "wrappers")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _NAMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        homes = (import_module(f"{__name__}.{package}") for package in _FOR_AUTHORS)
+        hints = (f"; it is {home.__name__}.{name}" for home in homes if name in home.__all__)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{next(hints, '')}")
     # The package before its module: two threads that import them the other way round would wait for
     # each other.
     package = _NAMES[name].rpartition(".")[0]

@@ -413,14 +413,16 @@ def replica_ranks(
     fsdp2_model: FSDP2Model, replicate_group: DeviceMesh | dist.ProcessGroup
 ) -> dist.ProcessGroup:
     """Returns the replicas to average over; raises if FSDP2 averages over replicas itself."""
-    group = (
-        replicate_group.get_group() if isinstance(replicate_group, DeviceMesh) else replicate_group
-    )
     if _averages_itself(fsdp2_model):
         raise RegistrationError(f"register(replicate_group=...): {_OWN}")
-    same = set(dist.get_process_group_ranks(group)) & set(
-        dist.get_process_group_ranks(fsdp2_model.ranks)
-    )
+    shards = set(dist.get_process_group_ranks(fsdp2_model.ranks))
+    if isinstance(replicate_group, DeviceMesh):
+        if replicate_group.ndim > 1:
+            raise RegistrationError(_of_one_dimension(replicate_group, shards))
+        group = replicate_group.get_group()
+    else:
+        group = replicate_group
+    same = set(dist.get_process_group_ranks(group)) & shards
     if len(same) > 1:
         raise RegistrationError(
             f"register(replicate_group=...): ranks {sorted(same)} hold different shards of one "
@@ -428,6 +430,21 @@ def replica_ranks(
             f'mesh or group of ranks that hold the same shard, such as mesh["replicate"]'
         )
     return group
+
+
+def _of_one_dimension(mesh: DeviceMesh, shards: set[int]) -> str:
+    """Says which dimension of a mesh has the replicas of a model sharded over ``shards``."""
+    names = mesh.mesh_dim_names or ()
+    groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in names}
+    replicas = (name for name, ranks in groups.items() if len(shards.intersection(ranks)) == 1)
+    name = next(replicas, "replicate")
+    named = (
+        "" if names else ", and give the dimensions names (init_device_mesh(mesh_dim_names=...))"
+    )
+    return (
+        f"register(replicate_group=...): a mesh of one dimension, got {mesh!r}; pass the mesh of "
+        f"the replicas, mesh[{name!r}]{named}"
+    )
 
 
 def _averages_itself(fsdp2_model: FSDP2Model) -> bool:

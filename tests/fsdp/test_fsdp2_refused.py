@@ -114,6 +114,24 @@ def test_a_module_on_several_meshes_is_refused() -> None:
     run_ranks(_several_meshes, 2)
 
 
+def _two_dimensions(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "shard"))
+    model = sharded(model_of(), mesh["shard"])
+    with pytest.raises(
+        RegistrationError, match=r"; pass the mesh of the replicas, mesh\['nodes'\]$"
+    ):
+        commhooks.register(model, "int8", replicate_group=mesh)
+    unnamed = init_device_mesh("cpu", (1, 2))
+    with pytest.raises(
+        RegistrationError, match=r"mesh\['replicate'\], and give the dimensions names"
+    ):
+        commhooks.register(model, "int8", replicate_group=unnamed)
+
+
+def test_a_mesh_of_two_dimensions_is_refused_with_the_one_to_pass() -> None:
+    run_ranks(_two_dimensions, 2)
+
+
 def _other_ranks(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
     model = model_of()

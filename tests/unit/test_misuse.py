@@ -537,3 +537,11 @@ OF_STATES: list[tuple[Call, str]] = [
 def test_states_and_averagers_refuse_what_they_cannot_use(call: Call, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         call()
+
+
+def test_a_name_for_authors_is_found_where_it_is() -> None:
+    for name, home in (("AllReduce", "core"), ("TopK", "schemes"), ("Guard", "wrappers")):
+        with pytest.raises(AttributeError, match=rf"it is commhooks\.{home}\.{name}$"):
+            getattr(commhooks, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'AllRedcue'$"):
+        commhooks.AllRedcue  # noqa: B018
