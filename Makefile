@@ -31,8 +31,10 @@ test-all: test
 
 # Lightning, Accelerate, Transformers, Ray, Megatron-Core and torchft, in an environment of their own: it sees what is
 # in $(VENV), torch among it, and adds the frameworks. Scripts run in two processes; about ten minutes.
+# Then docs/integrations/matrix.md says which versions passed.
 test-frameworks: $(VENV)/frameworks
 	$(FRAMEWORKS)/bin/python -m pytest -p no:cacheprovider tests/frameworks tests/hosts/test_torchft.py
+	$(FRAMEWORKS)/bin/python -m tests.frameworks.versions
 
 $(VENV)/frameworks: $(VENV)/dev pyproject.toml
 	$(call ABOVE,$(FRAMEWORKS))

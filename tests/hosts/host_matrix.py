@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks.hosts.megatron import ReduceScatter
+from tests.frameworks.versions import PAGE, section
 from tests.shelf import BUILT_IN
 from tests.tools.harness import run_ranks
 
-PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "matrix.md"
 STEPS = 2
 SKIPPED = {"allreduce"}  # another name of "none"
 OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"rank": 2}, "onebit_adam": {"freeze_step": 1}}
@@ -317,7 +316,13 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
     lines = [
         "# Every scheme in every integration",
         "",
-        "Each cell was run: two ranks (four for HSDP) over Gloo, two steps. A check mark: it runs.",
+        *section(PAGE.read_text(encoding="utf-8")),
+        "",
+        "## Schemes",
+        "",
+        "Each cell was run on the torch of `constraints.txt` ([tested versions]"
+        "(../index.md#versions-of-torch)): two ranks (four for HSDP) over Gloo, two steps.",
+        "A check mark: it runs.",
         "A number: it is refused when it is registered or called, for this reason:",
         "",
         *(f"{number}. The scheme {REASONS[key][1]}." for number, key in enumerate(keys, 1)),
@@ -325,7 +330,7 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
     for table, hosts_of_table in TABLES.items():
         lines += [
             "",
-            f"## {table}",
+            f"### {table}",
             "",
             "| scheme | " + " | ".join(hosts_of_table) + " |",
             "|---|" + "---|" * len(hosts_of_table),
@@ -336,9 +341,8 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += [
         "",
-        "Lightning, Fabric, Accelerate, the Trainer of Transformers and Ray Train wrap a model in",
-        "torch's DDP, so that its column holds for them. DistributedDataParallel asks a group for",
-        "sums, FSDP2 for averages, so that `noop` and `signsgd` run there.",
+        "DistributedDataParallel asks a group for sums, FSDP2 for averages, so that `noop` and",
+        "`signsgd` run there.",
         "`gather_parameters` and `gather=` were given the name of the scheme, which is then made",
         "without error feedback, and rounds to nearest. Megatron-Core's adapter is called here",
         "as Megatron-Core calls it; a hook of `commhooks.hosts.torchft.register` is one on torch's",

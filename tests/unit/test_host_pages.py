@@ -7,6 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
+import tomllib
+
+from tests.frameworks.versions import FRAMEWORKS, PAGE, row_of, section, updated
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = {
@@ -64,3 +67,21 @@ def test_every_framework_is_tested_and_in_the_navigation(name: str) -> None:
     assert (ROOT / "tests" / "frameworks" / f"test_{name}.py").exists()
     assert f"integrations/{name}.md" in (ROOT / "mkdocs.yml").read_text()
     assert f"::: commhooks.hosts.{name}" in (ROOT / "docs" / "reference" / "hosts.md").read_text()
+
+
+def test_the_matrix_says_which_version_of_each_framework_passed_and_when() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = declared["optional-dependencies"]["frameworks"]
+    assert {re.split(r"[\[><=;]", one)[0].strip() for one in wanted} == set(FRAMEWORKS)
+    rows = [line for line in section(PAGE.read_text()) if line.startswith("| [")]
+    for package, row in zip(FRAMEWORKS, rows, strict=True):
+        assert row.startswith(row_of(package))
+        assert re.search(r"\| [\d.]+\S* \| \d+\.\d+\.\d+ \| \d{4}-\d\d-\d\d \|$", row), row
+
+
+def test_a_run_of_a_framework_changes_its_row_alone() -> None:
+    before = PAGE.read_text()
+    after = updated(before, {"ray": "9.9"}, "2.99.0", "2099-01-02")
+    pairs = zip(before.splitlines(), after.splitlines(), strict=True)
+    changed = [new for old, new in pairs if old != new]
+    assert changed == [f"{row_of('ray')} 9.9 | 2.99.0 | 2099-01-02 |"]
