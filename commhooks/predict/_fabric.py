@@ -149,7 +149,7 @@ def load_fabric(path: str | Path) -> Fabric:
         )
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
-            f"load_fabric({str(path)!r}): not a fabric's file: {printable(str(error))}"
+            f"load_fabric({str(path)!r}): not a file of a network: {printable(str(error))}"
         ) from error
 
 

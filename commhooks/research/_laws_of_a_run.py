@@ -158,10 +158,10 @@ def _all_ranks(make: MakeScheme) -> None:
         size = float(means.mean(0) @ exact / (exact @ exact))
         # The mean of 16 draws is off by 0.04 at most, even for a variance of 11. A rank that is
         # left out makes a difference of 1 / 8 or more.
-        need(abs(size - 1) < 0.1, f"{world_size} ranks: {size:.3g} times the average arrives")
+        need(abs(size - 1) < 0.1, f"{world_size} ranks: {size:.3g} times the average comes out")
 
 
-@OF_A_RUN.add("the last entry arrives, whatever the size", of_averages=True)
+@OF_A_RUN.add("the last entry is averaged, whatever the size", of_averages=True)
 def _last_entry(make: MakeScheme) -> None:
     scheme, steps = make(), 16
     keeps = keeps_residual(scheme)
@@ -175,7 +175,7 @@ def _last_entry(make: MakeScheme) -> None:
         arrived = sum(float(ranks.step([grad] * 3)[0][-1]) for _ in range(steps))
         held = float(exact_mean([ranks.memory(rank) for rank in range(3)])[-1]) if keeps else 0.0
         share = (arrived + held) / steps
-        need(abs(share - 1) < 0.3, f"of {numel} entries {share:.3g} of the last one arrives")
+        need(abs(share - 1) < 0.3, f"of {numel} entries {share:.3g} of the last one comes out")
 
 
 @OF_A_RUN.add("residuals stay bounded", of_averages=True)

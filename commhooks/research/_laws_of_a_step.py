@@ -27,7 +27,7 @@ __all__ = ["OF_A_STEP"]
 OF_A_STEP = Laws()
 
 
-@OF_A_STEP.add("any size and shape travels")
+@OF_A_STEP.add("any size and shape is averaged")
 def _sizes(make: MakeScheme) -> None:
     for numel in (0, 1, 2, 31, 33, 257, 4099):
         for shape in ((numel,), (numel, 1), (1, numel)):
@@ -49,7 +49,7 @@ def _agreement(make: MakeScheme) -> None:
             need(equal, f"{world_size} ranks differ in step {step}")
 
 
-@OF_A_STEP.add("payload sizes do not depend on values, and rounds are as declared")
+@OF_A_STEP.add("payload sizes do not depend on values, and rounds (collectives) are as declared")
 def _payload_sizes(make: MakeScheme) -> None:
     # Ranks do not send sizes: each allocates the payloads of the others by the size of its payload.
     scheme, sent = make(), []
@@ -70,16 +70,16 @@ def _determinism(make: MakeScheme) -> None:
         need(torch.equal(a, b), f"step {step} differs between two runs")
 
 
-@OF_A_STEP.add("zero arrives as zero", of_averages=True)
+@OF_A_STEP.add("zeros are averaged to zeros", of_averages=True)
 def _zero(make: MakeScheme) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
         ranks = ranks_of(make(), 3)
         for _ in range(2):
             mean = ranks.step([torch.zeros(NUMEL, dtype=dtype)] * 3)[0]
-            need(not mean.any(), f"zeros of {dtype} arrive as {mean.abs().max().item()}")
+            need(not mean.any(), f"zeros of {dtype} become {mean.abs().max().item()}")
 
 
-@OF_A_STEP.add("a parameter of zeros arrives as zeros", of_averages=True, claim="per_parameter")
+@OF_A_STEP.add("a parameter of zeros stays zero", of_averages=True, claim="per_parameter")
 def _zero_parameter(make: MakeScheme) -> None:
     for index, name in enumerate(SHAPES):
         ranks = ranks_of(make(), 3)
@@ -88,7 +88,7 @@ def _zero_parameter(make: MakeScheme) -> None:
             for grad in grads:
                 _part(grad, index).zero_()
             most = float(_part(ranks.step(grads)[0], index).abs().max())
-            need(most == 0.0, f"zeros of {name!r} arrive as {most:.3g} in step {step}")
+            need(most == 0.0, f"zeros of {name!r} become {most:.3g} in step {step}")
 
 
 @OF_A_STEP.add("an entry that is zero stays zero", of_averages=True, claim="keeps_zeros")
@@ -97,7 +97,7 @@ def _zero_entries(make: MakeScheme) -> None:
     for step in range(3):
         grads = [grad.masked_fill(zeros, 0.0) for grad in gradients(3, step)]
         most = float(ranks.step(grads)[0][zeros].abs().max())
-        need(most == 0.0, f"zeros between other entries arrive as {most:.3g} in step {step}")
+        need(most == 0.0, f"zeros between other entries become {most:.3g} in step {step}")
 
 
 @OF_A_STEP.add("a small parameter is as exact as a large one", claim="per_parameter")
@@ -152,7 +152,7 @@ def _dtypes(make: MakeScheme) -> None:
         ranks = ranks_of(make(), 2)
         for step in range(2):
             mean = ranks.step([grad.to(dtype) for grad in gradients(2, step)])[0]
-            need(mean.dtype == dtype, f"{dtype} arrives as {mean.dtype}")
+            need(mean.dtype == dtype, f"{dtype} becomes {mean.dtype}")
             need(mean.isfinite().all(), f"{dtype}: the mean is not finite")
 
 
@@ -197,7 +197,7 @@ def _same_memory(a: Simulation, b: Simulation) -> bool:
 
 
 @OF_A_STEP.add(
-    "what is not finite arrives so on every rank, counts, and leaves memory as it was",
+    "an entry that is not finite is so on every rank, and leaves the state as it was",
     of_agreement=True,
 )
 def _not_finite(make: MakeScheme) -> None:
@@ -211,7 +211,7 @@ def _not_finite(make: MakeScheme) -> None:
             grads[1][place] = bad
             for rank, mean in enumerate(ranks.step(grads)):
                 need(not mean[place].isfinite(), f"{bad} at {place} is finite on rank {rank}")
-            need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes memory")
+            need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes the state")
             counts = [engine.skipped for engine in ranks.engines]
             averages = ranks.engines[0].traits.averages
             need(counts == [int(averages)] * 3, f"{bad} at {place}: skipped steps are {counts}")

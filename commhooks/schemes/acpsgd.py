@@ -39,7 +39,7 @@ LEFT, RIGHT = "acpsgd.p", "acpsgd.q"  # names in checkpoints
 @register_scheme("acpsgd")
 @dataclass(frozen=True)
 class ACPSGD(Scheme):
-    """Sends one thin factor of each gradient matrix per step: half of PowerSGD's bytes and rounds.
+    """Sends one thin factor of each gradient matrix per step, half of PowerSGD's bytes.
 
     In even steps ``P = mean(M Q^T)`` with the orthonormal Q of the step before, in odd ones
     ``Q = mean(P^T M)`` with the orthonormal P of the step before; the mean gradient is the product.

@@ -162,7 +162,7 @@ def dgc(
     warmup_steps: int = 0,
     sampled: bool = True,
 ) -> Scheme:
-    """Sends the largest entries of accumulated momentum, and averages vectors densely.
+    """Sends the largest entries of accumulated momentum, and averages vectors uncompressed.
 
     Deep Gradient Compression. The hook keeps the momentum: use an optimizer without.
 

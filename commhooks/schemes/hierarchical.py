@@ -175,7 +175,7 @@ def sdp4bit(
         local_size: number of ranks of a node, see :class:`Hierarchical`.
         inside_block, between_block: entries per scale; between nodes also entries per rotation.
         rounding: "nearest", or "stochastic", up or down at random, unbiased.
-        memory: keeps an average of rounding errors, in 8 bits (:class:`AveragedFeedback`).
+        memory: an average of rounding errors is kept, in 8 bits (:class:`AveragedFeedback`).
 
     References: Jia et al., SDP4Bit, 2024; Xie et al., LoCo, 2024 (the memory).
     """

@@ -31,7 +31,7 @@ class OneBitMomentum(Scheme):
     knows in which steps it gets gradients and in which momenta.
 
     Args:
-        freeze_step: number of dense steps first, a tenth to a fifth of the training.
+        freeze_step: number of uncompressed steps first, a tenth to a fifth of the training.
         beta1: decay of the momentum, as in Adam.
         block: entries per scale, a power of two, 32 to 2048.
         compressed: the scheme that averages momenta; by default signs of blocks, with error

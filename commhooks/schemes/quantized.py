@@ -239,7 +239,7 @@ _ROTATED = ("int8", "int4", "int2", "sign")
 def int8(
     *, block: int = 256, rounding: Rounding = "dither", pattern: Pattern = "two_phase"
 ) -> Scheme:
-    """Sends 8-bit integers in blocks of 256: 8.125 bits per entry, unbiased, without memory.
+    """Sends 8-bit integers in blocks of 256: 8.125 bits per entry, unbiased, without state.
 
     Args:
         block: entries per scale, a power of two, 32 to 2048.

@@ -235,7 +235,7 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (MaxOfSigned, "signs and sizes"),
     (Truncates, "biased or not"),
     (HidesNan, "not finite"),
-    (DividesByZero, "zero arrives"),
+    (DividesByZero, "zeros are averaged"),
     (GlobalNoise, "two runs"),
     (NoiseInTheDefaultDtype, "default dtype"),
     (OwnFirst, "equal bits"),
@@ -249,7 +249,7 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (Noisier, "variance"),
     (SlightlyLarge, "biased or not"),
     (SlightlySmall, "biased or not"),
-    (TwoRounds, "rounds are as declared"),
+    (TwoRounds, "rounds (collectives)"),
     (SumsRanksFirst, "overflow 16 bits"),
 )
 

@@ -16,7 +16,7 @@ GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "simulate.md"
 
 
 def test_the_table_of_the_guide_has_the_presets() -> None:
-    table = GUIDE.read_text().partition("## Fabrics")[2].partition("\n## ")[0]
+    table = GUIDE.read_text().partition("## Networks")[2].partition("\n## ")[0]
     rows = [
         tuple(cell.strip() for cell in row.strip("|").split("|"))
         for row in re.findall(r"^\|.*\|$", table, flags=re.MULTILINE)[2:]

@@ -21,7 +21,7 @@ __all__ = ["QSGD", "TernGrad"]
 @register_scheme("qsgd")
 @dataclass(frozen=True)
 class QSGD(Codec):
-    """Sends levels of each block's Euclidean norm, rounded at random: unbiased, without memory.
+    """Sends levels of each block's Euclidean norm, rounded at random: unbiased, without state.
 
     For reference: the norm is far above most entries, so 8-bit integers of the block's maximum
     (``int8``) have a fifth of the squared error for as many bytes. Variance: at most
@@ -62,7 +62,7 @@ class QSGD(Codec):
 @register_scheme("terngrad")
 @dataclass(frozen=True)
 class TernGrad(Codec):
-    """Sends -1, 0 or 1 times each block's largest magnitude, at random: unbiased, without memory.
+    """Sends -1, 0 or 1 times each block's largest magnitude, at random: unbiased, without state.
 
     For reference: an entry is sent with probability |x| / max, so most of the result is noise: 1.6
     times the squared norm of a gradient of normal entries. Variance: exactly
