@@ -275,7 +275,7 @@ def _refused(rank: int, world_size: int) -> None:
     with pytest.raises(TypeError, match="takes one optimizer, got list"):
         zero.hook.verify_equal([zero])
     hook = commhooks.register(sharded(model_of()), "int8")
-    with pytest.raises(RegistrationError, match="another shard of each on every rank"):
+    with pytest.raises(RegistrationError, match="another shard of every parameter"):
         hook.verify_equal()
     other = CoreDDP(mlp(16, 2))
     hook = commhooks.register(other, "int8")
