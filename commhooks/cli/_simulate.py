@@ -217,9 +217,8 @@ def _where(comparison: Comparison, fabric: int) -> list[str]:
                 f"{scheme}: on {name} bf16 is as fast, or faster, with any number of ranks"
             )
         else:
-            lines.append(
-                f"{scheme}: faster than bf16 on {name} with {_ranges(sizes, comparison.sizes)} ranks"
-            )
+            ranks = _ranges(sizes, comparison.sizes)
+            lines.append(f"{scheme}: faster than bf16 on {name} with {ranks} ranks")
     return lines
 
 

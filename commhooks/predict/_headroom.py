@@ -315,10 +315,13 @@ def _measured(headroom: Headroom) -> list[str]:
 
 
 def _answer(headroom: Headroom) -> list[str]:
+    exposed = _shown(headroom.exposed, headroom.dense)
+    over_dense = _shown(headroom.savable_over_dense, headroom.dense)
+    over_bf16 = _shown(headroom.savable_over_bf16, headroom.bf16)
     lines = [
-        f"Exposed communication:               {_shown(headroom.exposed, headroom.dense)}",
-        f"The most that compression can save:  {_shown(headroom.savable_over_dense, headroom.dense)}",
-        f"The same, if bf16 is used already:   {_shown(headroom.savable_over_bf16, headroom.bf16)}",
+        f"Exposed communication:               {exposed}",
+        f"The most that compression can save:  {over_dense}",
+        f"The same, if bf16 is used already:   {over_bf16}",
         "",
     ]
     return [*lines, *_WORDS[headroom.verdict](headroom)]
@@ -368,8 +371,9 @@ def _compress(headroom: Headroom) -> list[str]:
     name = _name(headroom)
     cost = 0.05 * headroom.noop.median_s
     dense, bf16 = headroom.break_even(cost), headroom.break_even(cost, over="bf16")
+    enough = headroom.ratio_to_hide()
     return [
-        f"Compression may be worth it. A ratio of {headroom.ratio_to_hide():.2g} saves nine tenths of",
+        f"Compression may be worth it. A ratio of {enough:.2g} saves nine tenths of",
         f"what can be saved. A scheme whose computations add {_ms(cost)} (5 % of the",
         f"noop step) breaks even with no compression {_from(dense)},",
         f"with bf16 {_from(bf16)}.",
