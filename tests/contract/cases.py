@@ -43,7 +43,7 @@ load_files(
 )
 
 WORLD_SIZES = (1, 2, 3, 4, 8)
-START_STEP = 2  # of the delayed start among the variants
+START_STEP = 1  # of the delayed start among the variants
 # A 4-D weight, two matrices of one shape, vectors, 1 x n, n x 1, a scalar, nothing at all.
 SHAPES = {
     "conv": (6, 4, 3, 3),
@@ -167,11 +167,11 @@ class Case(NamedTuple):
 
 def registered() -> list[str]:
     """The names and forms of schemes, without those that only another name for the same scheme."""
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for name in [*commhooks.scheme_names(), *FORMS]:
         if not name.startswith("test_"):
-            found.setdefault(repr(make(name)), name)
-    return sorted(found.values())
+            names.setdefault(repr(make(name)), name)
+    return sorted(names.values())
 
 
 LINEAR_SCHEMES = (Dense, PowerSGD, BatchedPowerSGD, ACPSGD, RandomK, RandomBlock)
@@ -222,12 +222,7 @@ AGREEING = [
 ]
 AVERAGING = [case for case in CASES if _averages(case.scheme) and _averages(make(case.name))]
 _BARE = {name: make(name, error_feedback=False) for name in registered()}
-UNBIASED = [name for name, one in _BARE.items() if _averages(one) and not one.traits.biased]
-LINEAR = [name for name, one in _BARE.items() if _averages(one) and _is_linear(one)]
-# Not linear: what is dropped does not vanish where the mean does.
-UNLIKE = [
-    n for n, one in _BARE.items() if _averages(one) and one.traits.biased and not _is_linear(one)
-]
+LINEAR = [name for name, scheme in _BARE.items() if _averages(scheme) and _is_linear(scheme)]
 # Without feedback inside, which would send more than the gradient.
 MEMORYLESS = [
     case
@@ -240,10 +235,10 @@ FEEDBACK = [case for case in AVERAGING if keeps_residual(case.scheme)]
 def has_noise(scheme: Scheme) -> bool:
     """Whether one step gives less, or something else, than the rounded mean of the gradients."""
     parts = [scheme, *(scheme.schemes if isinstance(scheme, PerParameter) else ())]
-    inside = [one for part in parts for one in walk(part)]
     return any(
-        isinstance(one, (EF21, AveragedFeedback)) or one.traits.error.variance > 2**-8
-        for one in inside
+        isinstance(inner, (EF21, AveragedFeedback)) or inner.traits.error.variance > 2**-8
+        for part in parts
+        for inner in walk(part)
     )
 
 
@@ -264,14 +259,14 @@ def gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tenso
 def permuted(flat: Tensor, source: Layout, buckets: Sequence[Layout]) -> Tensor:
     """``flat``, laid out as ``source``, in the order of ``buckets``."""
     views = dict(zip(source.names, source.views(flat), strict=True))
-    return torch.cat([views[name].reshape(-1) for one in buckets for name in one.names])
+    return torch.cat([views[name].reshape(-1) for bucket in buckets for name in bucket.names])
 
 
 def joined(buckets: Sequence[Layout]) -> Layout:
     """The layout of all buckets together."""
     return Layout(
-        [name for one in buckets for name in one.names],
-        [shape for one in buckets for shape in one.shapes],
+        [name for bucket in buckets for name in bucket.names],
+        [shape for bucket in buckets for shape in bucket.shapes],
     )
 
 
@@ -299,15 +294,10 @@ def memory_of(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
 
 def epsilon(scheme: Scheme, dtype: torch.dtype = torch.float32) -> float:
     """Spacing of 1 in the narrowest type that a payload or a gradient of ``scheme`` takes."""
-    narrow = [one.dtype for one in walk(scheme) if isinstance(one, (Cast, TwoPhaseCast))]
-    if isinstance(scheme, PerParameter):
-        narrow += [
-            one.dtype
-            for part in scheme.schemes
-            for one in walk(part)
-            if isinstance(one, (Cast, TwoPhaseCast))
-        ]
-    return max(torch.finfo(one).eps for one in (*narrow, dtype))
+    parts = [scheme, *(scheme.schemes if isinstance(scheme, PerParameter) else ())]
+    inside = [inner for part in parts for inner in walk(part)]
+    narrow = [inner.dtype for inner in inside if isinstance(inner, (Cast, TwoPhaseCast))]
+    return max(torch.finfo(kind).eps for kind in (*narrow, dtype))
 
 
 def rounding(scheme: Scheme, grads: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> float:
@@ -320,5 +310,5 @@ def rounding(scheme: Scheme, grads: Sequence[Tensor], dtype: torch.dtype = torch
     dimension here, and of the square of the batched scheme): k spacings; decoding the same.
     """
     norm = max(float(grad.double().norm()) for grad in grads)
-    own = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return norm * ((len(grads) + 1) / 2 * epsilon(scheme, dtype) + 2 * 40 * own)
+    wide = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    return norm * ((len(grads) + 1) / 2 * epsilon(scheme, dtype) + 2 * 40 * wide)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks import ErrorFeedback, Scheme
+from commhooks.classic._minmax import MinMax, MinMaxPerChannel
 from commhooks.core import Biased, Bucket, Codec, Result, Traits, Unbiased
 from commhooks.core._scheme import SchemeExchange
 from commhooks.research.baselines import QSGD, TernGrad
@@ -51,6 +52,13 @@ def test_registered_schemes_obey_every_law(name: str) -> None:
     assert not broken
 
 
+@pytest.mark.parametrize("scheme", [MinMax(), MinMaxPerChannel(64)], ids=["whole", "blocks"])
+def test_quantization_by_smallest_and_largest_obeys_the_laws(scheme: Scheme) -> None:
+    laws = [text for text in laws_of(scheme) if text != CONVERGENCE]
+    broken = [v for v in check_scheme(lambda: scheme, laws) if not v.holds]
+    assert not broken
+
+
 @pytest.mark.slow
 def test_random_entries_find_the_optimum_in_the_end() -> None:
     (verdict,) = check_scheme(lambda: make(LONG), [CONVERGENCE])
@@ -66,8 +74,8 @@ class Levels(Codec):
     def largest(self, grad: Tensor) -> Tensor:
         return grad.abs().amax().view(1) if grad.numel() else grad.new_zeros(1)
 
-    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
-        return x.round()
+    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
+        return units.round()
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         top = self.largest(grad)
@@ -91,8 +99,8 @@ class Truncates(Levels):
 
     traits = Traits()
 
-    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
-        return x.floor()
+    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
+        return units.floor()
 
 
 class HidesNan(Levels):
@@ -110,8 +118,8 @@ class DividesByZero(Levels):
 
 
 class GlobalNoise(Levels):
-    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
-        return (x + torch.rand_like(x)).floor()
+    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
+        return (units + torch.rand_like(units)).floor()
 
 
 class OwnFirst(Levels):
@@ -123,9 +131,9 @@ class OwnFirst(Levels):
 
 @dataclass(frozen=True)
 class NoiseInTheDefaultDtype(Levels):
-    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
-        noise = torch.rand(x.shape, generator=bucket.generator("noise"))
-        return (x + noise.to(x.dtype)).floor()
+    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
+        noise = torch.rand(units.shape, generator=bucket.generator("noise"))
+        return (units + noise.to(units.dtype)).floor()
 
 
 class Threshold(Codec):
@@ -179,9 +187,9 @@ class Forgets(Levels):
 
     counts: Counter[int] = field(default_factory=Counter)  # by rank: ranks share a scheme here
 
-    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
+    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
         self.counts[bucket.rank] += 1
-        return x.round() + self.counts[bucket.rank] % 2
+        return units.round() + self.counts[bucket.rank] % 2
 
 
 class SendsTooLittle(Levels):
@@ -194,10 +202,10 @@ class Noisier(Levels):
 
     traits = Traits(error=Unbiased(0.01))
 
-    def round(self, x: Tensor, bucket: Bucket) -> Tensor:
-        x = x / 127
-        draw = torch.rand(x.shape, generator=bucket.generator("noise", shared=False))
-        return (x + draw.to(x)).floor() * 127
+    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
+        units = units / 127
+        draw = torch.rand(units.shape, generator=bucket.generator("noise", shared=False))
+        return (units + draw.to(units)).floor() * 127
 
 
 class SlightlyLarge(QSGD):

@@ -1,23 +1,20 @@
-"""The laws that every registered scheme obeys, by itself and inside every wrapper."""
+"""Laws of every registered scheme, by itself and inside every wrapper."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-import commhooks
-from commhooks import ErrorFeedback, Scheme, Simulation
+from commhooks import Scheme, Simulation
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
-from commhooks.core import Biased, Bucket, Codec, Layout, Traits
+from commhooks.core import Bucket, Layout
 from commhooks.core._scheme import slots_of
 from commhooks.hook._coalesce import Coalescer
-from commhooks.hook._engine import Engine
-from commhooks.schemes import Blockwise
+from commhooks.research.conformance import LAWS, check_scheme
 from commhooks.wrappers import _cast as _cast
 from ddp_core import simulate
 from tests.contract.cases import (
@@ -30,8 +27,6 @@ from tests.contract.cases import (
     MEMORYLESS,
     SPLITS,
     START_STEP,
-    UNBIASED,
-    UNLIKE,
     WORLD_SIZES,
     Case,
     gradients,
@@ -48,6 +43,16 @@ from tests.contract.cases import (
 )
 
 STEPS = START_STEP + 2
+# Of the laws in ``commhooks.research``, those of a moment; test_conformance has all, by name.
+OF_EVERY_CASE = (
+    "any size",
+    "all ranks get",
+    "payload sizes",
+    "zero arrives",
+    "gradients keep",
+    "the results do not depend",
+    "what is not finite",
+)
 
 
 def over(cases: list[Case]) -> pytest.MarkDecorator:
@@ -74,45 +79,56 @@ def mean_of(tensors: list[Tensor]) -> Tensor:
 
 
 def assert_same_memory(left: Simulation, right: Simulation) -> None:
-    for mine, theirs in zip(memory_of(left), memory_of(right), strict=True):
-        assert mine.keys() == theirs.keys()
-        for place, value in mine.items():
-            assert torch.equal(value, theirs[place]), place
+    for memory, other in zip(memory_of(left), memory_of(right), strict=True):
+        assert memory.keys() == other.keys()
+        for place, value in memory.items():
+            assert torch.equal(value, other[place]), place
 
 
-# ---- ranks agree, nothing is lost
+# ---- what ``commhooks check`` asks of every scheme
 
 
-@agreeing
-@world_sizes
-def test_all_ranks_get_equal_bits(case: Case, world_size: int) -> None:
-    ranks = simulation(case, world_size)
+def obeys(case: Case, law: str) -> bool:
+    """Whether the law is about the case."""
+    scheme = case.scheme
+    return scheme.traits.averages and LAWS[law].is_for(scheme)
+
+
+@pytest.mark.parametrize(
+    ("case", "law"),
+    [
+        pytest.param(case, law, marks=() if case.at_every_run else pytest.mark.slow)
+        for law in LAWS
+        if law.startswith(OF_EVERY_CASE)
+        for case in CASES
+        if obeys(case, law)
+    ],
+    ids=str,
+)
+def test_schemes_obey_the_laws_inside_every_wrapper(case: Case, law: str) -> None:
+    (verdict,) = check_scheme(lambda: case.scheme, [law])
+    assert verdict.holds, verdict.error
+
+
+@every_case
+def test_rounds_and_memory_are_as_declared(case: Case) -> None:
+    ranks, scheme, most = simulation(case, 4), case.scheme, 0
     for step in range(STEPS):
-        means = ranks.step(gradients(world_size, step))
-        assert all(torch.equal(mean, means[0]) for mean in means)
-        assert means[0].isfinite().all()
+        ranks.step(gradients(4, step))
+        most = max(most, len(ranks.requests))
+        ranks.requests.clear()
+    # Rules may share messages.
+    assert most == scheme.traits.rounds or (
+        case.variant == "per_parameter" and most < scheme.traits.rounds
+    )
+    assert [bool(memory) for memory in memory_of(ranks)] == [bool(slots_of(scheme))] * 4
+
+
+# ---- nothing is lost
 
 
 @with_feedback
-@world_sizes
-def test_applied_and_residual_sum_to_the_gradients(case: Case, world_size: int) -> None:
-    ranks = simulation(case, world_size)
-    applied = total = torch.zeros(LAYOUT.numel, dtype=torch.float64)
-    bound = 0.0
-    for step in range(STEPS):
-        grads = gradients(world_size, step)
-        held = [ranks.memory(rank) for rank in range(world_size)]
-        # What is encoded is gradient and residual together; errors of the steps add up.
-        corrected = [grad + before for grad, before in zip(grads, held, strict=True)]
-        bound += rounding(case.scheme, corrected)
-        applied = applied + ranks.step(grads)[0]
-        total = total + mean_of(grads)
-    residual = mean_of([ranks.memory(rank) for rank in range(world_size)])
-    assert_close(applied + residual, total, rtol=0, atol=bound)
-
-
-@with_feedback
-def test_nothing_is_lost_when_buckets_change(case: Case) -> None:
+def test_applied_and_residual_sum_to_the_gradients_in_any_buckets(case: Case) -> None:
     ranks, applied = simulation(case, 3), torch.zeros(LAYOUT.numel, dtype=torch.float64)
     total, bound = torch.zeros_like(applied), 0.0
     for step in range(6):
@@ -126,7 +142,7 @@ def test_nothing_is_lost_when_buckets_change(case: Case) -> None:
 
 
 @over(MEMORYLESS)
-@world_sizes
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
     grads = gradients(world_size, 0)
     buckets = [
@@ -153,53 +169,15 @@ def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
     assert_close(mean_of(sent), expected, rtol=0, atol=rounding(scheme, grads))
 
 
-# ---- flags
-
-
-@every_case
-def test_rounds_is_the_most_collectives_of_a_bucket(case: Case) -> None:
-    ranks, most = simulation(case, 4), 0
-    for step in range(STEPS):
-        ranks.step(gradients(4, step))
-        most = max(most, len(ranks.requests))
-        ranks.requests.clear()
-    if case.variant == "per_parameter":  # may share messages
-        assert most <= case.scheme.traits.rounds
-    else:
-        assert most == case.scheme.traits.rounds
-
-
-@every_case
-def test_stateful_schemes_and_no_others_remember(case: Case) -> None:
-    ranks = simulation(case, 2)
-    for step in range(STEPS):
-        ranks.step(gradients(2, step))
-    assert [bool(memory) for memory in memory_of(ranks)] == [bool(slots_of(case.scheme))] * 2
-
-
-@named(UNBIASED)
-def test_schemes_that_are_not_biased_average_out(name: str) -> None:
-    """A deterministic one is exact up to rounding, a random one within four standard errors."""
-    scheme = make(name, error_feedback=False)
-    draws, grads = 64, gradients(2, 0)
-    ranks = Simulation(scheme, {"p": (LAYOUT.numel,)}, world_size=2)
-    means = torch.stack([ranks.step(grads)[0].double() for _ in range(draws)])
-    error = (means.mean(0) - mean_of(grads)).norm()
-    spread = means.std(0).norm() / math.sqrt(draws)
-    # Rounding is per entry, so its norm grows with sqrt(numel); casts round an entry of at most 5,
-    # not the norm, so the bound is far from tight for them.
-    assert error <= 4 * spread + rounding(scheme, grads) * math.sqrt(LAYOUT.numel)
-
-
 @named(LINEAR)
 def test_linear_schemes_compress_the_mean(name: str) -> None:
     """Over n ranks the same comes out as for the mean gradient on one rank."""
     scheme = make(name, error_feedback=False)
     grads = [normal(LAYOUT.numel, 3, rank, dtype=torch.float64) for rank in range(4)]
     shapes = dict(zip(LAYOUT.names, LAYOUT.shapes, strict=True))
-    one, four = (Simulation(scheme, shapes, world_size=n, seed=5) for n in (1, 4))
+    single, four = (Simulation(scheme, shapes, world_size=n, seed=5) for n in (1, 4))
     for _ in range(3):
-        alone = one.step([mean_of(grads)])[0]
+        alone = single.step([mean_of(grads)])[0]
         together = four.step(grads)[0]
         # The warm start carries rounding to the next step, amplified by at most the ratio of the
         # singular values (about 10 here) a step: a hundred-fold after two.
@@ -207,17 +185,6 @@ def test_linear_schemes_compress_the_mean(name: str) -> None:
 
 
 # ---- what is exact
-
-
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
-def test_zero_arrives_as_zero(case: Case, dtype: torch.dtype) -> None:
-    if case.name == "signsgd":
-        pytest.skip("a sign is never zero: its page says so")
-    ranks = simulation(case, 3)
-    for _ in range(STEPS):
-        means = ranks.step([torch.zeros(LAYOUT.numel, dtype=dtype)] * 3)
-        assert all(torch.equal(mean, torch.zeros_like(mean)) for mean in means)
 
 
 @pytest.mark.parametrize("name", ["none", "allreduce"])
@@ -240,26 +207,6 @@ def test_casts_recover_what_the_type_holds(name: str) -> None:
     assert torch.equal(mean.double(), mean_of(grads))
 
 
-@pytest.mark.parametrize("rank", [1, 2, 4])
-def test_powersgd_recovers_gradients_of_its_rank(rank: int) -> None:
-    # All ranks' column spaces agree, so the mean has the rank too.
-    left = normal(30 * rank, 1, dtype=torch.float64).view(30, rank)
-    rights = [normal(rank * 40, 2, i, dtype=torch.float64).view(rank, 40) for i in range(3)]
-    grads = [(left @ right).flatten() for right in rights]
-    ranks = Simulation("powersgd", {"w": (30, 40)}, world_size=3, rank=rank)
-    # Rounding, times the condition of the factor (below 100 for these draws).
-    bound = 100 * rounding(commhooks.schemes.PowerSGD(rank), grads, torch.float64)
-    assert_close(ranks.step(grads)[0], mean_of(grads), rtol=0, atol=bound)
-
-
-def test_batched_powersgd_recovers_a_square_of_its_rank() -> None:
-    left, right = normal(30, 1, dtype=torch.float64), normal(30, 2, dtype=torch.float64)
-    grad = torch.outer(left, right).flatten()
-    ranks = Simulation("batched_powersgd", {"a": (450,), "b": (450,)}, world_size=2)
-    bound = 100 * rounding(commhooks.schemes.BatchedPowerSGD(1), [grad], torch.float64)
-    assert_close(ranks.step([grad, grad])[0], grad, rtol=0, atol=bound)
-
-
 @pytest.mark.parametrize("scheme", [MinMax(), MinMaxPerChannel()])
 def test_quantization_recovers_its_levels(scheme: Scheme) -> None:
     levels = torch.arange(-127.0, 129.0)
@@ -270,38 +217,6 @@ def test_quantization_recovers_its_levels(scheme: Scheme) -> None:
 
 
 # ---- sizes, dtypes, aliasing
-
-
-@agreeing
-@pytest.mark.parametrize("numel", [0, 1, 2, 31, 33, 257])
-def test_any_size_and_shape_travels(case: Case, numel: int) -> None:
-    for shape in [(numel,), (numel, 1), (1, numel, 1, 2)]:
-        layout = Layout(["p"], [shape])
-        ranks = simulation(case, 3, layout)
-        for step in range(STEPS):
-            grads = gradients(3, step, layout)
-            before = [grad.clone() for grad in grads]
-            means = ranks.step(grads)
-            assert all(torch.equal(mean, means[0]) for mean in means)
-            assert means[0].shape == (layout.numel,)
-            assert means[0].isfinite().all()
-            assert all(torch.equal(grad, kept) for grad, kept in zip(grads, before, strict=True))
-
-
-@every_case
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_keep_their_dtype(case: Case, dtype: torch.dtype) -> None:
-    engines = simulation(case, 3).engines
-    for step in range(STEPS):
-        buffers = [grad.to(dtype) for grad in gradients(3, step)]
-        for engine in engines:
-            engine.begin_bucket(0, is_last=True)
-        pairs = zip(engines, buffers, strict=True)
-        means = simulate([engine.exchange(grad, lambda: LAYOUT) for engine, grad in pairs])
-        assert [mean.dtype for mean in means] == [dtype] * 3
-        assert all(mean.isfinite().all() for mean in means)
-        if make(case.name).traits.averages and make(case.name).traits.agrees:
-            assert all(torch.equal(mean, means[0]) for mean in means)
 
 
 @averaging
@@ -338,40 +253,6 @@ def test_gradients_and_means_may_be_overwritten_after_the_step(case: Case) -> No
 
 
 # ---- steps that are not finite
-
-
-BAD = {
-    "first": (0, math.inf),
-    "matrix": (LAYOUT.offsets[1] + 77, math.nan),
-    "vector": (LAYOUT.offsets[2] + 3, -math.inf),
-    "scalar": (LAYOUT.offsets[6], math.nan),
-    "last": (LAYOUT.numel - 1, math.inf),
-}
-
-
-@agreeing
-@pytest.mark.parametrize("where", BAD)
-def test_a_bad_step_arrives_everywhere_and_changes_no_memory(case: Case, where: str) -> None:
-    ranks, clean = simulation(case, 3), simulation(case, 3)
-    for step in range(START_STEP + 1):
-        ranks.step(gradients(3, step))
-        clean.step(gradients(3, step))
-    before = memory_of(ranks)
-    bad = gradients(3, 100)
-    position, value = BAD[where]
-    bad[1][position] = value
-    for mean in ranks.step(bad):
-        assert not mean[position].isfinite()
-    for kept, now in zip(before, memory_of(ranks), strict=True):
-        assert kept.keys() == now.keys()
-        assert all(torch.equal(value, now[place]) for place, value in kept.items())
-    for engine in clean.engines:
-        engine.step += 1  # a bad step counts; draws are keyed by the count
-    for step in (8, 9):
-        for mean, expected in zip(
-            ranks.step(gradients(3, step)), clean.step(gradients(3, step)), strict=True
-        ):
-            assert torch.equal(mean, expected)
 
 
 @every_case
@@ -420,45 +301,31 @@ def test_a_bad_first_step_leaves_no_trace(case: Case) -> None:
 
 
 @every_case
-def test_runs_are_deterministic(case: Case) -> None:
-    first, second = simulation(case, 3), simulation(case, 3)
+def test_a_resumed_run_continues_in_other_buckets(case: Case) -> None:
+    ranks, resumed = simulation(case, 3), simulation(case, 3)
     for step in range(STEPS):
-        pairs = zip(run_split(first, step), run_split(second, step), strict=True)
-        assert all(torch.equal(left, right) for left, right in pairs)
-    assert_same_memory(first, second)
-
-
-# As it was; into other buckets, apart, together, or anew.
-CHANGES = ((1, 2), (0, 0), (0, 1), (2, 0))
-
-
-@pytest.mark.parametrize(
-    ("case", "before", "after"),
-    [
-        pytest.param(case, *change, marks=() if is_there else pytest.mark.slow)
-        for number, case in enumerate(CASES)
-        for change in CHANGES
-        for is_there in [case.at_every_run and change in (CHANGES[0], CHANGES[1 + number % 3])]
-    ],
-    ids=str,
-)
-def test_saving_loading_and_continuing_equals_not_stopping(
-    case: Case, before: int, after: int
-) -> None:
-    ranks = simulation(case, 3)
-    for step in range(STEPS):
-        run_split(ranks, step, before)
-    resumed = simulation(case, 3)
+        run_split(ranks, step, 1)
     for old, new in zip(ranks.engines, resumed.engines, strict=True):
         saved: dict[str, dict[str, Tensor]] = {}
         for key, name, value in old.memory.items():
             saved.setdefault(key, {})[name] = value.clone()
         new.memory.load(saved)
         new.step = old.step
-    for step in range(STEPS, STEPS + 3):
-        pairs = zip(run_split(ranks, step, after), run_split(resumed, step, after), strict=True)
+    for step in range(STEPS, STEPS + 2):
+        pairs = zip(run_split(ranks, step, 2), run_split(resumed, step, 2), strict=True)
         assert all(torch.equal(left, right) for left, right in pairs)
     assert_same_memory(ranks, resumed)
+
+
+@pytest.mark.parametrize("name", ["int8", "qsgd", "terngrad", "random_k", "eden"])
+def test_equal_seeds_draw_alike_and_others_do_not(name: str) -> None:
+    scheme, grads = make(name, error_feedback=False), gradients(2, 0)
+    first, again, other = (
+        Simulation(scheme, {"p": (LAYOUT.numel,)}, world_size=2, seed=seed).step(grads)[0]
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
 
 
 @every_case
@@ -471,7 +338,7 @@ def test_a_coalesced_step_equals_one_bucket(case: Case) -> None:
         exchanges, buffers = [], []
         for engine, grad in zip(parts.engines, grads, strict=True):
             coalescer = Coalescer()
-            pieces = [piece.clone() for piece in grad.split([one.numel for one in buckets])]
+            pieces = [piece.clone() for piece in grad.split([bucket.numel for bucket in buckets])]
             for index, (piece, layout) in enumerate(zip(pieces, buckets, strict=True)):
                 coalescer.hold(index, piece, lambda layout=layout: layout)
             (group,) = coalescer.groups()
@@ -481,100 +348,3 @@ def test_a_coalesced_step_equals_one_bucket(case: Case) -> None:
         simulate(exchanges)
         for pieces, mean in zip(buffers, expected, strict=True):
             assert torch.equal(torch.cat(pieces), mean)
-
-
-# ---- feedback is needed, and enough
-
-
-@dataclass(frozen=True)
-class TopOne(Codec):
-    """Keeps the largest entry; not registered, the theorem below is about it."""
-
-    traits = Traits(error=Biased())
-
-    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
-        index = grad.abs().argmax().view(1)
-        return {"value": grad[index], "index": index}
-
-    def decode(self, payload: dict[str, Tensor], like: Tensor, bucket: Bucket) -> Tensor:
-        return torch.zeros_like(like).index_copy_(0, payload["index"], payload["value"])
-
-
-def descend(scheme: Scheme, steps: int, rate: float) -> Tensor:
-    """Three nodes with f_i = <a_i, x>^2 + |x|^2 / 4, a = (-3, 2, 2) rotated, from x = 1."""
-    nodes = torch.tensor([[-3.0, 2, 2], [2, -3, 2], [2, 2, -3]], dtype=torch.float64)
-    ranks = Simulation(scheme, {"x": (3,)}, world_size=3)
-    x = torch.ones(3, dtype=torch.float64)
-    for _ in range(steps):
-        x = x - rate * ranks.step([2 * (a @ x) * a + x / 2 for a in nodes])[0]
-    return x
-
-
-def test_top_one_without_feedback_grows_by_the_factor_of_theory() -> None:
-    # At x = c (1, 1, 1): <a, x> = c, the gradient 2 c a + c / 2 has its largest entry, -5.5 c,
-    # where a is -3. The mean is -5.5 c / 3 everywhere: x grows by 1 + 11 eta / 6.
-    x = descend(TopOne(), 50, 0.01)
-    growth = (1 + 11 * 0.01 / 6) ** 50
-    assert_close(x, torch.full_like(x, growth), rtol=1e-12, atol=0)
-
-
-def test_top_one_with_feedback_converges_there() -> None:
-    assert descend(ErrorFeedback(TopOne()), 1000, 0.01).norm() < 1e-4
-
-
-@named(UNLIKE)
-def test_biased_schemes_reach_the_optimum_of_unlike_shards_only_with_feedback(name: str) -> None:
-    """f_i = |x - t_i|^2 / 2: gradients do not vanish at the optimum, nor does what is dropped."""
-    bare = make(name, error_feedback=False)
-    n = 192 if isinstance(bare, Blockwise) else 64  # fewer would travel in 16 bits
-    targets = [normal(n, 9, rank, dtype=torch.float64) for rank in range(3)]
-    distances = []
-    for scheme in (bare, ErrorFeedback(bare)):
-        ranks = Simulation(scheme, {"x": (n,)}, world_size=3)
-        x = torch.zeros(n, dtype=torch.float64)
-        for _ in range(800):
-            x = x - 0.01 * ranks.step([x - target for target in targets])[0]
-        distances.append(float((x - mean_of(targets)).norm()))
-    # With feedback x stays within rate * residual of the uncompressed path (EF identity); without,
-    # it stops as soon as the rounded gradients cancel, about a level away; a rotation that is drawn
-    # anew each step averages part of that out.
-    assert distances[1] < 0.2 * distances[0]
-
-
-# ---- engines as such
-
-
-def test_an_abandoned_step_that_finishes_late_does_not_end_the_next_one() -> None:
-    engine = Engine(ErrorFeedback(TopOne()), rank=0, world_size=1)
-    layouts = [Layout([name], [(4,)]) for name in "ab"]
-
-    def start(index: int, *, is_last: bool) -> object:
-        engine.begin_bucket(index, is_last=is_last)
-        exchange = engine.exchange(normal(4, index), lambda: layouts[index])
-        return exchange, next(exchange)
-
-    late, request = start(0, is_last=False)  # backward raises here
-    first, first_request = start(0, is_last=False)
-    with pytest.raises(StopIteration):
-        late.send(request.combine([request])[0])
-    last, last_request = start(1, is_last=True)
-    with pytest.raises(StopIteration):
-        last.send(last_request.combine([last_request])[0])
-    assert engine.step == 0, "bucket 0 is still under way"
-    with pytest.raises(StopIteration):
-        first.send(first_request.combine([first_request])[0])
-    assert (engine.step, engine.under_way) == (1, False)
-    assert engine.memory.get("residual", "a") is not None
-
-
-@pytest.mark.parametrize("kind", ["complex", "sparse"])
-def test_a_bad_uncompressed_bucket_counts_too(kind: str) -> None:
-    engine = Engine(ErrorFeedback(TopOne()), rank=0, world_size=1)
-    bad = torch.full((3,), math.inf)
-    other = torch.complex(bad, bad) if kind == "complex" else bad.to_sparse()
-    for index in range(2):
-        engine.begin_bucket(index, is_last=index == 1)
-    simulate([engine.exchange(normal(4, 1), lambda: Layout(["a"], [(4,)]))])
-    simulate([engine.exchange(other, lambda: Layout(["b"], [(3,)]))])
-    assert engine.skipped == 1
-    assert not engine.memory.get("residual", "a").any()

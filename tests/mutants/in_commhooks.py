@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant, planted
 UNIT = "tests/unit"
 LAWS = "tests/contract/test_conformance.py::test_registered_schemes_obey_every_law"
 FEEDBACK = f"{UNIT}/test_references_feedback.py"
-LOW_RANK = f"{UNIT}/test_references_low_rank.py"
+LOW_RANK = f"{UNIT}/test_low_rank_schemes.py"
 POLICIES = f"{UNIT}/test_references_policies.py"
 WRAPPERS = f"{UNIT}/test_wrappers.py"
 MEMORY = f"{UNIT}/test_memory.py"
@@ -281,7 +281,8 @@ MUTANTS: list[Mutant] = [
             "the second rounding's loss is one rank's share",
             "unsent[begin:end].add_(error, alpha=float(weight))",
             "unsent[begin:end].add_(error)",
-            "tests/contract/test_laws.py::test_applied_and_residual_sum_to_the_gradients",
+            "tests/contract/test_laws.py"
+            "::test_applied_and_residual_sum_to_the_gradients_in_any_buckets",
         ),
     ),
     *planted(
@@ -364,7 +365,7 @@ MUTANTS: list[Mutant] = [
             "request.sent = narrow.tensor.to(tensor.dtype).mul_(scale)",
             "request.sent = narrow.tensor.to(tensor.dtype)",
             "tests/contract/test_laws.py"
-            "::test_applied_and_residual_sum_to_the_gradients[2-powersgd-fp16_feedback]",
+            "::test_applied_and_residual_sum_to_the_gradients_in_any_buckets[powersgd-fp16_feedback]",
         ),
     ),
     *planted(
@@ -460,7 +461,7 @@ MUTANTS: list[Mutant] = [
             "a step is over before its last bucket",
             "if not step.closed or step.finished < len(step.launched):",
             "if not step.closed:",
-            "tests/contract/test_laws.py"
+            f"{UNIT}/test_engine.py"
             "::test_an_abandoned_step_that_finishes_late_does_not_end_the_next_one",
         ),
     ),

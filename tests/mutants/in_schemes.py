@@ -7,7 +7,7 @@ from tests.mutants.mutant import Mutant, planted
 UNIT = "tests/unit"
 LAWS = "tests/contract/test_conformance.py::test_registered_schemes_obey_every_law"
 FEEDBACK = f"{UNIT}/test_references_feedback.py"
-LOW_RANK = f"{UNIT}/test_references_low_rank.py"
+LOW_RANK = f"{UNIT}/test_low_rank_schemes.py"
 POLICIES = f"{UNIT}/test_references_policies.py"
 MOMENTUM = f"{UNIT}/test_momentum_schemes.py"
 EDEN = f"{UNIT}/test_eden.py"

@@ -1,14 +1,16 @@
-"""Gradients that schemes do not see, and steps that are not committed."""
+"""Engines: gradients that schemes do not see, and when a step is over and committed."""
 
 from __future__ import annotations
+
+import math
 
 import pytest
 import torch
 
-from commhooks import PerParameter, Rule, Schedule, Scheme
+from commhooks import ErrorFeedback, PerParameter, Rule, Schedule, Scheme
 from commhooks.core import Bucket, Layout, SchemeExchange, Slot
 from commhooks.hook._engine import Engine
-from commhooks.schemes import Dense, Noop
+from commhooks.schemes import Dense, Noop, TopK
 from commhooks.wrappers import PeriodicDense
 from ddp_core import simulate
 
@@ -87,3 +89,39 @@ def test_a_step_with_a_bucket_that_failed_commits_nothing() -> None:
         with pytest.raises(Breaks if failing else StopIteration):
             other.throw(Breaks()) if failing else other.send(torch.ones(4))
         assert counted(engine) == ([2.0, 2.0] if engine.step == 3 else [1.0, 1.0])
+
+
+def test_an_abandoned_step_that_finishes_late_does_not_end_the_next_one() -> None:
+    engine = Engine(ErrorFeedback(TopK(0.25)), rank=0, world_size=1)
+    layouts = [Layout([name], [(400,)]) for name in "ab"]
+
+    def start(index: int, *, is_last: bool) -> object:
+        engine.begin_bucket(index, is_last=is_last)
+        exchange = engine.exchange(torch.arange(400.0), lambda: layouts[index])
+        return exchange, next(exchange)
+
+    late, request = start(0, is_last=False)  # backward raises here
+    first, first_request = start(0, is_last=False)
+    with pytest.raises(StopIteration):
+        late.send(request.combine([request])[0])
+    last, last_request = start(1, is_last=True)
+    with pytest.raises(StopIteration):
+        last.send(last_request.combine([last_request])[0])
+    assert engine.step == 0, "bucket 0 is still under way"
+    with pytest.raises(StopIteration):
+        first.send(first_request.combine([first_request])[0])
+    assert (engine.step, engine.under_way) == (1, False)
+    assert engine.memory.get("residual", "a") is not None
+
+
+@pytest.mark.parametrize("kind", ["complex", "sparse"])
+def test_a_bad_uncompressed_bucket_counts_too(kind: str) -> None:
+    engine = Engine(ErrorFeedback(TopK(0.25)), rank=0, world_size=1)
+    bad = torch.full((3,), math.inf)
+    other = torch.complex(bad, bad) if kind == "complex" else bad.to_sparse()
+    for index in range(2):
+        engine.begin_bucket(index, is_last=index == 1)
+    simulate([engine.exchange(torch.arange(4.0), lambda: Layout(["a"], [(4,)]))])
+    simulate([engine.exchange(other, lambda: Layout(["b"], [(3,)]))])
+    assert engine.skipped == 1
+    assert not engine.memory.get("residual", "a").any()
