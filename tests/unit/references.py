@@ -6,7 +6,7 @@ Nothing here is taken from the package but the draws of random signs, which have
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
 import torch
@@ -45,8 +45,8 @@ def largest(c: Tensor, k: int) -> Tensor:
     return torch.zeros_like(c).index_copy_(0, places, c[places])
 
 
-def by_blocks(one: Callable[[Tensor], Tensor], c: Tensor, block: int) -> Tensor:
-    return torch.cat([one(part) for part in c.split(block)]) if c.numel() else c
+def by_blocks(lossy: Callable[[Tensor], Tensor], c: Tensor, block: int) -> Tensor:
+    return torch.cat([lossy(part) for part in c.split(block)]) if c.numel() else c
 
 
 def signed(c: Tensor, block: int) -> Tensor:
@@ -57,11 +57,11 @@ def signed(c: Tensor, block: int) -> Tensor:
 def levels(c: Tensor, top: int, block: int) -> Tensor:
     """The nearest of 2 top + 1 levels up to the block's largest magnitude."""
 
-    def one(b: Tensor) -> Tensor:
+    def nearest(b: Tensor) -> Tensor:
         unit = b.abs().max() / top
         return (b / unit).round() * unit if unit else b
 
-    return by_blocks(one, c, block)
+    return by_blocks(nearest, c, block)
 
 
 def rotated_levels(c: Tensor, top: int, block: int, flips: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def flips_of(layout: Layout, shard: int, step: int, numel: int, purpose: str = "
 def gathered(lossy: Lossy, cs: Sequence[Tensor], step: int = 0) -> tuple[Tensor, list[Tensor]]:
     """Everyone's payload goes to all."""
     sent = [lossy(c, 0, step) for c in cs]
-    return mean(sent), [c - one for c, one in zip(cs, sent, strict=True)]
+    return mean(sent), [c - share for c, share in zip(cs, sent, strict=True)]
 
 
 def in_two_phases(
@@ -122,8 +122,8 @@ def in_two_phases(
             sent = [lossy(c[part], shard, step) for c in cs]
             average = mean(sent)
             out[part] = lossy(average, shard, step)
-            for rest, one in zip(unsent, sent, strict=True):
-                rest[part] -= one
+            for rest, share in zip(unsent, sent, strict=True):
+                rest[part] -= share
             unsent[shard][part] += ranks * (average - out[part])
     return out, unsent
 
@@ -148,8 +148,16 @@ def mostly_close(got: Tensor, expected: Tensor) -> None:
 
 def all_equal(means: Sequence[Tensor]) -> Tensor:
     """What every rank got."""
-    assert all(torch.equal(one, means[0]) for one in means)
+    assert all(torch.equal(arrived, means[0]) for arrived in means)
     return means[0]
+
+
+def lost(ranks: Simulation, steps: Iterable[Sequence[Tensor]]) -> float:
+    """The largest part of the gradients of these steps that is neither applied nor held."""
+    missing: Tensor | float = 0.0
+    for grads in steps:
+        missing = missing + mean(grads) - ranks.step(list(grads))[0].double()
+    return float((missing - mean([ranks.memory(rank) for rank, _ in enumerate(grads)])).abs().max())
 
 
 def put(ranks: Simulation, key: str, values: dict[str, Tensor]) -> None:

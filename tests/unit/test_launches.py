@@ -20,6 +20,8 @@ MOST = {
     "onebit": (6, 7),
     "topk": (5, 6),
     "random_k": (7, 6),
+    "random_block": (16, 20),
+    "dgc": (22, 30),
     "signsgd": (6, 6),
     "powersgd": (11, 9),
     "acpsgd": (8, 7),
@@ -77,3 +79,12 @@ def test_eden_rotates_and_packs_all_shards_together() -> None:
     few, many = (counts_of(commhooks.make("eden"), SHAPES, world_size=n) for n in (2, 16))
     assert few.kernels == many.kernels
     assert few.operations == many.operations
+
+
+def test_top_k_takes_two_launches_and_a_sum_of_payloads_one() -> None:
+    counts = counts_of(commhooks.make("topk"), SHAPES, world_size=64)
+    assert {name: counts.kernels[name] for name in ("sample", "select", "scatter_sum")} == {
+        "sample": 1,
+        "select": 1,
+        "scatter_sum": 1,
+    }

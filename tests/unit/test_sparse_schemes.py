@@ -10,7 +10,6 @@ import torch
 from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.research.baselines import AlignedTopK, RandomBlock
 from commhooks.schemes import RandomK, TopK
-from commhooks.wrappers import Cast
 
 N = 2**18
 
@@ -27,10 +26,10 @@ def missing(scheme: Scheme, x: torch.Tensor, steps: int = 1) -> float:
 
 
 @pytest.mark.parametrize(("ratio", "error"), [(0.1, 0.561), (0.01, 0.915)])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_topk_leaves_out_what_theory_says(ratio: float, error: float, sampled: bool) -> None:
-    near = 0.15 if sampled else 0.01  # fewer are sent
-    assert math.isclose(missing(TopK(ratio, sampled), normal(0)), error, rel_tol=near)
+def test_a_sampled_threshold_leaves_out_little_more_than_theory_says(
+    ratio: float, error: float
+) -> None:
+    assert math.isclose(missing(TopK(ratio, sampled=True), normal(0)), error, rel_tol=0.15)
 
 
 @pytest.mark.parametrize("scheme", [RandomK(0.05), RandomBlock(0.05)])
@@ -79,16 +78,6 @@ def test_ratio_is_checked(kind: type[TopK], ratio: float) -> None:
         kind(ratio)
 
 
-@pytest.mark.parametrize("scheme", [RandomK(0.5), RandomBlock(0.5)])
-def test_feedback_gets_what_a_cast_rounds_away(scheme: Scheme) -> None:
-    # On one rank nothing else is rounded.
-    ranks = Simulation(ErrorFeedback(Cast(scheme, torch.bfloat16)), {"p": (500,)}, world_size=1)
-    grads = [normal(step, 500) for step in range(4)]
-    applied = sum(ranks.step([grad])[0].double() for grad in grads)
-    total = sum(grad.double() for grad in grads)
-    torch.testing.assert_close(applied + ranks.memory(0), total, rtol=0, atol=1e-5)
-
-
 # ---- top-k in two phases
 
 
@@ -98,18 +87,6 @@ def test_topk_in_two_phases_sends_as_much_on_any_number_of_ranks() -> None:
         mean = ranks.step([normal(rank) for rank in range(world_size)])[0]
         assert sum(ranks.wire_bytes) <= 2 * 8 * 0.01 * N
         assert int((mean != 0).sum()) <= 0.01 * N
-
-
-def test_topk_in_two_phases_loses_nothing() -> None:
-    scheme = ErrorFeedback(TopK(0.05, pattern="two_phase"))
-    ranks = Simulation(scheme, {"p": (1000,)}, world_size=4)
-    applied = total = torch.zeros(1000)
-    for step in range(20):
-        grads = [normal(10 * step + rank, 1000) for rank in range(4)]
-        applied = applied + ranks.step(grads)[0]
-        total = total + torch.stack(grads).mean(0)
-    kept = torch.stack([ranks.memory(rank) for rank in range(4)]).mean(0)
-    torch.testing.assert_close(applied + kept, total, rtol=0, atol=1e-4)
 
 
 # ---- aligned top-k
@@ -142,18 +119,6 @@ def test_aligned_rows_cost_the_same_on_any_number_of_ranks() -> None:
         ranks = Simulation(AlignedTopK(0.05), {"p": (128 * 1000,)}, world_size=world_size)
         ranks.step([normal(rank, 128 * 1000) for rank in range(world_size)])
         assert ranks.requests == [("all_reduce", 4 * 4 * 1000), ("all_reduce", 4 * 128 * 50)]
-
-
-@pytest.mark.parametrize("n", [1, 31, 33, 3199])
-def test_aligned_rows_may_end_anywhere(n: int) -> None:
-    ranks = Simulation(ErrorFeedback(AlignedTopK(0.3, row=32)), {"p": (n,)}, world_size=3)
-    applied = total = torch.zeros(n)
-    for step in range(6):
-        grads = [normal(10 * step + rank, n) for rank in range(3)]
-        applied = applied + ranks.step(grads)[0]
-        total = total + torch.stack(grads).mean(0)
-    kept = torch.stack([ranks.memory(rank) for rank in range(3)]).mean(0)
-    torch.testing.assert_close(applied + kept, total, rtol=0, atol=1e-5)
 
 
 def test_settings_of_aligned_rows_are_checked() -> None:
