@@ -95,7 +95,7 @@ def ddp_models() -> Iterator[DistributedDataParallel]:
     """Yields all DistributedDataParallel modules of this process."""
     for candidate in gc.get_objects():
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
-        if not issubclass(type(candidate), DistributedDataParallel):
+        if DistributedDataParallel not in type(candidate).__mro__:
             continue
         # A module whose constructor raised, or has not ended, lacks them.
         if hasattr(candidate, "module") and knows_comm_hooks(candidate):

@@ -241,11 +241,9 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
     known.clear()
     for candidate in gc.get_objects():
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
-        if (
-            not issubclass(type(candidate), TorchDDP)
-            or candidate is owner
-            or not hasattr(candidate, "module")
-        ):
+        # ``issubclass`` would ask the abstract base class, millions of times.
+        is_wrapper = TorchDDP in type(candidate).__mro__ and hasattr(candidate, "module")
+        if not is_wrapper or candidate is owner:
             continue
         # All of them at once: this is called for each of the others with its own gradient.
         known |= {id(other): weakref.ref(candidate) for other in candidate.module.parameters()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import cycle
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from commhooks.kernels.runtime import cpu, cuda
 from commhooks.kernels.runtime.op import Op
 from tests.emulator.runner import emulated
+from tests.kernels.inputs import same
 
 # Lanes in natural order, reversed, and mixed: a missing barrier shows in some order.
 ORDERS = (0, 31, 5)
@@ -69,21 +70,21 @@ class GpuRunner(Runner):
         # One tensor that is given twice stays one. Tables of places are read by the host; that of
         # levels, which are numbers, by the kernel.
         copies = {
-            id(one): _Guarded(one, self._device)
-            for argument, one in named
-            if isinstance(one, torch.Tensor)
-            and (argument.name not in ("table", "tails") or one.is_floating_point())
+            id(value): _Guarded(value, self._device)
+            for argument, value in named
+            if isinstance(value, torch.Tensor)
+            and (argument.name not in ("table", "tails") or value.is_floating_point())
         }
-        super().__call__(op, *(copies[id(one)].copy if id(one) in copies else one for one in args))
-        written = {id(one) for argument, one in named if _is_written(argument)}
-        for argument, one in named:
-            if id(one) in copies:
-                copies[id(one)].check(f"{op.name}({argument.name})")
-                if id(one) in written:
-                    one.copy_(copies[id(one)].copy)
+        super().__call__(op, *(copies[id(a)].copy if id(a) in copies else a for a in args))
+        written = {id(value) for argument, value in named if _is_written(argument)}
+        for argument, value in named:
+            if id(value) in copies:
+                copies[id(value)].check(f"{op.name}({argument.name})")
+                if id(value) in written:
+                    value.copy_(copies[id(value)].copy)
                 else:
-                    there = copies[id(one)].copy.cpu()
-                    assert _bytes_equal(there, one), f"{op.name} writes to {argument.name}"
+                    there = copies[id(value)].copy.cpu()
+                    assert _bytes_equal(there, value), f"{op.name} writes to {argument.name}"
 
 
 def _is_written(argument: Any) -> bool:
@@ -91,7 +92,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _bytes_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    return torch.equal(*(one.contiguous().view(-1).view(torch.uint8) for one in (left, right)))
+    return torch.equal(*(x.contiguous().view(-1).view(torch.uint8) for x in (left, right)))
 
 
 class _Guarded:
@@ -145,3 +146,33 @@ def functions_of(instruction_set: str) -> Any:
         return cpu.function_of(cpu._library(), name, instruction_set)
 
     return find
+
+
+def define(op: Op, *args: Any) -> None:
+    """Runs an op's definition."""
+    op.definition(*args)
+
+
+def assert_agree(
+    kernels: dict[str, Sequence[str]],
+    outputs: Callable[..., Any],
+    *args: Any,
+    on_machines: Sequence[str] | None = None,
+    **case: Any,
+) -> None:
+    """Asserts that the kernels of all machines give what the definitions give, bit for bit.
+
+    Args:
+        kernels: those to compile for the emulator, by file.
+        outputs: called with what runs an op, and with the arguments; returns tensors in a list, or
+            by name.
+        on_machines: by default those of ``machines()``.
+    """
+    expected = outputs(define, *args, **case)
+    for machine in machines() if on_machines is None else on_machines:
+        with on(machine, kernels) as run:
+            results = outputs(run, *args, **case)
+        assert len(results) == len(expected)
+        for place in expected if isinstance(expected, dict) else range(len(expected)):
+            sizes = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in args]
+            assert same(expected[place], results[place]), (machine, place, sizes, case)

@@ -11,8 +11,8 @@ import torch
 
 from commhooks.kernels import affine, dequantize_affine, quantize_affine
 from commhooks.kernels.affine import dequantize_affine_op, quantize_affine_op
-from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
+from tests.kernels.machines import assert_agree, machines
 
 NAMES = ("affine_extents", "affine_levels", "affine_entries")
 KERNELS = {
@@ -42,24 +42,15 @@ def test_kernels_equal_the_definition():
         if n > 10_000 and dtype != torch.float32:
             continue
         for block in BLOCKS if n < 10_000 else BLOCKS[3:]:
-            x = make(n, dtype)
-            expected = outputs(lambda op, *args: op.definition(*args), x, block)
             orders = () if n >= 10_000 else (0, 5) if make is tricky else (5,)
-            for machine in machines(orders=orders):
-                with on(machine, KERNELS) as run:
-                    got = outputs(run, x, block)
-                assert all(map(same, expected, got)), (machine, make, n, dtype, block)
+            tried = machines(orders=orders)
+            assert_agree(KERNELS, outputs, make(n, dtype), block, on_machines=tried)
 
 
 def test_the_range_of_a_long_block_is_found_by_many_warps(monkeypatch):
     monkeypatch.setattr(affine, "_CHUNK", 16)  # as many chunks as a large bucket has
     for make, block in ((tricky, 2**40), (plain, 1500), (tricky, 1100)):
-        x = make(9000, torch.float32)
-        expected = outputs(lambda op, *args: op.definition(*args), x, block)
-        for machine in machines():
-            with on(machine, KERNELS) as run:
-                got = outputs(run, x, block)
-            assert all(map(same, expected, got)), (machine, make, block)
+        assert_agree(KERNELS, outputs, make(9000, torch.float32), block)
 
 
 def decoded(x: torch.Tensor, block: int) -> torch.Tensor:

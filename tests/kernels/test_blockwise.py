@@ -28,11 +28,10 @@ from tests.kernels.inputs import (
     cut,
     cut_rows,
     plain,
-    same,
     tricky,
     unaligned,
 )
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import assert_agree, machines
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 # (dtype, block) that are tried with every format.
@@ -143,19 +142,6 @@ def in_rows(
     }
 
 
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
-
-
-def agree(machines: list[str], x: Tensor, format: str, block: int, **case: bool) -> None:
-    expected = outputs(define, x, format, block, **case)
-    for machine in machines:
-        with on(machine, KERNELS) as run:
-            got = outputs(run, x, format, block, **case)
-        for name, value in expected.items():
-            assert same(value, got[name]), (machine, x.dtype, block, x.numel(), case, name)
-
-
 @pytest.mark.parametrize(
     "format",
     [pytest.param(one, marks=() if one in AT_EVERY_RUN else pytest.mark.slow) for one in FORMATS],
@@ -168,13 +154,15 @@ def test_kernels_equal_the_definition(format):
         if block >= FORMATS[format].unit:
             make = unaligned if n % 2 else tricky
             for residual, noise in itertools.islice(pairs, 2 + (dtype == torch.float32)):
-                agree(machines(), make(n, dtype), format, block, residual=residual, noise=noise)
+                x = make(n, dtype)
+                assert_agree(KERNELS, outputs, x, format, block, residual=residual, noise=noise)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4", "e4m3", "sign"])
 def test_kernels_equal_the_definition_on_large_buckets(format):
     for n in LARGE:
-        agree(machines(orders=(0,)), tricky(n), format, 256, residual=True, noise=True)
+        case = {"residual": True, "noise": True, "on_machines": machines(orders=(0,))}
+        assert_agree(KERNELS, outputs, tricky(n), format, 256, **case)
 
 
 def bits_for(format: str, stream: philox.RandomBits | None = None) -> dict[str, Any]:

@@ -12,29 +12,20 @@ import torch
 from commhooks.kernels import all_finite, use_kernels
 from commhooks.kernels.finite import finite_op
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import assert_agree, machines
 
 KERNELS = {"finite.cu": [f"finite<{t}>" for t in CPP.values()]}
 
 
-def output(run: Any, x: torch.Tensor) -> bool:
+def outputs(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
     answer = torch.zeros((), dtype=torch.bool)
     run(finite_op, x, answer)
-    return bool(answer)
-
-
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
+    return [answer]
 
 
 def test_kernels_equal_the_definition():
     for make, n, dtype in itertools.product((tricky, unaligned, plain), (*SIZES, *LARGE), DTYPES):
-        x = make(n, dtype)
-        expected = output(define, x)
-        for machine in machines(orders=(0, 5)):
-            with on(machine, KERNELS) as run:
-                got = output(run, x)
-            assert got == expected, (machine, make, n, dtype)
+        assert_agree(KERNELS, outputs, make(n, dtype), on_machines=machines(orders=(0, 5)))
 
 
 @pytest.mark.parametrize("mode", ["native", "definition"])
@@ -60,4 +51,4 @@ def test_wrong_arguments_are_named():
 
 def fuzz(run: Any, rng: random.Random) -> None:
     x = torch.randn(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) + 1)
-    output(run, (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(list(CPP)))[1:])
+    outputs(run, (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(list(CPP)))[1:])

@@ -11,40 +11,38 @@ import torch
 
 from commhooks.kernels import Segments, hadamard, philox, segments_for
 from commhooks.kernels.hadamard import BLOCKS, hadamard_op
-from tests.kernels.inputs import cut, cut_rows, plain, same, tricky
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import cut, cut_rows, plain, tricky
+from tests.kernels.machines import assert_agree, machines
 
 KERNELS = {"hadamard.cu": [f"hadamard<{block}>" for block in BLOCKS]}
 KEY = (torch.tensor(3), 2**40 + 17, 2, 4096)
 
 
-def test_kernels_equal_the_definition():
-    for machine in machines(orders=(31, 5)):
-        with on(machine, KERNELS) as run:
-            for block in BLOCKS:
-                for blocks in (0, 1, 3, 9000 // block):
-                    for inverse in (False, True):
-                        x, key = tricky(blocks * block), (*KEY, None, -1)
-                        expected, got = torch.empty(2, blocks * block)
-                        hadamard_op.definition(x, expected, block, inverse, *key)
-                        run(hadamard_op, x, got, block, inverse, *key)
-                        assert same(expected, got), (machine, block, blocks, inverse)
-                for n, parts in itertools.product((1, 2000, 9001), (lambda n: [cut(n)], cut_rows)):
-                    agree(run, block, segments_for("int8", block, parts(n), whole=True), machine)
+def outputs(
+    run: Any, x: torch.Tensor, block: int, segments: Segments | None, row: int
+) -> list[torch.Tensor]:
+    """The transform and its inverse, of blocks or of segments."""
+    slots = len(x)
+    if segments is not None:
+        slots = segments.slots * (len(segments.rows) if row < 0 else 1)
+    table = None if segments is None else segments.table
+    turned, back = torch.full((slots,), 7.0), torch.full_like(x, 7.0)
+    run(hadamard_op, x, turned, block, False, *KEY, table, row)
+    run(hadamard_op, turned, back, block, True, *KEY, table, row)
+    return [turned, back]
 
 
-def agree(run: Any, block: int, segments: Segments, machine: str) -> None:
-    for row in (-1, len(segments.rows) // 2):
-        begin, end = segments.row(row)
-        x, slots = tricky(end - begin), segments.slots * (len(segments.rows) if row < 0 else 1)
-        results = []
-        for do in (lambda op, *args: op.definition(*args), run):
-            turned, back = torch.full((slots,), 7.0), torch.full_like(x, 7.0)
-            do(hadamard_op, x, turned, block, False, *KEY, segments.table, row)
-            do(hadamard_op, turned, back, block, True, *KEY, segments.table, row)
-            results.append((turned, back))
-        for expected, got in zip(*results, strict=True):
-            assert same(expected, got), (machine, block, segments.rows, row)
+@pytest.mark.parametrize("block", BLOCKS)
+def test_kernels_equal_the_definition(block):
+    tried = machines(orders=(31, 5))
+    for blocks in (0, 1, 3, 9000 // block):
+        assert_agree(KERNELS, outputs, tricky(blocks * block), block, None, -1, on_machines=tried)
+    for n, parts in itertools.product((1, 2000, 9001), (lambda n: [cut(n)], cut_rows)):
+        segments = segments_for("int8", block, parts(n), whole=True)
+        for row in (-1, len(segments.rows) // 2):
+            begin, end = segments.row(row)
+            x = tricky(end - begin)
+            assert_agree(KERNELS, outputs, x, block, segments, row, on_machines=tried)
 
 
 def matrix(block: int) -> torch.Tensor:

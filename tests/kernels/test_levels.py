@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from commhooks.kernels import dequantize_levels, levels, quantize_levels
-from tests.kernels.inputs import plain, same, tricky
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import plain, tricky
+from tests.kernels.machines import assert_agree
 
 NAMES = ("quantize_levels", "dequantize_levels")
 KERNELS = {"levels.cu": [f"{name}<{bits}>" for name in NAMES for bits in (1, 2, 3, 4)]}
@@ -34,21 +34,13 @@ def outputs(run: Any, x: torch.Tensor, bits: int, block: int, *, left: bool) -> 
     return [payloads, written, added, *([] if rest is None else [rest])]
 
 
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_kernels_equal_the_definition(bits):
     for block in BLOCKS:
         for blocks, make in ((0, plain), (1, tricky), (5, tricky), (4, plain)):
-            x = make(blocks * block, torch.float32)
             for left in (False, True):
-                expected = outputs(define, x, bits, block, left=left)
-                for machine in machines():
-                    with on(machine, KERNELS) as run:
-                        got = outputs(run, x, bits, block, left=left)
-                    assert all(map(same, expected, got)), (machine, block, blocks, left)
+                x = make(blocks * block, torch.float32)
+                assert_agree(KERNELS, outputs, x, bits, block, left=left)
 
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])

@@ -12,7 +12,7 @@ from torch import Tensor
 from commhooks.kernels import Matrices, orthonormalize, unit_rows, use_kernels
 from commhooks.kernels.orthonormal import orthonormalize_op, unit_rows_op
 from tests.kernels.inputs import plain, same, tricky
-from tests.kernels.machines import ORDERS, machines, on
+from tests.kernels.machines import ORDERS, assert_agree, machines
 
 KERNELS = {"orthonormal.cu": ["orthonormalize", "unit_rows"]}
 # Ranks around a group of 4 rows, and sides around 32 and 1024 partial sums.
@@ -41,18 +41,9 @@ def outputs(run: Any, *, hard: bool) -> list[Tensor]:
     return results
 
 
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
-
-
 @pytest.mark.parametrize("hard", [False, True])
 def test_kernels_equal_the_definition(hard: bool) -> None:
-    expected = outputs(define, hard=hard)
-    for machine in machines(orders=ORDERS):
-        with on(machine, KERNELS) as run:
-            got = outputs(run, hard=hard)
-        for i, (one, other) in enumerate(zip(expected, got, strict=True)):
-            assert same(one, other), (machine, i)
+    assert_agree(KERNELS, outputs, hard=hard, on_machines=machines(orders=ORDERS))
 
 
 def conditioned(rows: int, rank: int, condition: float) -> Tensor:

@@ -19,8 +19,8 @@ from commhooks.kernels import (
     squared_norms,
 )
 from commhooks.kernels.parts import Parts, dequantize_parts_op, quantize_parts_op, squared_norms_op
-from tests.kernels.inputs import CPP, DTYPES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import CPP, DTYPES, plain, tricky, unaligned
+from tests.kernels.machines import assert_agree, machines
 
 KERNELS = {
     "parts.cu": [
@@ -47,24 +47,18 @@ def outputs(run: Any, x: torch.Tensor, sizes: tuple[int, ...]) -> list[torch.Ten
 def test_kernels_equal_the_definition():
     for sizes in SIZES:
         for make, dtype in ((tricky, DTYPES[0]), (unaligned, DTYPES[1]), (plain, DTYPES[2])):
-            x = make(sum(sizes), dtype)
-            expected = outputs(lambda op, *args: op.definition(*args), x, sizes)
-            for machine in machines():
-                with on(machine, KERNELS) as run:
-                    got = outputs(run, x, sizes)
-                assert all(map(same, expected, got)), (machine, make, sizes)
+            assert_agree(KERNELS, outputs, make(sum(sizes), dtype), sizes)
 
 
 def test_many_chunks_are_added_in_the_same_order():
     sizes = (2048 * 300 + 7, 2048 * 257, 3)  # more chunks than threads of a block
-    x = plain(sum(sizes))
-    expected = torch.empty(3, dtype=torch.float64)
-    squared_norms_op.definition(x, expected, Parts(sizes).table)
-    for machine in machines(orders=(5,)):
-        with on(machine, KERNELS) as run:
-            got = torch.empty_like(expected)
-            run(squared_norms_op, x, got, Parts(sizes).table)
-        assert same(expected, got), machine
+
+    def norms(run: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        out = torch.empty(3, dtype=torch.float64)
+        run(squared_norms_op, x, out, Parts(sizes).table)
+        return [out]
+
+    assert_agree(KERNELS, norms, plain(sum(sizes)), on_machines=machines(orders=(5,)))
 
 
 def test_each_part_is_quantized_as_by_itself():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 from commhooks.kernels import gather_random, philox, random_k, random_places, scatter_random
-from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import ORDERS, machines, on
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
+from tests.kernels.machines import ORDERS, assert_agree, machines, on
 
 KERNELS = {
     "random_k.cu": [
@@ -20,33 +21,28 @@ KERNELS = {
 KEY = (torch.tensor(5), 2**45 + 3, 7)
 
 
-def test_kernels_equal_the_definition():
-    for machine in machines(orders=ORDERS):
-        with on(machine, KERNELS) as run:
-            for dtype in DTYPES:
-                for n in SIZES:
-                    for k in sorted({0, 1, n // 7, n} & set(range(n + 1))):
-                        agree(run, (unaligned if n % 2 else tricky)(n, dtype), k, machine)
-            if "emulator" not in machine:
-                agree(run, tricky(LARGE[0]), LARGE[0] // 7, machine)
-
-
-def agree(run: Any, x: torch.Tensor, k: int, machine: str) -> None:
-    n = x.numel()
+def outputs(run: Any, x: torch.Tensor, k: int) -> list[torch.Tensor]:
+    n, results = x.numel(), []
     for kept, rest in ((False, False), (False, True), (True, True)):
-        expected, got = torch.empty(2, k)
-        residual = plain(n, seed=1) if kept else None
-        lefts = [torch.full((n,), 7.0) if rest else None for _ in range(2)]
-        random_k.gather_random_op.definition(x, expected, residual, lefts[0], *KEY)
-        run(random_k.gather_random_op, x, got, residual, lefts[1], *KEY)
-        assert same(expected, got), (machine, x.dtype, n, k)
-        if rest:
-            assert same(*lefts), (machine, x.dtype, n, k)
+        values, residual = torch.empty(k), plain(n, seed=1) if kept else None
+        left = torch.full((n,), 7.0)
+        run(random_k.gather_random_op, x, values, residual, left if rest else None, *KEY)
+        results += [values, left]
     for finite in (None, torch.tensor(True), torch.tensor(False)):
-        outs = torch.full((2, n), 7.0, dtype=x.dtype)
-        random_k.scatter_random_op.definition(expected, outs[0], 1 / 3, finite, *KEY)
-        run(random_k.scatter_random_op, expected, outs[1], 1 / 3, finite, *KEY)
-        assert same(*outs), (machine, x.dtype, n, k, finite)
+        out = torch.full((n,), 7.0, dtype=x.dtype)
+        run(random_k.scatter_random_op, values, out, 1 / 3, finite, *KEY)
+        results.append(out)
+    return results
+
+
+def test_kernels_equal_the_definition():
+    tried = machines(orders=ORDERS)
+    for dtype, n in itertools.product(DTYPES, SIZES):
+        for k in sorted({0, 1, n // 7, n} & set(range(n + 1))):
+            x = (unaligned if n % 2 else tricky)(n, dtype)
+            assert_agree(KERNELS, outputs, x, k, on_machines=tried)
+    large = [machine for machine in tried if "emulator" not in machine]
+    assert_agree(KERNELS, outputs, tricky(LARGE[0]), LARGE[0] // 7, on_machines=large)
 
 
 @pytest.mark.parametrize(("n", "k"), [(1000, 10), (1000, 999), (1000, 1000), (17, 3), (2**20, 999)])

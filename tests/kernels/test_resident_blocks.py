@@ -7,8 +7,8 @@ import torch
 
 from tests.emulator.runner import RESIDENT, emulated
 from tests.kernels.inputs import same, tricky
-from tests.kernels.machines import ORDERS, Runner
-from tests.kernels.test_sparse import HOSTILE, KERNELS, define, large_where_sampled, outputs
+from tests.kernels.machines import ORDERS, Runner, define
+from tests.kernels.test_sparse import HOSTILE, KERNELS, large_where_sampled, outputs
 
 # "clustered" overflows slots, so that later stages read the gradient.
 CASES = [("heavy", 120_000, 1200), ("clustered", 50_000, 900), ("zeros", 50_000, 20_000)]

@@ -19,8 +19,8 @@ from commhooks.kernels import (
     rotated,
     segments_for,
 )
-from tests.kernels.inputs import CPP, cut, cut_rows, plain, same, tricky
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import CPP, cut, cut_rows, plain, tricky
+from tests.kernels.machines import assert_agree
 
 FORMATS = {"int8": "Int8", "int4": "Int4", "int2": "Int2", "sign": "Sign"}
 # (dtype, block) that are tried with every format.
@@ -67,22 +67,12 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
     return [*results, one, alone]
 
 
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_kernels_equal_the_definition(format):
     for dtype, block in TRIED:
         for n in (0, 1, block, 3 * block - 5, 5000 // block * block, 4999):
             for full in (False, True):
-                x = tricky(n, dtype)
-                expected = outputs(define, x, format, block, full=full)
-                for machine in machines():
-                    with on(machine, KERNELS) as run:
-                        got = outputs(run, x, format, block, full=full)
-                    for one, other in zip(expected, got, strict=True):
-                        assert same(one, other), (machine, dtype, block, n, full)
+                assert_agree(KERNELS, outputs, tricky(n, dtype), format, block, full=full)
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -17,8 +17,8 @@ from commhooks.kernels import (
     quantize_shared,
 )
 from commhooks.kernels.shared import dequantize_shared_op, magnitudes_op, quantize_shared_op
-from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
+from tests.kernels.machines import assert_agree, machines
 
 NAMES = ("largest_magnitudes", "quantize_shared", "dequantize_shared")
 KERNELS = {"shared.cu": [f"{name}<{t}>" for name in NAMES for t in CPP.values()]}
@@ -45,12 +45,8 @@ def test_kernels_equal_the_definition():
         if n > 10_000 and (dtype != torch.float32 or make is not plain):
             continue
         for block, levels, key in ((256, 127, KEYS[0]), (1024, 42, KEYS[1]), (2**40, 1, KEYS[1])):
-            x = make(n, dtype)
-            expected = outputs(lambda op, *args: op.definition(*args), x, block, levels, key)
-            for machine in machines(orders=(0, 5) if n < 10_000 else ()):
-                with on(machine, KERNELS) as run:
-                    got = outputs(run, x, block, levels, key)
-                assert all(map(same, expected, got)), (machine, make, n, dtype, block)
+            x, tried = make(n, dtype), machines(orders=(0, 5) if n < 10_000 else ())
+            assert_agree(KERNELS, outputs, x, block, levels, key, on_machines=tried)
 
 
 def test_sums_of_codes_decode_to_the_sum():

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from commhooks.kernels import scatter_sum, sparse, top_k, top_k_sampled
-from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
+from tests.kernels.machines import assert_agree, machines
 
 KERNELS = {
     "sparse.cu": [
@@ -39,19 +39,6 @@ def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[
     return found | {f"{name}, sampled": tensor for name, tensor in few.items()}
 
 
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
-
-
-def agree(machines: list[str], x: Tensor, k: int, **case: bool) -> None:
-    expected = outputs(define, x, k, **case)
-    for machine in machines:
-        with on(machine, KERNELS) as run:
-            got = outputs(run, x, k, **case)
-        for name, value in expected.items():
-            assert same(value, got[name]), (machine, x.dtype, x.numel(), k, case, name)
-
-
 CASES = ({"residual": False, "left": False}, {"residual": False, "left": True})
 CASES += ({"residual": True, "left": True},)
 
@@ -59,7 +46,8 @@ CASES += ({"residual": True, "left": True},)
 def test_kernels_equal_the_definition():
     for dtype, n, case in itertools.product(DTYPES, SIZES, CASES):
         for k in sorted({0, 1, n // 100, n // 2, n} & set(range(n + 1))):
-            agree(machines(), (unaligned if n % 2 else tricky)(n, dtype), k, **case)
+            x = (unaligned if n % 2 else tricky)(n, dtype)
+            assert_agree(KERNELS, outputs, x, k, **case)
 
 
 def large_where_sampled(n: int) -> Tensor:
@@ -90,15 +78,25 @@ def test_data_on_which_a_sample_misleads(data):
     cpu = [machine for machine in machines() if not machine.startswith("emulator")]
     for n in (100_000, LARGE[0]):
         for k in (1, n // 100, n // 3):
-            x = HOSTILE[data](n)
-            agree(cpu if n > 100_000 else machines(orders=(0,)), x, k, residual=False, left=True)
+            tried = cpu if n > 100_000 else machines(orders=(0,))
+            case = {"residual": False, "left": True, "on_machines": tried}
+            assert_agree(KERNELS, outputs, HOSTILE[data](n), k, **case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_sample_of_nothing_but_the_largest(dtype):
     x = large_where_sampled(100_000).to(dtype)
     for k in (30_000, 3000):
-        agree(machines(), x, k, residual=False, left=True)
+        assert_agree(KERNELS, outputs, x, k, residual=False, left=True)
+
+
+def test_places_beyond_2_to_the_24_are_exact():
+    n = 2**24 + 9
+    x = torch.zeros(n)
+    x[-2] = 1.0
+    indices, values = torch.empty(1, dtype=torch.int32), torch.empty(1)
+    top_k(x, 1, indices, values)
+    assert indices.tolist() == [n - 2]
 
 
 def test_ties_are_taken_from_the_front():

@@ -17,7 +17,7 @@ from commhooks.kernels import (
 )
 from commhooks.kernels.low_rank import expand_op, multiply_left_op, multiply_right_op, subtract_op
 from tests.kernels.inputs import DTYPES, plain, same, tricky
-from tests.kernels.machines import machines, on
+from tests.kernels.machines import assert_agree, machines
 from tests.kernels.test_low_rank import KERNELS
 
 SPANS = [(0, 1), (5, 37), (40, 40), (64, 4000), (4001, 4099)]
@@ -55,19 +55,11 @@ def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
     return found
 
 
-def define(op: Any, *args: Any) -> None:
-    op.definition(*args)
-
-
 @pytest.mark.parametrize("full", [False, True])
 def test_kernels_equal_the_definition(full: bool) -> None:
     for dtype in DTYPES:
-        expected = outputs(define, dtype, full=full)
-        for machine in machines(orders=(0, 5)):
-            with on(machine, KERNELS) as run:
-                got = outputs(run, dtype, full=full)
-            for i, (one, other) in enumerate(zip(expected, got, strict=True)):
-                assert same(one, other), (machine, dtype, i)
+        tried = machines(orders=(0, 5))
+        assert_agree(KERNELS, outputs, dtype, full=full, on_machines=tried)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])

@@ -10,8 +10,8 @@ import torch
 
 from commhooks.kernels import count_votes, pack_votes, vote_bytes
 from commhooks.kernels.votes import count_votes_op, pack_votes_op
-from tests.kernels.inputs import CPP, DTYPES, SIZES, plain, same, tricky, unaligned
-from tests.kernels.machines import machines, on
+from tests.kernels.inputs import CPP, DTYPES, SIZES, plain, tricky, unaligned
+from tests.kernels.machines import assert_agree
 
 NAMES = ("pack_votes", "count_votes")
 KERNELS = {"votes.cu": [f"{name}<{t}>" for name in NAMES for t in CPP.values()]}
@@ -36,11 +36,7 @@ def test_kernels_equal_the_definition():
         for make, dtype in zip((tricky, unaligned, plain), DTYPES, strict=True):
             for rows, ranks in ((1, 1), (3, 2), (8, 5)):
                 x = make(n, DTYPES[number % 3] if make is plain else dtype)
-                expected = outputs(lambda op, *args: op.definition(*args), x, rows, ranks)
-                for machine in machines():
-                    with on(machine, KERNELS) as run:
-                        got = outputs(run, x, rows, ranks)
-                    assert all(map(same, expected, got)), (machine, make, n, rows, ranks)
+                assert_agree(KERNELS, outputs, x, rows, ranks)
 
 
 def test_most_ranks_decide_and_a_tie_is_positive():

@@ -223,6 +223,7 @@ def test_a_summary_is_of_the_scheme_that_runs() -> None:
 
 
 def test_a_hook_is_printed_in_a_few_words() -> None:
+    assert str(HookState("none")) == str(HookState("allreduce")) == "HookState(none, step=0)"
     assert str(HookState("int8")) == "HookState(int8, step=0)"
     assert str(HookState("dgc")) == "HookState(dgc, step=0)"
     assert str(HookState("powersgd", rank=4, start_step=9)) == (

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -41,13 +39,6 @@ def row(step: int, bucket: int, number: int, begin: float, *, last: bool) -> Rou
     )
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
 def ledger() -> Ledger:
     found = Ledger()
@@ -60,7 +51,8 @@ def ledger() -> Ledger:
     return found
 
 
-def test_a_page_tells_the_plan_of_auto(group: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_a_page_tells_the_plan_of_auto(tmp_path: Path) -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     hook = commhooks.register(ddp, "auto", candidates=["int8"])
     for _ in range(3):
@@ -85,7 +77,7 @@ def _rows_of(page: str) -> list[list[str]]:
     return [re.findall("<td[^>]*>(.*?)</td>", row) for row in body.split("</tr>")[:-1]]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_page_tells_what_was_measured_of_candidates(tmp_path: Path) -> None:
     hook: Any = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "auto")
     hook._trials._timings = _raced(("int8", 0.0245), ("none", 0.022))
@@ -103,7 +95,7 @@ def test_a_page_tells_what_was_measured_of_candidates(tmp_path: Path) -> None:
     assert [row[-1] for row in _rows_of(page)] == ["", "26.50"]
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_run_without_auto_has_tried_nothing(tmp_path: Path) -> None:
     hook = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "int8")
     assert not hook.candidates
@@ -213,7 +205,7 @@ def test_a_page_needs_no_other_file_and_escapes_what_it_is_given() -> None:
     assert len(ids) == len(set(ids))
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
     ddp = DistributedDataParallel(nn.Linear(64, 64))
     hook = commhooks.register(ddp, "int8")
@@ -233,7 +225,7 @@ def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
     assert {name.removeprefix("comm/") for name in numbers} >= {"exposed_s", "skipped_steps"}
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_the_metrics_are_the_documented_ones() -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     hook = commhooks.register(ddp, "int8", verify=1)
@@ -260,7 +252,7 @@ def _verified(found: list[Finding], rows: list[VerifiedRow]) -> commhooks.HookSt
     return hook
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) -> None:
     rows = [VerifiedRow(0, 0, f"layer{k}.$w_{k}", k / 100, 0.5, 1.0) for k in range(1, 31)]
     rows += [VerifiedRow(0, 1, "<zero>", math.inf, math.nan, 0.0)]
@@ -284,7 +276,7 @@ def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) ->
     assert numbers["verify/cosine_min"] == 0.5
 
 
-@pytest.mark.usefixtures("group")
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["int8", "demo"])
 def test_a_page_of_a_run_without_errors(name: str, tmp_path: Path) -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
