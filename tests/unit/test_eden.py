@@ -96,9 +96,3 @@ def test_bits_on_the_wire(bits: int) -> None:
     ranks = Simulation(Eden(bits), {"p": (n,)}, world_size=4)
     ranks.step([torch.randn(n) for _ in range(4)])
     assert ranks.requests[0][1] * 8 / n <= (bits + 32 / 256) * 1.01
-
-
-@pytest.mark.parametrize(("settings", "words"), [({"bits": 5}, "1 to 4"), ({"block": 64}, "128")])
-def test_settings_are_checked(settings: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Eden(**settings)

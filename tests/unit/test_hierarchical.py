@@ -75,15 +75,6 @@ def test_one_level_is_the_codec_itself() -> None:
         assert torch.equal(got[0], ranks_of(codec, 4).step(grads)[0])
 
 
-def test_wrong_settings_are_named() -> None:
-    with pytest.raises(TypeError, match=r"Hierarchical\(between=...\) is a PackedCodec"):
-        Hierarchical(INT8, make("none"))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pattern is 'two_phase'"):
-        Hierarchical(Blockwise(pattern="all_gather"), INT4)
-    with pytest.raises(ValueError, match=r"local_size=...\) is a number of ranks"):
-        Hierarchical(INT8, INT4, local_size=0)
-
-
 def test_an_averaged_error_is_kept_in_eight_bits() -> None:
     ranks = ranks_of(AveragedFeedback(Blockwise("sign", 2048), decay=0.0, reset_every=0), 2)
     applied, total = torch.zeros(N), torch.zeros(N)
@@ -106,13 +97,6 @@ def test_an_averaged_error_is_forgotten_in_time() -> None:
         ranks.step(gradients(2, step))
         held = next(v for k, _, v in ranks.engines[0].memory.items() if k == "averaged_error")
         assert bool(held.any()) == ((step + 1) % 3 != 0)
-
-
-def test_an_averaged_error_bounds_its_settings() -> None:
-    with pytest.raises(ValueError, match="0 <= decay < 1"):
-        AveragedFeedback(INT4, decay=1.0)
-    with pytest.raises(ValueError, match=r"reset_every=...\) is a number of steps"):
-        AveragedFeedback(INT4, reset_every=-1)
 
 
 def test_sixteen_bits_round_stochastically() -> None:

@@ -102,15 +102,6 @@ def test_clipped_parts_wait_in_the_residual() -> None:
     )
 
 
-def test_wrong_settings_are_named() -> None:
-    with pytest.raises(ValueError, match=r"GlobalQSGD\(block=...\) is a multiple of 256, got 100"):
-        GlobalQSGD(block=100)
-    with pytest.raises(ValueError, match=r"IntSGD\(precision=...\) is above 0"):
-        IntSGD(precision=0)
-    with pytest.raises(ValueError, match=r"IntSGD\(decay=...\): 0 <= decay < 1"):
-        IntSGD(decay=1)
-
-
 @pytest.mark.parametrize("world_size", [63, 64])
 def test_a_residual_stays_below_the_gradient_on_any_number_of_ranks(world_size: int) -> None:
     ranks = Simulation(ErrorFeedback(GlobalQSGD()), {"a": (256,)}, world_size=world_size)

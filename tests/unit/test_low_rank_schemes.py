@@ -420,13 +420,3 @@ def test_batched_begins_anew_in_another_bucket() -> None:
 def test_names_have_feedback() -> None:
     for name in ("powersgd", "acpsgd", "batched_powersgd"):
         assert isinstance(make(name), ErrorFeedback)
-
-
-@pytest.mark.parametrize("kind", [PowerSGD, BatchedPowerSGD])
-def test_settings_are_checked(kind: type[PowerSGD]) -> None:
-    for rank in (0, -1, 1.5, True, "4", None):
-        with pytest.raises(ValueError, match=r"\(rank=\.\.\.\) is a whole number"):
-            kind(rank=rank)  # type: ignore[arg-type]
-    for rate in (-1, math.nan, math.inf, True, "2"):
-        with pytest.raises(ValueError, match="min_compression_rate"):
-            PowerSGD(min_compression_rate=rate)

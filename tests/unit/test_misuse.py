@@ -36,15 +36,27 @@ from commhooks.hook._registration import group_function
 from commhooks.optim import OneBitAdam
 from commhooks.predict._advise import made_candidates
 from commhooks.report._page import Page
-from commhooks.research.baselines import QSGD, TernGrad
+from commhooks.research.baselines import (
+    QSGD,
+    AlignedTopK,
+    GlobalQSGD,
+    IntSGD,
+    RandomBlock,
+    TernGrad,
+)
 from commhooks.research.budget import allocate
 from commhooks.research.trace import replay
 from commhooks.schemes import (
+    DGC,
+    BatchedPowerSGD,
     Blockwise,
+    DeMo,
     Dense,
+    Eden,
     Hierarchical,
     OneBitMomentum,
     PowerSGD,
+    RandomK,
     SignSGD,
     TopK,
 )
@@ -143,6 +155,44 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: make("fp8", format="e3m4"), r"fp8\(format=...\) is 'e4m3' or .* got 'e3m4'"),
     (lambda: make("dgc", ratio="0.1"), r"dgc\(ratio=...\) is a finite number, got '0.1'"),
     (lambda: make("dgc", ratio=2), r"scheme 'dgc': DGC\(ratio=...\): 0 < ratio <= 1, got 2"),
+    (lambda: PowerSGD(rank=0), r"PowerSGD\(rank=...\) is a whole number"),
+    (lambda: BatchedPowerSGD(rank=-1), r"BatchedPowerSGD\(rank=...\) is a whole number"),
+    (lambda: PowerSGD(min_compression_rate=-1), r"\(min_compression_rate=...\)"),
+    (lambda: Blockwise(format="int3"), "one of int8"),
+    (lambda: Blockwise(block=100), "takes one of 32, 64"),
+    (lambda: Blockwise(pattern="ring"), "'two_phase' or 'all_gather', got 'ring'"),
+    (lambda: Blockwise("e4m3", rotate=True), "takes int8, int4, int2, sign"),
+    (lambda: Blockwise(block=2048, rotate=True), "blocks of 1024 at most"),
+    (lambda: Blockwise("sign", rounding="stochastic"), "a sign is not rounded"),
+    (lambda: Blockwise("dithered_int8"), r"is Blockwise\('int8', rounding='dither'\)"),
+    (lambda: Blockwise("int4", rounding="dither"), "takes 'int8' without rotation, got 'int4'"),
+    (lambda: Blockwise(rotate=True, rounding="dither"), "got 'int8' and rotate=True"),
+    (lambda: Eden(bits=5), "1 to 4"),
+    (lambda: Eden(block=64), "128"),
+    (lambda: GlobalQSGD(block=100), r"GlobalQSGD\(block=...\) is a multiple of 256, got 100"),
+    (lambda: IntSGD(precision=0), r"IntSGD\(precision=...\) is above 0"),
+    (lambda: IntSGD(decay=1), r"IntSGD\(decay=...\): 0 <= decay < 1"),
+    *[
+        (lambda kind=kind, ratio=ratio: kind(ratio), r"\(ratio=...\) is a share")
+        for kind in (TopK, RandomK, RandomBlock)
+        for ratio in (0, 1.5)
+    ],
+    (lambda: AlignedTopK(row=0), r"AlignedTopK\(row=...\) is a whole number"),
+    (lambda: AlignedTopK(directions=0), r"AlignedTopK\(directions=...\) is a whole number"),
+    (lambda: DGC(momentum=1.0), r"DGC\(momentum=...\)"),
+    (lambda: DGC(clip=0.0), r"DGC\(clip=...\)"),
+    (lambda: DGC(warmup_steps=-1), r"DGC\(warmup_steps=...\)"),
+    (lambda: DeMo(k=0), r"DeMo\(k=...\)"),
+    (lambda: DeMo(decay=1.0), r"DeMo\(decay=...\)"),
+    (lambda: Hierarchical(Blockwise(pattern="all_gather"), Blockwise()), "pattern is 'two_phase'"),
+    (lambda: Hierarchical(Blockwise(), Blockwise(), 0), r"local_size=...\) is a number of ranks"),
+    (lambda: AveragedFeedback(TopK(), decay=1.0), "0 <= decay < 1"),
+    (lambda: AveragedFeedback(TopK(), reset_every=-1), r"reset_every=...\) is a number of steps"),
+    (lambda: Guard(make("int8"), every=0), r"Guard\(every=...\) is a whole number"),
+    (lambda: Guard(make("int8"), max_error=0.0), r"Guard\(max_error=...\) is above 0"),
+    (lambda: Guard(make("demo")), "does not give the average of gradients"),
+    (lambda: Cast(Dense(), torch.float64), "float16 or bfloat16"),
+    (lambda: DelayedStart(Dense(), -1), "0 or more"),
     (lambda: SignSGD(scale=-1), r"SignSGD\(scale=...\) is above 0, got -1"),
     (lambda: Schedule([(0, Dense()), (2.5, make("int8"))]), r"Schedule\(step=...\) is a whole"),
     (lambda: Schedule([(0, Dense()), (True, make("int8"))]), r"Schedule\(step=...\) is a whole"),

@@ -165,25 +165,6 @@ def test_a_bucket_that_would_not_shrink_travels_as_it_is() -> None:
     assert ranks.requests == [("all_reduce", 200)]
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"format": "int3"}, "one of int8"),
-        ({"block": 100}, "takes one of 32, 64"),
-        ({"pattern": "ring"}, "'two_phase' or 'all_gather', got 'ring'"),
-        ({"format": "e4m3", "rotate": True}, "takes int8, int4, int2, sign"),
-        ({"block": 2048, "rotate": True}, "blocks of 1024 at most"),
-        ({"format": "sign", "rounding": "stochastic"}, "a sign is not rounded"),
-        ({"format": "dithered_int8"}, r"is Blockwise\('int8', rounding='dither'\)"),
-        ({"format": "int4", "rounding": "dither"}, "takes 'int8' without rotation, got 'int4'"),
-        ({"rotate": True, "rounding": "dither"}, "got 'int8' and rotate=True"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Blockwise(**settings)  # type: ignore[arg-type]
-
-
 def test_names_and_their_flags() -> None:
     assert not commhooks.make("int8", error_feedback=False).traits.biased
     assert isinstance(commhooks.make("int4"), ErrorFeedback)

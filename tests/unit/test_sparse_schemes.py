@@ -71,13 +71,6 @@ def test_what_is_not_finite_is_seen_though_it_is_not_drawn(scheme: Scheme) -> No
     assert mean.isnan().all()
 
 
-@pytest.mark.parametrize("kind", [TopK, RandomK, RandomBlock])
-@pytest.mark.parametrize("ratio", [0, 1.5, -0.1, True, "1"])
-def test_ratio_is_checked(kind: type[TopK], ratio: float) -> None:
-    with pytest.raises(ValueError, match=r"\(ratio=...\) is a (share|finite number)"):
-        kind(ratio)
-
-
 # ---- top-k in two phases
 
 
@@ -119,10 +112,3 @@ def test_aligned_rows_cost_the_same_on_any_number_of_ranks() -> None:
         ranks = Simulation(AlignedTopK(0.05), {"p": (128 * 1000,)}, world_size=world_size)
         ranks.step([normal(rank, 128 * 1000) for rank in range(world_size)])
         assert ranks.requests == [("all_reduce", 4 * 4 * 1000), ("all_reduce", 4 * 128 * 50)]
-
-
-def test_settings_of_aligned_rows_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"AlignedTopK\(row=...\) is a whole number"):
-        AlignedTopK(row=0)
-    with pytest.raises(ValueError, match=r"AlignedTopK\(directions=...\) is a whole number"):
-        AlignedTopK(directions=0)
