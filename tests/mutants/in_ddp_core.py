@@ -704,7 +704,7 @@ MUTANTS: list[Mutant] = [
             "a rank that dropped a step elsewhere goes on",
             "        if theirs != dropped:\n            return decide",
             "        if False:\n            return decide",
-            f"{UNIT}/test_abandonments.py::test_only_ranks_that_have_dropped_alike_go_on",
+            f"{UNIT}/test_roll_call.py::test_only_ranks_that_have_dropped_alike_go_on",
         ),
     ),
     *planted(

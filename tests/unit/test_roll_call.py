@@ -1,8 +1,11 @@
-"""Who came, with threads for ranks and a store in memory."""
+"""Ranks meet through a store in memory: who came, and who dropped alike; with threads for ranks."""
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -10,7 +13,9 @@ import torch.distributed as dist
 from commhooks.errors import MissingRankError
 from commhooks.hook import _handshake as _roll_call
 from commhooks.hook._handshake import clear_keys, wait_for_all_ranks
-from ddp_core import SharedStore
+from ddp_core import MismatchError, SharedStore
+from ddp_core.reducer import _failures as abandoned
+from ddp_core.reducer._failures import AbortAgreement
 
 SHORT, LONG = timedelta(seconds=0.3), timedelta(seconds=20)
 SOON = 0.0  # for questions that are answered at once
@@ -108,3 +113,40 @@ def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
 def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
     monkeypatch.setattr(_roll_call, "shared_store", lambda group: None)
     wait_for_all_ranks("register", _Group(0, 3), SHORT)
+
+
+# ---- steps that ranks have dropped, compared through a store
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "alike"),
+    [
+        ((3, 2, False), (3, 2, False), True),
+        ((3, 2, False), (3, 4, False), False),
+        ((3, 2, False), (4, 2, False), False),
+        ((3, 2, False), (3, 2, True), False),
+    ],
+)
+def test_only_ranks_that_have_dropped_alike_go_on(
+    ours: Any, theirs: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(abandoned, "group_limit", lambda group: 20.0)
+    store = SharedStore(dist.HashStore())
+
+    def rank(number: int) -> str:
+        group: Any = SimpleNamespace(rank=lambda: number, size=lambda: 2)
+        known = AbortAgreement(group, store, "0")
+        step, launched, told = theirs if number else ours
+        for _ in range(3):  # may happen again
+            known.record(step, launched, from_peer=told)
+            try:
+                known.agree()
+            except MismatchError as error:
+                return str(error)
+            step += 1
+        return ""
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(rank, range(2)))
+    assert (found == ["", ""]) is alike
+    assert found[0] == found[1]
