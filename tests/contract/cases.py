@@ -301,7 +301,7 @@ def epsilon(scheme: Scheme, dtype: torch.dtype = torch.float32) -> float:
 
 
 def rounding(scheme: Scheme, grads: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> float:
-    """How far sums over ranks may be from exact ones, per entry.
+    """Bounds the distance of sums over ranks from exact ones, per entry.
 
     A payload entry is at most the Euclidean norm of the gradient (an entry of it, or of its
     product with a unit vector). The mean over n ranks rounds each of n terms of size norm / n and

@@ -97,7 +97,7 @@ def launch_on(
 ) -> None:
     """Raises EmulatedError if the kernel did not end well."""
     pointers = (ctypes.c_void_p * len(arguments))(
-        *(ctypes.cast(ctypes.byref(one), ctypes.c_void_p) for one in arguments)
+        *(ctypes.cast(ctypes.byref(argument), ctypes.c_void_p) for argument in arguments)
     )
     grid, block = (ctypes.c_uint * 3)(*blocks, 1), (ctypes.c_uint * 3)(threads, 1, 1)
     if library.emulator_launch(name.encode(), grid, block, pointers):
@@ -135,7 +135,7 @@ def emulated(
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
         library.emulator_seed(seed)
-        values = [as_ctypes(one) for one in arguments]
+        values = [as_ctypes(argument) for argument in arguments]
         grid = (min(-(-work * 32 // threads), blocks), rows)
         launch_on(library, name, grid, threads, values)
 

@@ -31,7 +31,7 @@ def expected(kernel: str, x: torch.Tensor) -> torch.Tensor:
 
 def right(kernel: str, bug: int, order: int, flags: tuple[str, ...] = ()) -> bool:
     """Whether the kernel ran to its end and gave what it should."""
-    names = [f"{kernel}<{one}>" for one in (0, *(b for b, k in KERNEL.items() if k == kernel))]
+    names = [f"{kernel}<{block}>" for block in (0, *(b for b, k in KERNEL.items() if k == kernel))]
     library = runner.build(SOURCE, names, flags)
     library.emulator_order(order)
     n = N[kernel]

@@ -63,7 +63,7 @@ _READERS = {"i": "whole", "f": "real", "p": "place", "?": "place"}
 
 
 def missing() -> str | None:
-    """What is not installed."""
+    """Names of the programs that are not installed."""
     if shutil.which(COMPILER) is None:
         return f"{COMPILER} is not installed"
     return None if any(map(shutil.which, EMULATORS)) else "qemu-user is not installed"
@@ -90,7 +90,7 @@ class Server:
     """A process of the other machine; ``function`` takes the place of ``_cpu._function``."""
 
     def __init__(self) -> None:
-        emulator = next(one for one in EMULATORS if shutil.which(one))
+        emulator = next(program for program in EMULATORS if shutil.which(program))
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self._process = subprocess.Popen([emulator, str(build())], **pipes)  # type: ignore[call-overload]
         self._numbers = {name: number for number, name in enumerate(SIGNATURES)}
@@ -102,9 +102,9 @@ class Server:
         return lambda *arguments: self._call(name, arguments)
 
     def _call(self, name: str, arguments: tuple[Any, ...]) -> None:
-        tensors = [one for one in arguments if isinstance(one, Tensor)]
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
         # What lies in one place here does so there.
-        buffers = {one.data_ptr(): one.view(-1).view(dtype=_BYTE) for one in tensors}
+        buffers = {tensor.data_ptr(): tensor.view(-1).view(dtype=_BYTE) for tensor in tensors}
         places = list(buffers)
         message = [struct.pack("<qq", self._numbers[name], len(buffers))]
         for address, data in buffers.items():

@@ -104,7 +104,7 @@ def fuzz(on: Runner, families: Sequence[Any], rounds: int) -> None:
 
 def main(machine: str, *names: str) -> None:
     torch.manual_seed(SEED)
-    families = [one for one in FAMILIES if not names or family_name(one) in names]
+    families = [family for family in FAMILIES if not names or family_name(family) in names]
     rounds = int(os.environ.get(LESS, ROUNDS[machine]))
     if machine == "cpu":
         best = cpu.instruction_set()
@@ -118,7 +118,9 @@ def main(machine: str, *names: str) -> None:
     elif machine == "gpu":
         fuzz(GpuRunner("cuda"), families, rounds)
     else:
-        kernels = {name: found for one in families for name, found in one.KERNELS.items()}
+        kernels = {
+            name: compiled for family in families for name, compiled in family.KERNELS.items()
+        }
         with runner.emulated(kernels, flags=runner.SANITIZE):
             fuzz(Runner("cuda"), families, rounds)
 

@@ -55,7 +55,7 @@ def strided(x: Tensor) -> Tensor:
 
 
 def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
-    """What a kernel must not get in place of ``x``."""
+    """Values that a kernel must not get in place of ``x``."""
     yield from (("number", 3), ("text", "x"), ("list", [1.0]), ("numpy", numpy.ones(3)))
     yield "meta", x.to("meta")
     yield "sparse", torch.zeros(4, 4).to_sparse()
@@ -73,7 +73,7 @@ def wrong_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def odd_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
-    """What may do for ``x`` or not."""
+    """Values that may do for ``x`` or not."""
     yield from (
         ("None", None),
         ("empty", x.flatten()[:0]),
@@ -95,33 +95,40 @@ def odd_tensors(x: Tensor) -> Iterator[tuple[str, Any]]:
 
 
 def variants(name: str, kind: str, argument: str, value: Any) -> Iterator[tuple[str, Any, bool]]:
-    """What to put in an argument's place, by a word, and whether it has to be refused."""
+    """Values for an argument's place, by a word, and whether they have to be refused."""
     if isinstance(value, Tensor):
-        for words, one in wrong_tensors(value):
+        for words, wrong in wrong_tensors(value):
             fits = (name, argument) in (ANY_DEVICE if words == "meta" else ANY_TENSOR)
-            yield words, one, not (isinstance(one, Tensor) and fits)
-        for words, one in odd_tensors(value):
-            yield words, one, False
+            yield words, wrong, not (isinstance(wrong, Tensor) and fits)
+        for words, unusual in odd_tensors(value):
+            yield words, unusual, False
     elif kind == "bool":
-        yield from ((repr(one), one, True) for one in (0, 1.0, "no", None, torch.tensor(True)))
+        yield from (
+            (repr(substitute), substitute, True)
+            for substitute in (0, 1.0, "no", None, torch.tensor(True))
+        )
     elif kind == "int":
-        yield from ((repr(one), one, False) for one in (*INTEGERS, numpy.int64(7)))
-        yield from ((repr(one), one, True) for one in NO_INTEGERS)
+        yield from (
+            (repr(substitute), substitute, False) for substitute in (*INTEGERS, numpy.int64(7))
+        )
+        yield from ((repr(integer), integer, True) for integer in NO_INTEGERS)
     elif kind == "float":
         odd = (float("nan"), float("inf"), 1e300, 2**70, 10**400, numpy.float32(0.5))
-        yield from ((repr(one)[:9], one, False) for one in odd)
-        yield from ((repr(one), one, True) for one in NO_FLOATS)
+        yield from ((repr(substitute)[:9], substitute, False) for substitute in odd)
+        yield from ((repr(float), float, True) for float in NO_FLOATS)
     elif kind == "str":
-        yield from ((repr(one), one, True) for one in ("", "nope", "int8\0", 3, None))
-        yield from ((one, one, False) for one in ("mx_e4m3", "sign", "e5m2"))
+        yield from (
+            (repr(substitute), substitute, True) for substitute in ("", "nope", "int8\0", 3, None)
+        )
+        yield from ((substitute, substitute, False) for substitute in ("mx_e4m3", "sign", "e5m2"))
 
 
 def overlapping(args: list[Any], i: int, j: int) -> Tensor:
     """A tensor like argument j that begins an entry into argument i."""
-    one, other = args[i], args[j]
-    whole = torch.zeros(one.nbytes + other.nbytes + 64, dtype=torch.uint8)
-    args[i] = whole[: one.nbytes].view(one.dtype).view(one.shape).copy_(one)
-    begin = other.itemsize if one.nbytes > other.itemsize else 0
+    first, other = args[i], args[j]
+    whole = torch.zeros(first.nbytes + other.nbytes + 64, dtype=torch.uint8)
+    args[i] = whole[: first.nbytes].view(first.dtype).view(first.shape).copy_(first)
+    begin = other.itemsize if first.nbytes > other.itemsize else 0
     inside = whole[begin : begin + other.nbytes].view(other.dtype).view(other.shape)
     return inside
 
@@ -129,19 +136,23 @@ def overlapping(args: list[Any], i: int, j: int) -> Tensor:
 def attempts(name: str) -> Iterator[tuple[str, list[Any], bool]]:
     """Calls of an op with one wrong argument each."""
     declared = getattr(torch.ops.commhooks, name).default._schema.arguments
-    written = [one.alias_info is not None and one.alias_info.is_write for one in declared]
-    for i, one in enumerate(declared):
-        for words, value, refused in variants(name, str(one.type), one.name, CALLS[name]()[i]):
+    written = [
+        argument.alias_info is not None and argument.alias_info.is_write for argument in declared
+    ]
+    for i, argument in enumerate(declared):
+        for words, value, refused in variants(
+            name, str(argument.type), argument.name, CALLS[name]()[i]
+        ):
             args = list(CALLS[name]())
             args[i] = value
-            yield f"{one.name} {words}", args, refused
+            yield f"{argument.name} {words}", args, refused
         for j, other in enumerate(declared):
             args = list(CALLS[name]())
             tensors = isinstance(args[i], Tensor) and isinstance(args[j], Tensor)
             if i == j or not tensors or not written[j] or not args[i].nbytes or not args[j].nbytes:
                 continue
             args[j] = overlapping(args, i, j)
-            yield f"{other.name} in {one.name}", args, True
+            yield f"{other.name} in {argument.name}", args, True
     args = list(CALLS[name]())
     yield "too few", args[:-1], True
     yield "too many", [*args, 1], True

@@ -1,4 +1,4 @@
-"""What kernels are compared on: sizes at the edges, and numbers that break arithmetic."""
+"""Inputs on which kernels are compared: sizes at the edges, and numbers that break arithmetic."""
 
 from __future__ import annotations
 

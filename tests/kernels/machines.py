@@ -1,4 +1,4 @@
-"""Where an op's kernels can run here: this CPU's instruction sets, the CUDA emulator, a GPU."""
+"""Machines that run an op's kernels here: this CPU's instruction sets, the CUDA emulator, a GPU."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
 
 
 def functions_of(instruction_set: str) -> Any:
-    """What finds the functions of one instruction set, in place of the best one's."""
+    """A finder of the functions of one instruction set, in place of the best one's."""
 
     def find(name: str) -> Any:
         return cpu.function_of(cpu._library(), name, instruction_set)

@@ -33,15 +33,15 @@ STEP = torch.tensor(3)
 
 
 def test_signatures_are_those_of_the_sources():
-    found = {}
+    signatures = {}
     kinds = {"i64": "i", "float": "f"}
     for path in KERNELS.glob("*.cpp"):
         for name, declared in re.findall(r"EXPORT\((\w+)\)\(([^)]*)\)", path.read_text()):
-            arguments = [one.split() for one in declared.split(",")]
-            found[name] = "".join(
+            arguments = [declaration.split() for declaration in declared.split(",")]
+            signatures[name] = "".join(
                 "p" if "*" in "".join(words) else kinds[words[0]] for words in arguments
             )
-    assert found == {name: kinds.replace("?", "p") for name, kinds in SIGNATURES.items()}
+    assert signatures == {name: kinds.replace("?", "p") for name, kinds in SIGNATURES.items()}
 
 
 def test_functions_of_the_library_take_no_other_kinds():

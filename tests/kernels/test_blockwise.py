@@ -54,13 +54,13 @@ AT_EVERY_RUN = {
 KERNELS = {
     "blockwise.cu": [
         *(
-            f"quantize<{one.cpp}, {CPP[dtype]}, {block}>"
-            for one in FORMATS.values()
+            f"quantize<{form.cpp}, {CPP[dtype]}, {block}>"
+            for form in FORMATS.values()
             for dtype, block in TRIED
-            if block >= one.unit
+            if block >= form.unit
         ),
-        *(f"requantize<{one.cpp}, 256>" for one in FORMATS.values()),
-        *(f"dequantize<{one.cpp}, {cpp}>" for one in FORMATS.values() for cpp in CPP.values()),
+        *(f"requantize<{form.cpp}, 256>" for form in FORMATS.values()),
+        *(f"dequantize<{form.cpp}, {cpp}>" for form in FORMATS.values() for cpp in CPP.values()),
     ]
 }
 
@@ -79,21 +79,21 @@ def outputs(
     table = segments.table
     payload = torch.full((payload_bytes(segments, format, block),), 77, dtype=torch.uint8)
     run(blockwise.quantize_op, x, payload, format, block, table, -1, kept, left, *random, 1, 3)
-    found = {"payload": payload}
+    results = {"payload": payload}
     if left is not None:
-        found["left"] = left
+        results["left"] = left
     if n == 0:
-        return found
+        return results
     payloads = torch.stack([payload, payload.roll(len(payload) // 2), payload])
     payloads[1] = payload
     for dtype in DTYPES:
         out = torch.full((n,), 7.0).to(dtype)
         arguments = (format, block, table, -1, 1 / 3, False, *draws)
         run(blockwise.dequantize_op, payloads, out, *arguments)
-        found[f"sum, {dtype}"] = out
+        results[f"sum, {dtype}"] = out
     out = torch.full((n,), 7.0).to(x.dtype)
     run(blockwise.dequantize_op, payloads[:1], out, format, block, table, -1, -1.0, True, *draws)
-    found["accumulated"] = out
+    results["accumulated"] = out
     if block == 256:
         again = torch.full_like(payload, 77)
         rest = None if left is None else left.clone()
@@ -102,11 +102,11 @@ def outputs(
             *(payloads[:2], again, format, block, table, 0, 0.5, rest, 3.0, noise),
             *(*draws, *random),
         )
-        found["again"] = again
+        results["again"] = again
         if rest is not None:
-            found["rest"] = rest
-        return found | in_rows(run, x, format, block, kept, random, draws)
-    return found
+            results["rest"] = rest
+        return results | in_rows(run, x, format, block, kept, random, draws)
+    return results
 
 
 def in_rows(
@@ -144,7 +144,10 @@ def in_rows(
 
 @pytest.mark.parametrize(
     "format",
-    [pytest.param(one, marks=() if one in AT_EVERY_RUN else pytest.mark.slow) for one in FORMATS],
+    [
+        pytest.param(name, marks=() if name in AT_EVERY_RUN else pytest.mark.slow)
+        for name in FORMATS
+    ],
 )
 def test_kernels_equal_the_definition(format):
     pairs = itertools.cycle([(False, False), (True, True), (False, True), (True, False)])
@@ -181,13 +184,13 @@ def decoded(x: Tensor, format: str, block: int, stream: philox.RandomBits | None
 
 def nearest_values(format: str) -> Tensor:
     """All values of a format's codes, by brute force."""
-    one = FORMATS[format]
+    form = FORMATS[format]
     if format == "e2m1":
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
         return torch.cat([-magnitudes, magnitudes]).unique()
-    if one.float8 is None:
-        return torch.arange(-one.top, one.top + 1)
-    values = torch.arange(256, dtype=torch.uint8).view(one.float8).to(torch.float32)
+    if form.float8 is None:
+        return torch.arange(-form.top, form.top + 1)
+    values = torch.arange(256, dtype=torch.uint8).view(form.float8).to(torch.float32)
     return values[values.isfinite()].unique()
 
 
@@ -277,7 +280,7 @@ def test_a_dither_is_unbiased_and_has_the_variance_of_its_page():
     steps[:128:2] *= -1
     steps[255] = 126.5  # so that the scale is 1
     draws = [philox.RandomBits(7, torch.tensor(step)) for step in range(4000)]
-    errors = torch.stack([decoded(steps, "dithered_int8", 256, one) for one in draws]) - steps
+    errors = torch.stack([decoded(steps, "dithered_int8", 256, stream) for stream in draws]) - steps
     places = steps.abs()
     # From a step on, the error is uniform in a step. Smaller entries become a in (1/2, c), or zero.
     variance = errors.var(0)
@@ -327,10 +330,10 @@ def test_a_row_of_a_message_is_packed_alike_by_itself(format):
     for row in range(3):
         part, payload = slice(*segments.row(row)), torch.empty_like(rows[0])
         error, alone = torch.empty_like(x[part]), torch.empty_like(x[part])
-        one = {"segments": segments, "row": row}
-        quantize(x[part], payload, format, block, **one, unsent=error, random=random.row(row))
+        place = {"segments": segments, "row": row}
+        quantize(x[part], payload, format, block, **place, unsent=error, random=random.row(row))
         draws = bits_for(format, random.row(row))
-        dequantize(payload[None], alone, format, block, **one, **draws)
+        dequantize(payload[None], alone, format, block, **place, **draws)
         assert torch.equal(payload, rows[row])
         assert torch.equal(error, left[part])
         assert torch.equal(alone, out[part])
@@ -379,11 +382,13 @@ def test_a_segment_costs_a_block_of_padding_at_most(format, block):
     if block < FORMATS[format].unit:
         return
     granule = max(block, 256)
-    one = Payload.of(FORMATS[format], block, granule).bytes
+    unit_bytes = Payload.of(FORMATS[format], block, granule).bytes
     for n in (1, 17, 130, 255, 257, 1100, 2049):
         nbytes = payload_bytes(n, format, block)
         exact = Payload.of(FORMATS[format], block, n // granule * granule).bytes
-        assert nbytes <= exact + min(one, 2 * (n % granule)) + 32, n  # parts begin at 16 bytes
+        assert nbytes <= exact + min(unit_bytes, 2 * (n % granule)) + 32, (
+            n
+        )  # parts begin at 16 bytes
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -55,8 +55,8 @@ def test_clang_takes_every_file():
         )
         for path in SOURCES
     ]
-    errors = [one.communicate(timeout=100)[1] for one in running]
-    assert not any(one.returncode for one in running), "\n".join(errors)
+    errors = [process.communicate(timeout=100)[1] for process in running]
+    assert not any(process.returncode for process in running), "\n".join(errors)
 
 
 @needs_clang
@@ -81,12 +81,18 @@ def compare(family: Any, function: Any, rounds: int) -> None:
     class Both(Runner):
         def __call__(self, op: Op, *args: Any) -> None:
             # One tensor that is given twice stays one.
-            copies = {id(one): one.clone() for one in args if isinstance(one, torch.Tensor)}
-            super().__call__(op, *(copies.get(id(one), one) for one in args))
+            copies = {
+                id(argument): argument.clone()
+                for argument in args
+                if isinstance(argument, torch.Tensor)
+            }
+            super().__call__(op, *(copies.get(id(argument), argument) for argument in args))
             with mock.patch.object(cpu, "_function", function):
                 super().__call__(op, *args)
-            for one in args:
-                assert not isinstance(one, torch.Tensor) or same(one, copies[id(one)]), op.name
+            for argument in args:
+                assert not isinstance(argument, torch.Tensor) or same(
+                    argument, copies[id(argument)]
+                ), op.name
 
     torch.manual_seed(0)
     rng = random.Random(0)

@@ -37,13 +37,13 @@ SHARED = [
 def constants(file: str) -> dict[str, float]:
     """By name, the numbers that a source declares as constexpr; of equal names the first."""
     text = (SOURCES / file).read_text()
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for declared in re.findall(r"constexpr (?:int|i64|double) (k\w+ = [^;]*);", text):
         for name, value in re.findall(r"(k\w+) = ([^,]*)", declared):
             plain = value.replace("ull", "")
             if re.fullmatch(r"[\d.()</ ]+", plain):  # others are made of types or of constants
-                found.setdefault(name, eval(plain))
-    return found
+                numbers.setdefault(name, eval(plain))
+    return numbers
 
 
 @pytest.mark.parametrize(("file", "name", "value"), SHARED)
@@ -54,9 +54,9 @@ def test_a_number_is_that_of_the_source(file: str, name: str, value: float) -> N
 def test_the_cosines_are_the_nearest_to_the_true_ones() -> None:
     text = (SOURCES / "include/dct.h").read_text()
     table = text.partition("kTable[65] = {")[2].partition("}")[0]
-    found = [float(number) for number in re.findall(r"([\d.e-]+)f", table)]
+    cosines = [float(number) for number in re.findall(r"([\d.e-]+)f", table)]
     expected = torch.tensor([_cosine(k) for k in range(64)] + [0.0], dtype=torch.float64)
-    assert torch.equal(torch.tensor(found, dtype=torch.float32), expected.float())
+    assert torch.equal(torch.tensor(cosines, dtype=torch.float32), expected.float())
 
 
 def test_the_work_of_top_k_has_room_for_its_struct() -> None:

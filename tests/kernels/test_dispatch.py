@@ -1,4 +1,4 @@
-"""Which implementation of an op runs, and that PyTorch's compiler accepts ops."""
+"""Dispatch of ops to implementations, and PyTorch's compiler on ops."""
 
 from __future__ import annotations
 

@@ -45,15 +45,15 @@ def test_kernels_equal_the_definition(bits):
 
 @pytest.mark.parametrize("size", [1.0, 1e-30, 1e30])
 def test_the_nearest_level_is_taken_and_the_projection_is_right(size):
-    x, found = plain(4096) * size, some_levels(3)
+    x, values = plain(4096) * size, some_levels(3)
     payload, out = torch.zeros(1, levels.level_bytes(4096, 3, 1024)).byte(), torch.empty(4096)
     left = torch.empty(4096)
-    quantize_levels(x, found, payload[0], 1024, unsent=left)
-    dequantize_levels(payload, found, out, 1024)
+    quantize_levels(x, values, payload[0], 1024, unsent=left)
+    dequantize_levels(payload, values, out, 1024)
     scales = payload[0, :16].view(torch.float32)
     rows, got = (x / size).view(4, 1024).double(), (out / size).view(4, 1024).double()
     units = rows / rows.square().mean(1, keepdim=True).sqrt()
-    nearest = found[(units[..., None] - found).abs().argmin(-1)]
+    nearest = values[(units[..., None] - values).abs().argmin(-1)]
     torch.testing.assert_close(got / (scales / size)[:, None], nearest.double(), rtol=1e-5, atol=0)
     torch.testing.assert_close((got * rows).sum(1), rows.square().sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(left, x - out)

@@ -52,15 +52,15 @@ def factors(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 def run_all(run: Any, x: Tensor) -> list[Tensor]:
-    """What every op makes of a bucket."""
+    """The results of every op on a bucket."""
     table, results = MATRICES.table, []
     for which, op in enumerate((low_rank.multiply_right_op, low_rank.multiply_left_op)):
         for residual, total in ((None, False), (None, True), (plain(NUMEL, seed=5), True)):
             given, made = factors()[:: -1 if which == 0 else 1]
             sums = torch.zeros(NUMEL) if total else None
-            own = torch.zeros_like(made)
-            run(op, x, residual, sums, table, given, made, own, None, None)
-            assert same(own, made)
+            copy = torch.zeros_like(made)
+            run(op, x, residual, sums, table, given, made, copy, None, None)
+            assert same(copy, made)
             results += [made] if sums is None else [made, sums]
         given, made = factors()[:: -1 if which == 0 else 1]
         run(op, x, sums, sums, table, given, made, *NONE)  # over the residual
@@ -87,8 +87,8 @@ def test_kernels_of_all_machines_agree_bit_for_bit(dtype, hard):
         with on(machine, KERNELS) as run:
             results = run_all(run, x)
         first = first or results
-        for i, (one, other) in enumerate(zip(first, results, strict=True)):
-            assert same(one, other), (machine, i)
+        for i, (tensor, other) in enumerate(zip(first, results, strict=True)):
+            assert same(tensor, other), (machine, i)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -247,10 +247,10 @@ def fuzz(run: Any, rng: random.Random) -> None:
         (low_rank.multiply_right_op, right, left),
         (low_rank.multiply_left_op, left, right),
     ):
-        own = torch.empty_like(made) if rng.random() < 0.5 else None
+        copy = torch.empty_like(made) if rng.random() < 0.5 else None
         tail = torch.empty(int(tails[-1, 1])) if rng.random() < 0.5 else None
         table = None if tail is None else tails
-        run(op, x, residual, total, matrices.table, given, made, own, table, tail)
+        run(op, x, residual, total, matrices.table, given, made, copy, table, tail)
     run(low_rank.expand_op, left, right, matrices.table, x, None, table, tail)
     sent = None if tail is None or rng.random() < 0.5 else torch.randn_like(tail)
     total = torch.randn(len(x)) if total is None else total

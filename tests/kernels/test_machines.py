@@ -1,4 +1,4 @@
-"""What runs kernels on a GPU, tried on the CPU."""
+"""The runner of kernels on a GPU, tried on the CPU."""
 
 from __future__ import annotations
 

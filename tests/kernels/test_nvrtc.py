@@ -15,7 +15,7 @@ ARCHITECTURES = (
     ("90", 4),
     *(pytest.param(number, 1, marks=pytest.mark.slow) for number in ("80", "90", "100")),
 )
-KERNELS = {name: found for one in FAMILIES for name, found in one.KERNELS.items()}
+KERNELS = {name: names for family in FAMILIES for name, names in family.KERNELS.items()}
 
 
 @pytest.mark.parametrize(("architecture", "every"), ARCHITECTURES)

@@ -24,7 +24,7 @@ MATRICES = Matrices(PLACES)
 
 
 def outputs(run: Any, *, hard: bool) -> list[Tensor]:
-    """What both ops make of factors, in place and not."""
+    """The results of both ops on factors, in place and not."""
     make, table = tricky if hard else plain, MATRICES.table
     left, right = make(MATRICES.left_numel), make(MATRICES.right_numel, seed=1)
     left[12:15], right[7:14] = 0.0, 0.0
@@ -50,7 +50,7 @@ def conditioned(rows: int, rank: int, condition: float) -> Tensor:
     """A matrix with singular values from 1 down to 1 / condition."""
     generator = torch.Generator().manual_seed(rank)
     draw = [torch.randn(n, rank, generator=generator, dtype=torch.float64) for n in (rows, rank)]
-    left, right = (torch.linalg.qr(one)[0] for one in draw)
+    left, right = (torch.linalg.qr(matrix)[0] for matrix in draw)
     values = torch.logspace(0, -torch.log10(torch.tensor(condition)).item(), rank).double()
     return (left * values @ right).float()
 

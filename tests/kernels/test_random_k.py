@@ -86,9 +86,9 @@ def test_an_entry_that_is_not_finite_is_told_by_its_stratum(feedback, bad):
             values, left = torch.empty(97), torch.empty(5000) if feedback else None
             with on(machine, KERNELS) as run:
                 run(random_k.gather_random_op, x, values, None, left, *KEY)
-            (told,) = values.isnan().nonzero().flatten().tolist()
-            assert told * 5000 // 97 <= place < (told + 1) * 5000 // 97
-            kept = [j for j in range(97) if j != told]
+            (stratum,) = values.isnan().nonzero().flatten().tolist()
+            assert stratum * 5000 // 97 <= place < (stratum + 1) * 5000 // 97
+            kept = [j for j in range(97) if j != stratum]
             assert torch.equal(values[kept], x[places[kept]]), machine
 
 

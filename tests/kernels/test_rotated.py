@@ -60,11 +60,11 @@ def outputs(run: Any, x: torch.Tensor, format: str, block: int, *, full: bool) -
             run(rotated.dequantize_rotated_op, payloads, out, *settings, 0.4, full, *TURN)
             results.append(out)
     row, (begin, end) = 3, segments.row(3)  # by itself
-    one, alone = torch.full_like(payload[0], 77), torch.full((end - begin,), 7.0).to(x.dtype)
+    single, alone = torch.full_like(payload[0], 77), torch.full((end - begin,), 7.0).to(x.dtype)
     settings = (format, block, segments.table, row)
-    run(rotated.quantize_rotated_op, x[begin:end], one, *settings, *TURN, None, None, *noise)
-    run(rotated.dequantize_rotated_op, one[None], alone, *settings, 0.4, False, *TURN)
-    return [*results, one, alone]
+    run(rotated.quantize_rotated_op, x[begin:end], single, *settings, *TURN, None, None, *noise)
+    run(rotated.dequantize_rotated_op, single[None], alone, *settings, 0.4, False, *TURN)
+    return [*results, single, alone]
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -101,7 +101,7 @@ def test_an_outlier_does_not_cost_its_block():
     left = torch.empty(4096)
     quantize_rotated(x, payload, "int4", 512, rotation, unsent=left)
     dequantize_rotated(payload[None], out[1], "int4", 512, rotation)
-    plainly, turned = ((x - one).norm() / x.norm() for one in out)
+    plainly, turned = ((x - decoded).norm() / x.norm() for decoded in out)
     assert turned < plainly
     torch.testing.assert_close(left, x - out[1], atol=1e-4, rtol=1e-5)
 

@@ -53,10 +53,10 @@ def test_sums_of_codes_decode_to_the_sum():
     ranks, n, block = 3, 4096, 1024
     grads, levels = [plain(n, seed=i) * 10.0**i for i in range(ranks)], 127 // ranks
     largest, total = torch.zeros(n // block, dtype=torch.int32), torch.zeros(n, dtype=torch.int8)
-    own = torch.empty_like(largest)
+    own_largest = torch.empty_like(largest)
     for grad in grads:
-        largest_magnitudes(grad, own, block)
-        largest = torch.maximum(largest, own)
+        largest_magnitudes(grad, own_largest, block)
+        largest = torch.maximum(largest, own_largest)
     sent = torch.zeros(n)
     for rank, grad in enumerate(grads):
         codes, left = torch.empty(n, dtype=torch.int8), torch.empty(n)

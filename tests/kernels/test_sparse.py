@@ -25,18 +25,18 @@ KERNELS = {
 def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[str, Tensor]:
     n = x.numel()
     padded = k + k % 3  # with some padding
-    found = {
+    results = {
         "indices": torch.full((k,), -7, dtype=torch.int32),
         "values": torch.full((padded,), 7.0),
     }
     kept = plain(n, seed=1) if residual else None
     rest = torch.full((n,), 5.0) if left else None
-    run(sparse.top_k_op, x, k, found["indices"], found["values"], kept, rest)
+    run(sparse.top_k_op, x, k, results["indices"], results["values"], kept, rest)
     if rest is not None:
-        found["left"] = rest
-    few = {name: torch.full_like(tensor, 7) for name, tensor in found.items()}
+        results["left"] = rest
+    few = {name: torch.full_like(tensor, 7) for name, tensor in results.items()}
     run(sparse.top_k_sampled_op, x, k, few["indices"], few["values"], kept, few.get("left"))
-    return found | {f"{name}, sampled": tensor for name, tensor in few.items()}
+    return results | {f"{name}, sampled": tensor for name, tensor in few.items()}
 
 
 CASES = ({"residual": False, "left": False}, {"residual": False, "left": True})

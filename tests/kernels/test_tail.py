@@ -29,7 +29,7 @@ N = 5600
 
 def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
     """Tails and copies of factors; each op by every machine, after the same products."""
-    x, found = tricky(N, dtype), []
+    x, results = tricky(N, dtype), []
     x[4100:] = plain(N - 4100).to(dtype)
     left, right = plain(MATRICES.left_numel), plain(MATRICES.right_numel)
     for op, given, like in (
@@ -37,22 +37,22 @@ def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
         (multiply_left_op, left, right),
     ):
         tail, factor = torch.full((LENGTH,), 7.0), torch.empty_like(like)
-        own = torch.empty_like(like) if full else None
+        copy = torch.empty_like(like) if full else None
         kept = tricky(N).roll(1) if full else None
         total = torch.full((N,), 5.0) if full else None
-        run(op, x, kept, total, MATRICES.table, given, factor, own, TABLE, tail)
-        assert own is None or same(own, factor)
-        found += [tail] if total is None else [tail, total[:4100]]
+        run(op, x, kept, total, MATRICES.table, given, factor, copy, TABLE, tail)
+        assert copy is None or same(copy, factor)
+        results += [tail] if total is None else [tail, total[:4100]]
     out = torch.full((N,), 3.0).to(dtype)
     table, flag = MATRICES.table, torch.tensor(False)  # which leaves tails alone
     run(expand_op, left, right, table, out, flag, TABLE, tail)
-    found.append(out[:4100])
+    results.append(out[:4100])
     for sent in (tail.roll(3), None) if full else ():  # None: all was sent
         total, unsent = tricky(N).roll(2), torch.full((N,), 2.0)
         run(subtract_op, total, table, left, right, unsent, TABLE, sent)
         run(subtract_op, total, table, left, right, total, TABLE, sent)
-        found += [unsent[:4100], total[:4100]]
-    return found
+        results += [unsent[:4100], total[:4100]]
+    return results
 
 
 @pytest.mark.parametrize("full", [False, True])

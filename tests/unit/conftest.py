@@ -1,4 +1,4 @@
-"""What tests of one process share: a group of one rank, and warnings that are errors."""
+"""Fixtures of tests of one process: a group of one rank, and warnings that are errors."""
 
 import warnings
 from collections.abc import Iterator

@@ -147,7 +147,7 @@ def mostly_close(got: Tensor, expected: Tensor) -> None:
 
 
 def all_equal(means: Sequence[Tensor]) -> Tensor:
-    """What every rank got."""
+    """The average, which every rank got alike."""
     assert all(torch.equal(arrived, means[0]) for arrived in means)
     return means[0]
 

@@ -28,7 +28,7 @@ def test_options_keep_to_the_budget_and_dense_is_always_one() -> None:
         options = advise(SMALL, **WHERE, candidates=["int8", "int4", "topk"], max_error=error)
         names = {option.name for option in options}
         assert {"none", "bf16"} <= names
-        assert all(one.error <= error or one.name in ("none", "bf16") for one in options)
+        assert all(option.error <= error or option.name in ("none", "bf16") for option in options)
         steps = [option.step.step_s for option in options]
         assert steps == sorted(steps)
 
@@ -39,18 +39,20 @@ def test_the_first_bucket_is_as_large_as_bucket_cap_mb_makes_it(
 ) -> None:
     sizes = {"cap_mb": 0.5, "first_mb": laid_out}
     options = advise(SMALL, **WHERE, candidates=["int8"], caps_mb=[0.5], first_mb=first_mb)
-    for one in options:
-        assert one.step == predict_step(one.scheme, SMALL, **WHERE, **sizes)
-    dense = [predict_step(SCHEMES["none"], SMALL, **WHERE, first_mb=one) for one in (0.5, 0.125)]
+    for option in options:
+        assert option.step == predict_step(option.scheme, SMALL, **WHERE, **sizes)
+    dense = [
+        predict_step(SCHEMES["none"], SMALL, **WHERE, first_mb=first) for first in (0.5, 0.125)
+    ]
     assert dense[0].step_s != dense[1].step_s
 
 
 def test_the_simpler_of_two_that_are_as_fast_is_taken() -> None:
     options = advise(SMALL, **WHERE, candidates=["int8"], max_error=1.0)
-    one = options[0]
+    option = options[0]
 
     def taking(name: str, step_s: float, error: float) -> Option:
-        return replace(one, name=name, step=replace(one.step, step_s=step_s), error=error)
+        return replace(option, name=name, step=replace(option.step, step_s=step_s), error=error)
 
     none, bf16 = taking("none", 1.01, 0.0), taking("bf16", 1.0, 1e-6)
     assert best_of([bf16, none]) is none

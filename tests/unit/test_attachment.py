@@ -184,8 +184,8 @@ def test_our_class_refuses_the_gradient_of_a_layer_that_is_unfrozen(when):
     if when == "in training":
         train(ddp)
         model[1].requires_grad_(True)
-    told = pytest.warns(RuntimeWarning, match="did not require a gradient")
-    with told, pytest.raises(RuntimeError, match="bias was frozen when Distributed"):
+    warned = pytest.warns(RuntimeWarning, match="did not require a gradient")
+    with warned, pytest.raises(RuntimeError, match="bias was frozen when Distributed"):
         train(ddp)
 
 
@@ -236,7 +236,7 @@ def test_a_hook_that_was_refused_does_not_warn_as_well(recwarn):
     with pytest.raises(RegistrationError, match="with a plain group"):
         commhooks.register(ddp, "int8")
     gc.collect()
-    assert not [one for one in recwarn if "never called" in str(one.message)]
+    assert not [warning for warning in recwarn if "never called" in str(warning.message)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -292,7 +292,7 @@ def test_a_state_that_did_what_was_asked_of_it_says_nothing(what):
 def test_few_gradients_are_watched():
     ddp = DistributedDataParallel(layers(200))
     commhooks.register(ddp, "int8")
-    watched = [bool(one._post_accumulate_grad_hooks) for one in ddp.parameters()]
+    watched = [bool(parameter._post_accumulate_grad_hooks) for parameter in ddp.parameters()]
     assert watched[0]
     assert watched[-1]
     assert sum(watched) < 40
@@ -343,14 +343,14 @@ def test_a_residual_that_was_asked_for_stays_what_it_is():
 
 
 def test_quantization_per_channel_is_by_blocks_of_the_size_that_is_told():
-    found = []
+    gradients = []
     for size in (16, 64):
         ddp = DistributedDataParallel(layers(1))
         hook = functools.partial(quantization_perchannel_hook, bucket_size=size)
         ddp.register_comm_hook(None, as_hook(hook))
         ddp(torch.arange(16.0).view(2, 8)).square().sum().backward()
-        found.append(ddp.module[0].weight.grad)
-    assert not torch.equal(*found)
+        gradients.append(ddp.module[0].weight.grad)
+    assert not torch.equal(*gradients)
 
 
 def test_the_residual_of_no_parameter_is_an_error():

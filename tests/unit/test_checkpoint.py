@@ -77,7 +77,7 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def saved(rank: int = 0, world_size: int = 1, first: int = 0, stride: int = 1) -> dict[str, Any]:
-    """What a rank of a group saves, whose ranks within the job are ``first``, and so on."""
+    """The state of a rank of a group, whose ranks within the job are ``first``, and so on."""
     global_rank = first + stride * rank
     memory = {"residual": residual(rank), "powersgd.q": {"weight": torch.ones(1, 5)}}
     part = {"rank": rank, "global_rank": global_rank, "leader": first, "memory": memory}
@@ -145,7 +145,7 @@ def in_memory(value: object) -> Callable[[dict[str, Any]], Any]:
 def without(field: str) -> Callable[[dict[str, Any]], Any]:
     return lambda state: {
         **state,
-        "rank0": {one: state["rank0"][one] for one in state["rank0"] if one != field},
+        "rank0": {name: state["rank0"][name] for name in state["rank0"] if name != field},
     }
 
 
@@ -353,8 +353,8 @@ def test_what_no_rank_keeps_for_itself_anybody_may_load() -> None:
 
 def test_ranks_that_have_not_saved_may_owe_nothing() -> None:
     state = saved(1, 3)
-    _, own = memory_for_rank(state, 1, 3, PER_RANK, alone=True)
-    assert same(own["residual"], residual(1))
+    _, memory_alone = memory_for_rank(state, 1, 3, PER_RANK, alone=True)
+    assert same(memory_alone["residual"], residual(1))
     _, other = memory_for_rank(state, 0, 3, PER_RANK, alone=True)
     assert same(other, {"powersgd.q": {"weight": torch.ones(1, 5)}})
     moved = [memory_for_rank(state, rank, 2, PER_RANK, alone=True)[1] for rank in range(2)]
@@ -701,14 +701,14 @@ def test_memory_on_another_number_of_ranks(
         torch.testing.assert_close(torch.stack(values).mean(0), torch.stack(before).mean(0))
     if resize == "moved":
         for rank, value in enumerate(values):
-            own = [before[i] for i in range(rank, old, new)]
-            expected = sum(own, torch.zeros(shape)) * (new / old)
+            taken_over = [before[i] for i in range(rank, old, new)]
+            expected = sum(taken_over, torch.zeros(shape)) * (new / old)
             torch.testing.assert_close(value, expected)
     elif resize == "mean":
         for value in values:
             torch.testing.assert_close(value, torch.stack(before).mean(0))
     else:
-        assert all(torch.equal(one, before[0]) for one in (*before, *values))
+        assert all(torch.equal(value, before[0]) for value in (*before, *values))
     if scheme == EF21(TopK(0.1)) and key == "ef21.own":  # what was applied is still their mean
         total = after[0]["ef21.total"]["p"]
         torch.testing.assert_close(torch.stack(values).mean(0), total)

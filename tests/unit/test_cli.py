@@ -37,8 +37,8 @@ def doctor() -> str:
 
 
 def row(output: str, name: str) -> str:
-    (found,) = (line for line in output.splitlines() if f" {name} " in line)
-    return found
+    (shown,) = (line for line in output.splitlines() if f" {name} " in line)
+    return shown
 
 
 def test_doctor_says_which_kernels_run() -> None:
@@ -267,11 +267,11 @@ def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.Mo
     done = invoke("tradeoff", "int8", "--trace", str(folder), "--ranks", "2", "--out", str(out))
     assert done.exit_code == 0, done.output
     assert done.output.count("int8 rounding=nearest") == 1
-    found = table_of(done.output, "run gradients, 2 ranks")["int8"]
-    assert list(found) == [
+    cells = table_of(done.output, "run gradients, 2 ranks")["int8"]
+    assert list(cells) == [
         "scheme", "bits", "error", "median tensor", "worst tensor", "Adam's metric",
     ]  # fmt: skip
-    figures = [float(found[column].removesuffix("*")) for column in list(found)[2:6]]
+    figures = [float(cells[column].removesuffix("*")) for column in list(cells)[2:6]]
     # The step that counts, by the library.
     last = replay(Trace(folder, ranks=2), "int8", error_feedback=False).iloc[-1]
     expected = last[["error", "median", "worst", "adam"]].tolist()

@@ -54,7 +54,7 @@ def test_all_reduce_is_mean_sum_or_maximum_in_place(world_size: int) -> None:
     stack = torch.stack(given)
     # Up to 5 float32 roundings of entries below 4.
     for op, expected in [("mean", stack.mean(0)), ("sum", stack.sum(0)), ("max", stack.amax(0))]:
-        requests = [AllReduce(one.clone(), op) for one in given]
+        requests = [AllReduce(tensor.clone(), op) for tensor in given]
         for request, result in zip(requests, run(requests), strict=True):
             assert result is request.tensor
             assert_close(result, expected, rtol=0, atol=5 * 4 * 1.2e-7)
@@ -68,7 +68,7 @@ def test_the_mean_scales_before_it_sums() -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 def test_all_gather_stacks_in_rank_order(world_size: int) -> None:
     given = tensors(world_size, 2, 3)
-    results = run([AllGather(one) for one in given])
+    results = run([AllGather(tensor) for tensor in given])
     assert all(torch.equal(result, torch.stack(given)) for result in results)
     results[0].zero_()
     assert world_size == 1 or results[1].any(), "ranks share no memory"
@@ -77,14 +77,14 @@ def test_all_gather_stacks_in_rank_order(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", SIZES)
 def test_all_to_all_transposes_ranks_and_rows(world_size: int) -> None:
     given = tensors(world_size, world_size, 3)
-    for rank, result in enumerate(run([AllToAll(one) for one in given])):
-        assert torch.equal(result, torch.stack([one[rank] for one in given]))
+    for rank, result in enumerate(run([AllToAll(tensor) for tensor in given])):
+        assert torch.equal(result, torch.stack([tensor[rank] for tensor in given]))
 
 
 @pytest.mark.parametrize("world_size", SIZES)
 def test_reduce_scatter_sums_and_keeps_a_row(world_size: int) -> None:
     given = tensors(world_size, world_size, 3)
-    for rank, result in enumerate(run([ReduceScatter(one.clone()) for one in given])):
+    for rank, result in enumerate(run([ReduceScatter(tensor.clone()) for tensor in given])):
         assert_close(result, torch.stack(given).sum(0)[rank], rtol=0, atol=5 * 4 * 1.2e-7)
 
 
@@ -92,7 +92,7 @@ def test_reduce_scatter_sums_and_keeps_a_row(world_size: int) -> None:
 def test_broadcast_overwrites_with_the_sources(world_size: int) -> None:
     given = tensors(world_size, 3)
     source = world_size - 1
-    results = run([Broadcast(one.clone(), source) for one in given])
+    results = run([Broadcast(tensor.clone(), source) for tensor in given])
     assert all(torch.equal(result, given[source]) for result in results)
 
 

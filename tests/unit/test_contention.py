@@ -1,4 +1,4 @@
-"""What an exchange's computations take from backward."""
+"""Contention: the time that an exchange's computations take from backward."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def test_on_a_cpu_two_threads_are_compared(share: float, monkeypatch: pytest.Mon
 
 def test_on_a_cpu_the_first_part_is_in_backward_and_no_thread_is_left() -> None:
     before = threading.active_count()
-    found = measure_contention("cpu")
-    assert found.first == 1
-    assert found.later == found.moving
+    contention = measure_contention("cpu")
+    assert contention.first == 1
+    assert contention.later == contention.moving
     assert threading.active_count() == before
 
 
@@ -133,7 +133,7 @@ class _Gpu(fake_torch.Device):
 def test_on_a_gpu_two_streams_are_compared(share: float) -> None:
     gpu = _Gpu(share)
     assert _share_on_gpu(gpu.step, gpu.side, module=gpu, device=CUDA) == pytest.approx(share)
-    assert [one.priority for one in gpu.sides] == [-1]  # as those of exchanges
+    assert [side.priority for side in gpu.sides] == [-1]  # as those of exchanges
 
 
 def test_a_device_without_streams_or_memory_is_not_measured(
@@ -158,6 +158,6 @@ def test_a_device_without_streams_or_memory_is_not_measured(
 def test_what_was_measured_is_the_devices() -> None:
     measured = Contention(1.0, 0.25, 0.5)
     assert ThisDevice("cpu", contention=measured).contention == measured
-    assert {one.contention for one in (*DEVICES.values(), ThisDevice())} == {TAKE_TURNS}
+    assert {device.contention for device in (*DEVICES.values(), ThisDevice())} == {TAKE_TURNS}
     with pytest.raises(TypeError, match=r"Device\(contention=\.\.\.\) is a .*Contention, got 0.5"):
         Device("own", 1e9, 1e-6, 1e12, contention=0.5)  # type: ignore[arg-type]

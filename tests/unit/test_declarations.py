@@ -1,4 +1,4 @@
-"""What schemes declare: traits, and the tensors that they keep."""
+"""Declarations of schemes: traits, and the tensors that they keep."""
 
 from __future__ import annotations
 

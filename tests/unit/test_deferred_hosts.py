@@ -38,16 +38,16 @@ def numbers(seed: int) -> Tensor:
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     assert len(left) == len(right)
-    for one, other in zip(left, right, strict=True):
-        assert one.isfinite().all()
-        assert torch.equal(one, other)
+    for tensor, other in zip(left, right, strict=True):
+        assert tensor.isfinite().all()
+        assert torch.equal(tensor, other)
 
 
 # ---- calls
 
 
 def called(order: Order, kind: str) -> list[Tensor]:
-    """What calls give whose inputs the caller gives back at once."""
+    """Results of calls whose inputs the caller frees at once."""
     with lazy_device(order) as machine, loopback(machine):
         run = commhooks.Collectives("int8", block=32, error_feedback=False)
         handles = []
@@ -56,12 +56,12 @@ def called(order: Order, kind: str) -> list[Tensor]:
             handle = getattr(run, kind)(output, numbers(number), async_op=True)
             handles.append((handle, output))
             torch.zeros(SIZE, device="meta")  # in the memory of the input
-        found = []
+        results = []
         for handle, output in reversed(handles):
             handle.wait()
-            found.append(machine.read(output))
+            results.append(machine.read(output))
         run.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
@@ -119,7 +119,8 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
             attach_shards=lambda *what: None,
         )
         buckets = [
-            SimpleNamespace(number=number, parameters=[one]) for number, one in enumerate(module)
+            SimpleNamespace(number=number, parameters=[parameter])
+            for number, parameter in enumerate(module)
         ]
         model: Any = SimpleNamespace(
             process_group=dist.group.WORLD,
@@ -130,7 +131,7 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
         )
         shards = Shards(hook, model, Gather(gather), in_backward=False)
         shards.optimizer = torch.optim.SGD(shards.values(module), lr=0.1, momentum=0.9)
-        found = []
+        results = []
         for step in range(3):
             for shard in shards._all:
                 shard.arrived = True
@@ -142,8 +143,8 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
             with torch.no_grad():
                 shards.step()
             assert all(shard.arrived for shard in shards._all)
-            found += [machine.read(one.detach()) for one in module]
-    return found
+            results += [machine.read(parameter.detach()) for parameter in module]
+    return results
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
@@ -187,10 +188,10 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
     hook.target.notifying_core = lambda hook: hook  # type: ignore[assignment]
     main, scatter, reduce = machine.current, machine.Stream(), machine.Stream()
     modules: list[Any] = [Module(number) for number in range(3)]
-    inside = [SchemeReduceScatter(hook, one, known) for one in modules]
-    hooks = [ReplicaAllReduce(hook, one, known) for one in modules]
+    inside = [SchemeReduceScatter(hook, module, known) for module in modules]
+    hooks = [ReplicaAllReduce(hook, module, known) for module in modules]
     totals = [torch.zeros(SIZE, dtype=torch.float64, device="meta") for _ in modules]
-    found = []
+    results = []
     for step in range(3):
         held = []  # FSDP2 holds inputs until their events
         for number in range(3):
@@ -217,10 +218,10 @@ def reduced(machine: LazyDevice, name: str, *, between: bool, ahead: bool) -> li
         for stream in (scatter, reduce):
             main.wait_stream(stream)
         hook.gradients_written()
-        found += [machine.read(total) for total in totals]
-    found += [machine.read(value) for _, _, value in hook.engine.memory.items()]
+        results += [machine.read(total) for total in totals]
+    results += [machine.read(value) for _, _, value in hook.engine.memory.items()]
     hook._close()
-    return found
+    return results
 
 
 def reduced_in(order: Order, name: str, *, between: bool, ahead: bool = False) -> list[Tensor]:

@@ -60,12 +60,12 @@ def train(
     options: dict[str, Any],
     *,
     bad: bool = False,
-    told: bool = False,
+    notified: bool = False,
     last_first: bool = False,
     rebuilt: bool = False,
     cut: bool = False,
 ) -> list[Tensor]:
-    """What a reducer reads in its buckets after each step, and the memory in the end.
+    """The contents of a reducer's buckets after each step, and the memory in the end.
 
     Args:
         bad: one step has an infinity.
@@ -78,12 +78,12 @@ def train(
     """
     model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(BUCKETS - 1)), nn.Linear(16, 8))
     several = [list(layer.parameters()) for layer in reversed(model)]
-    found = []
+    results = []
     with loopback(machine):
         hook = HookState(name, model, **options)
         if cut:
             hook.engine.traits = hook.engine.traits._replace(max_bucket_numel=200)
-        if told:
+        if notified:
             hook.target.notifying_core = lambda hook: hook
         for step in range(STEPS):
             generator = torch.Generator().manual_seed(step)
@@ -104,13 +104,13 @@ def train(
                 if mean is not buffer:
                     buffer.copy_(mean)
                 written.append(buffer.clone())
-            if told:
+            if notified:
                 hook.gradients_written()
             written = written[::-1] if last_first else written
-            found += [machine.read(gradient) for gradient in written]
-        found += [machine.read(value) for _, _, value in hook.engine.memory.items()]
+            results += [machine.read(gradient) for gradient in written]
+        results += [machine.read(value) for _, _, value in hook.engine.memory.items()]
         hook.close()
-    return found
+    return results
 
 
 def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> list[Tensor]:
@@ -121,8 +121,8 @@ def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> 
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
     assert len(left) == len(right)
-    for one, other in zip(left, right, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+    for tensor, other in zip(left, right, strict=True):
+        torch.testing.assert_close(tensor, other, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
@@ -136,18 +136,18 @@ def test_a_hook_gives_the_same_in_every_order(
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
-@pytest.mark.parametrize(("name", "options"), [one for one in SCHEMES if one[0] in KEEPING])
+@pytest.mark.parametrize(("name", "options"), [case for case in SCHEMES if case[0] in KEEPING])
 def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
     for case in ({"bad": True, "last_first": True}, {"told": True}, {"bad": True, "told": True}):
         expected = found_in("at once", name, options, **case)
-        assert all(one.isfinite().all() for one in expected[STEPS * BUCKETS :])  # the memory
+        assert all(tensor.isfinite().all() for tensor in expected[STEPS * BUCKETS :])  # the memory
         assert_same(found_in(order, name, options, **case), expected)
 
 
 @pytest.mark.parametrize("order", ["late", "early"])
-@pytest.mark.parametrize(("name", "options"), [one for one in SCHEMES if one[0] in KEEPING])
+@pytest.mark.parametrize(("name", "options"), [case for case in SCHEMES if case[0] in KEEPING])
 def test_what_is_kept_moves_to_other_buckets_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
@@ -171,18 +171,18 @@ def fragments_in(order: Order) -> list[Tensor]:
         model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(9)))
         layers = [list(layer.parameters()) for layer in model]
         hook = HookState(EF21(TopK(0.1)), model)
-        found, pending = [], []
+        results, pending = [], []
         for step in range(9):
             if step > 2:
-                found += [pending.pop(0).wait().clone() for _ in range(3)]
+                results += [pending.pop(0).wait().clone() for _ in range(3)]
             for place in range(3):  # odd: every step pairs them with other streams
                 gradient = torch.randn(336, generator=torch.Generator().manual_seed(step))
                 buffer = torch.empty_like(gradient, device="meta")
                 buffer.copy_(gradient, non_blocking=True)
                 bucket = Bucket(place, layers[step % 3 * 3 + place], buffer, place == 2)
                 pending.append(hook.start(bucket))
-        found += [future.wait().clone() for future in reversed(pending)]
-        result = [machine.read(mean) for mean in found]
+        results += [future.wait().clone() for future in reversed(pending)]
+        result = [machine.read(mean) for mean in results]
         hook.close()
     return result
 

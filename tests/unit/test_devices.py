@@ -1,4 +1,4 @@
-"""Which driver a device's buckets get; with pretended devices, as there is none here."""
+"""Drivers of buckets by device; with pretended devices, as there is none here."""
 
 from types import SimpleNamespace
 

@@ -207,24 +207,24 @@ def test_tables_are_whole(page: Path) -> None:
 
 def parameters(module: ModuleType) -> set[str]:
     """The names of the arguments of all functions, classes and methods in a module."""
-    found = set()
+    known = set()
     for member in vars(module).values():
         methods = vars(member).values() if inspect.isclass(member) else ()
         for function in (member, *filter(inspect.isfunction, methods)):
             with contextlib.suppress(TypeError, ValueError):  # no function, or one of C
-                found |= set(inspect.signature(function).parameters)
-    return found
+                known |= set(inspect.signature(function).parameters)
+    return known
 
 
 @cache
 def options() -> frozenset[str]:
-    """What may stand before ``=``: arguments of this package, and some of torch."""
+    """Names that may stand before ``=``: arguments of this package, and some of torch."""
     modules: list[ModuleType] = [commhooks, ddp_core]
     for package in (commhooks, ddp_core):
-        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            if not found.name.endswith(("__main__", "libcommhooks_kernels")):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith(("__main__", "libcommhooks_kernels")):
                 with contextlib.suppress(MissingPackageError):  # the module of a framework
-                    modules.append(import_module(found.name))
+                    modules.append(import_module(module.name))
     others = {*inspect.signature(DistributedDataParallel).parameters, *OF_TORCH, *OF_FRAMEWORKS}
     return frozenset(others.union(COMMON, *map(parameters, modules)))
 
@@ -271,7 +271,7 @@ def test_the_options_listed_for_every_scheme_are_those_that_make_takes() -> None
         commhooks.make("topk", **{name: value})
 
 
-@pytest.mark.parametrize("name", [one for one in BUILT_IN if one not in PLAIN])
+@pytest.mark.parametrize("name", [name for name in BUILT_IN if name not in PLAIN])
 def test_a_scheme_has_a_page(name: str) -> None:
     """The table links to a page with the name in one of its titles."""
     (link,) = re.findall(rf"\[`{name}`\]\((\w+\.md)", SCHEMES.read_text())

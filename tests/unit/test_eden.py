@@ -18,9 +18,9 @@ from tests.unit.test_quantized import DRAWS, error_of
     [(1, [0.7979]), (2, [0.4528, 1.510]), (3, [0.2451, 0.7560, 1.344, 2.152])],
 )
 def test_levels_are_those_of_lloyd_and_max(bits: int, levels: list[float]) -> None:
-    found = _levels(bits)
-    torch.testing.assert_close(found[2 ** (bits - 1) :], torch.tensor(levels), atol=5e-4, rtol=0)
-    torch.testing.assert_close(found, -found.flip(0), atol=1e-6, rtol=0)
+    computed = _levels(bits)
+    torch.testing.assert_close(computed[2 ** (bits - 1) :], torch.tensor(levels), atol=5e-4, rtol=0)
+    torch.testing.assert_close(computed, -computed.flip(0), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(("bits", "variance"), [(1, 0.571), (2, 0.1325), (3, 0.0355), (4, 0.0094)])
@@ -57,9 +57,9 @@ def test_one_bit_of_a_few_equal_entries_is_as_bad_as_they_are_few(equal: int, er
     """Two: half of the rotated entries are zeros. Four: three quarters are, or none, in turn."""
     x = blocks(*[1.0] * equal)
     ranks = Simulation(Eden(1, pattern="all_gather"), {"p": tuple(x.shape)}, world_size=1)
-    found = sum(error_of(ranks.step([x])[0], x) for _ in range(32)) / 32
+    measured = sum(error_of(ranks.step([x])[0], x) for _ in range(32)) / 32
     # 2048 blocks of error 0 or 3, each as likely: a standard error of 0.033.
-    assert abs(found - error) < 0.15
+    assert abs(measured - error) < 0.15
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 8])
@@ -84,9 +84,9 @@ def test_the_mean_over_rotations_is_the_gradient() -> None:
     torch.testing.assert_close(mean, x, atol=1e-5, rtol=0)
     y = torch.linspace(-1, 3, 1024) ** 3
     ranks = Simulation(Eden(1, 128, pattern="all_gather"), {"p": (1024,)}, world_size=1)
-    found = [ranks.step([y])[0] for _ in range(draws)]
-    error = (sum(found) / draws - y).norm()
-    spread = float(sum((one - y).square().sum() for one in found) / draws) ** 0.5
+    results = [ranks.step([y])[0] for _ in range(draws)]
+    error = (sum(results) / draws - y).norm()
+    spread = float(sum((result - y).square().sum() for result in results) / draws) ** 0.5
     assert error < 1.5 * spread / draws**0.5
 
 

@@ -22,19 +22,19 @@ def figures(mean: list[float], exact: list[float], layout: Layout = PAIR) -> Err
 
 def test_a_small_tensor_drowns_in_the_whole_and_not_in_the_figures() -> None:
     # Errors (1, 0) of (100, 0) and (2, 0) of (2, 1): 1e-4 and 4/5 alone, 5/10005 together.
-    found = figures([101.0, 0.0, 4.0, 1.0], [100.0, 0.0, 2.0, 1.0])
-    assert found.error == pytest.approx(5 / 10005)
-    assert found.worst == pytest.approx(0.8)
-    assert found.median == pytest.approx((1e-4 + 0.8) / 2)
-    assert found.noise == 0
+    measured = figures([101.0, 0.0, 4.0, 1.0], [100.0, 0.0, 2.0, 1.0])
+    assert measured.error == pytest.approx(5 / 10005)
+    assert measured.worst == pytest.approx(0.8)
+    assert measured.median == pytest.approx((1e-4 + 0.8) / 2)
+    assert measured.noise == 0
     # In the first step v = m^2: the entries' relative errors, over the number of nonzero entries.
-    assert found.adam == pytest.approx((0.01**2 + 1 + 0) / 3, rel=1e-6)
+    assert measured.adam == pytest.approx((0.01**2 + 1 + 0) / 3, rel=1e-6)
 
 
 def test_the_median_of_three_is_that_of_the_one_in_the_middle() -> None:
     layout = Layout(["a", "b", "c"], [(1,)] * 3)
-    found = figures([1.1, 12.0, 3.0], [1.0, 10.0, 2.0], layout)
-    assert (found.median, found.worst) == (pytest.approx(0.04), pytest.approx(0.25))
+    measured = figures([1.1, 12.0, 3.0], [1.0, 10.0, 2.0], layout)
+    assert (measured.median, measured.worst) == (pytest.approx(0.04), pytest.approx(0.25))
 
 
 def test_a_tensor_of_zeros_is_left_out_and_counted_if_it_gets_noise() -> None:
@@ -102,8 +102,8 @@ def test_the_second_moment_is_that_of_torchs_adam() -> None:
         pairs = zip(exact.tolist(), v.tolist(), strict=True)
         divided = [(x / (math.sqrt(y) + 1e-8)) ** 2 for x, y in pairs]
         wrong = [(0.1 / (math.sqrt(v[0]) + 1e-8)) ** 2, (0.2 / (math.sqrt(v[2]) + 1e-8)) ** 2]
-        found = error_figures(mean, step.exact, PAIR, step.moment)
-        assert found.adam == pytest.approx(sum(wrong) / sum(divided), rel=1e-9)
+        measured = error_figures(mean, step.exact, PAIR, step.moment)
+        assert measured.adam == pytest.approx(sum(wrong) / sum(divided), rel=1e-9)
 
 
 def test_the_last_steps_have_the_moment_of_all() -> None:
@@ -123,7 +123,7 @@ def test_bits_count_scales_and_padding() -> None:
 
     (step,) = steps_of(Ones())
     ranks = simulation_of(step, "int8", block=256)
-    bits, found, _ = measure(ranks, step)
+    bits, measured, _ = measure(ranks, step)
     assert bits == 8 + 32 / 256
     assert bits == bits_per_entry(ranks, 4096)
-    assert found.error < 1e-4
+    assert measured.error < 1e-4

@@ -1,4 +1,4 @@
-"""What a scheme must not round beside tensor parallelism."""
+"""Parameters that no scheme may round beside tensor parallelism."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ def test_what_is_rounded_inside_any_wrapper_leaves_out_what_is_not_cut(scheme: S
 @pytest.mark.parametrize("name", ["none", "bf16", "fp16", "gossip", "noop"])
 def test_what_rounds_each_entry_alone_leaves_nothing_out(name: str) -> None:
     rules = PerParameter([Rule(make("none"), max_dim=1)], default=make(name))
-    one = make(name)
-    wrapped = (DelayedStart(one, 3), PeriodicDense(one, 3)) if one.traits.returns == "mean" else ()
-    for scheme in (one, rules, *wrapped):
+    bare = make(name)
+    wrapped = (
+        (DelayedStart(bare, 3), PeriodicDense(bare, 3)) if bare.traits.returns == "mean" else ()
+    )
+    for scheme in (bare, rules, *wrapped):
         assert not replicated_parameters(scheme, PARAMETERS)
 
 
@@ -61,10 +63,10 @@ def test_updates_are_no_rounded_means(name: str) -> None:
 
 
 def test_a_parameter_is_shared_along_each_dimension_that_does_not_cut_it() -> None:
-    one, other = (0, 1), (0, 2)
+    first, other = (0, 1), (0, 2)
     cuts = {
-        "both": ShardSpec("", frozenset([one, other])),
-        "first": ShardSpec("", frozenset([one])),
+        "both": ShardSpec("", frozenset([first, other])),
+        "first": ShardSpec("", frozenset([first])),
         "second#1": ShardSpec("", frozenset([other])),
     }
     names = [*cuts, "neither", "end#padding"]

@@ -103,8 +103,8 @@ TEXTS = [
 
 def told(pattern: str, files: Iterable[Path]) -> list[tuple[str, str]]:
     """Returns the matches of a pattern's group, each with the file's name."""
-    found = re.compile(pattern, re.MULTILINE)
-    return [(one, path.name) for path in files for one in found.findall(path.read_text())]
+    regex = re.compile(pattern, re.MULTILINE)
+    return [(match, path.name) for path in files for match in regex.findall(path.read_text())]
 
 
 def test_commands_that_users_are_told_to_run_exist() -> None:
@@ -116,7 +116,7 @@ def test_commands_that_users_are_told_to_run_exist() -> None:
     assert not [(name, where) for name, where in commands if name not in COMMANDS]
     extras = told(r"pip install [^`\n]*\.\[([\w,]+)\]", TEXTS)
     assert "cli" in [name for listed, _ in extras for name in listed.split(",")]
-    assert not [one for one in extras if not set(one[0].split(",")) <= set(EXTRAS)]
+    assert not [extra for extra in extras if not set(extra[0].split(",")) <= set(EXTRAS)]
 
 
 def test_nobody_is_sent_to_an_index_or_to_the_studies_of_a_clone() -> None:
@@ -135,8 +135,8 @@ PUBLIC = [
 
 def exceptions() -> list[type[BaseException]]:
     public = [getattr(module, name) for module in PUBLIC for name in module.__all__]
-    classes = {one for one in public if inspect.isclass(one) and issubclass(one, BaseException)}
-    return sorted(classes, key=lambda one: one.__name__)
+    classes = {kind for kind in public if inspect.isclass(kind) and issubclass(kind, BaseException)}
+    return sorted(classes, key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("kind", exceptions(), ids=lambda kind: kind.__name__)
@@ -144,7 +144,7 @@ def test_every_public_exception_is_an_error_of_the_package_and_a_built_in_one(
     kind: type[BaseException],
 ) -> None:
     assert issubclass(kind, commhooks.Error)
-    built_in = {one for one in kind.__mro__ if one.__module__ == "builtins"}
+    built_in = {base for base in kind.__mro__ if base.__module__ == "builtins"}
     assert kind is commhooks.Error or built_in - {Exception, BaseException, object}
 
 

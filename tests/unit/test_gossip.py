@@ -62,11 +62,11 @@ def test_a_gradient_reaches_all_of_2_to_the_k_ranks_alike_in_k_steps(bits: int) 
     total = [torch.zeros(N, dtype=torch.float64) for _ in range(world_size)]
     for step in range(bits):
         given = ranks.step([grad if step == 0 else torch.zeros(N) for grad in grads])
-        total = [so_far + one for so_far, one in zip(total, given, strict=True)]
+        total = [so_far + more for so_far, more in zip(total, given, strict=True)]
     sums = [ranks.memory(rank, "gossip.sum") for rank in range(world_size)]
-    assert all(torch.equal(one, sums[0]) for one in sums)
-    for one in (sums[0], *total):
-        torch.testing.assert_close(one.double(), mean(grads), rtol=0, atol=1e-6)
+    assert all(torch.equal(sum, sums[0]) for sum in sums)
+    for tensor in (sums[0], *total):
+        torch.testing.assert_close(tensor.double(), mean(grads), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("world_size", [3, 5, 6, 7, 9, 12, 13, 24])
@@ -86,7 +86,7 @@ def train(world_size: int, momentum: float, steps: int) -> tuple[Tensor, Tensor]
     ranks = Simulation("gossip", {"p": (N,)}, world_size=world_size)
     x, velocity = torch.zeros(world_size, N), torch.zeros(world_size, N)
     for _ in range(steps):
-        given = ranks.step([own - target for own, target in zip(x, targets, strict=True)])
+        given = ranks.step([position - target for position, target in zip(x, targets, strict=True)])
         velocity = momentum * velocity + torch.stack(given)
         x = x - 0.01 * velocity
     return x, mean(targets)

@@ -1,4 +1,4 @@
-"""What ``commhooks headroom`` makes of measured steps: planted times, and its words."""
+"""Verdicts of ``commhooks headroom`` on planted times, and their words."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ ONE_BUCKET = (BucketTransfer(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)
 
 
 def planted(
-    dense: float, bf16: float, one: float, noop: float,
+    dense: float, bf16: float, single: float, noop: float,
     *, differ: float = 0.0, travel: Sequence[BucketTransfer] = ONE_BUCKET,
 ) -> Headroom:  # fmt: skip
     """Six turns; dense and bf16 are longer and shorter by ``differ`` from turn to turn."""
     turns = []
     for sign in (-1, 1) * 3:
-        times = dense + sign * differ, bf16 + sign * differ, one, noop
+        times = dense + sign * differ, bf16 + sign * differ, single, noop
         turns.append({kind: [s] * 5 for kind, s in zip(VARIANTS, times, strict=True)})
     return Headroom.of(turns, FACTS, travel)
 
 
-def words(found: Headroom) -> str:
-    return " ".join(str(found).split())
+def words(headroom: Headroom) -> str:
+    return " ".join(str(headroom).split())
 
 
 def test_the_gaps_are_those_of_the_medians() -> None:
-    found = planted(0.2, 0.15, 0.11, 0.1)
-    assert found.exposed.seconds == pytest.approx(0.1)
-    assert found.savable_over_dense.seconds == pytest.approx(0.09)
-    assert found.savable_over_bf16.seconds == pytest.approx(0.04)
+    headroom = planted(0.2, 0.15, 0.11, 0.1)
+    assert headroom.exposed.seconds == pytest.approx(0.1)
+    assert headroom.savable_over_dense.seconds == pytest.approx(0.09)
+    assert headroom.savable_over_bf16.seconds == pytest.approx(0.04)
     assert (
-        found.exposed.noise_s
-        == found.savable_over_dense.noise_s
-        == found.savable_over_bf16.noise_s
+        headroom.exposed.noise_s
+        == headroom.savable_over_dense.noise_s
+        == headroom.savable_over_bf16.noise_s
         == 0.0
     )
 
@@ -68,38 +68,38 @@ def test_one_turn_of_steps_that_differ_is_not_without_noise() -> None:
     turn = {kind: [0.1, 0.2, 0.3, 0.4, 0.5] for kind in VARIANTS}
     # The median distance from the median, 0.1, of two times five steps.
     noise = 2 * 1.25 * 1.4826 * 0.1 * (2 / 5) ** 0.5
-    found = Headroom.of([turn], FACTS, ONE_BUCKET)
-    assert found.exposed.noise_s == pytest.approx(noise)
-    assert found.verdict == "unclear"
+    headroom = Headroom.of([turn], FACTS, ONE_BUCKET)
+    assert headroom.exposed.noise_s == pytest.approx(noise)
+    assert headroom.verdict == "unclear"
 
 
 def test_no_compression_where_backward_hides_the_communication() -> None:
-    found = planted(0.1, 0.1, 0.099, 0.099)
-    assert found.verdict == "hidden"
-    assert "Do not compress. Backward hides the communication" in words(found)
-    assert "no compression can save more than 1.00 ms, 1% of a step" in words(found)
-    assert "register" not in words(found)
+    headroom = planted(0.1, 0.1, 0.099, 0.099)
+    assert headroom.verdict == "hidden"
+    assert "Do not compress. Backward hides the communication" in words(headroom)
+    assert "no compression can save more than 1.00 ms, 1% of a step" in words(headroom)
+    assert "register" not in words(headroom)
 
 
 def test_no_compression_where_what_is_exposed_is_latency() -> None:
-    found = planted(0.2, 0.2, 0.199, 0.1)
-    assert found.verdict == "latency"
-    assert "Exposed communication: 100.00 ± 0.00 ms (95 %), 50% of a step" in words(found)
-    assert "Do not compress" in words(found)
-    assert "latency" in words(found)
+    headroom = planted(0.2, 0.2, 0.199, 0.1)
+    assert headroom.verdict == "latency"
+    assert "Exposed communication: 100.00 ± 0.00 ms (95 %), 50% of a step" in words(headroom)
+    assert "Do not compress" in words(headroom)
+    assert "latency" in words(headroom)
 
 
 def test_bf16_and_no_more_where_it_saves_what_can_be_saved() -> None:
-    found = planted(0.2, 0.121, 0.12, 0.1)
-    assert found.verdict == "bf16"
-    assert "Use bf16, and do not compress more" in words(found)
-    assert 'commhooks.register(ddp_model, "bf16")' in words(found)
+    headroom = planted(0.2, 0.121, 0.12, 0.1)
+    assert headroom.verdict == "bf16"
+    assert "Use bf16, and do not compress more" in words(headroom)
+    assert 'commhooks.register(ddp_model, "bf16")' in words(headroom)
 
 
 def test_compression_pays_where_links_are_slow() -> None:
-    found = planted(0.2, 0.16, 0.1, 0.1)
-    assert found.verdict == "compress"
-    text = words(found)
+    headroom = planted(0.2, 0.16, 0.1, 0.1)
+    assert headroom.verdict == "compress"
+    text = words(headroom)
     assert "Compression may be worth it. A ratio of 10 saves nine tenths" in text
     # 5 ms of 100: 0.1 + 0.1 / ratio + 0.005 is below 0.2 from 1.053 on, below 0.16 from 1.82 on.
     assert (
@@ -111,48 +111,48 @@ def test_compression_pays_where_links_are_slow() -> None:
 
 
 def test_noise_is_no_reason_to_say_do_not_compress() -> None:
-    found = planted(0.2, 0.15, 0.19, 0.1, differ=0.08)
-    assert found.verdict == "unclear"
-    assert "No answer" in words(found)
-    assert "compression can save was 10.00 ± 121.05 ms (95 %), 5% of a step" in words(found)
-    assert "Do not compress" not in words(found)
-    assert "until then use no compression" in words(found)
+    headroom = planted(0.2, 0.15, 0.19, 0.1, differ=0.08)
+    assert headroom.verdict == "unclear"
+    assert "No answer" in words(headroom)
+    assert "compression can save was 10.00 ± 121.05 ms (95 %), 5% of a step" in words(headroom)
+    assert "Do not compress" not in words(headroom)
+    assert "until then use no compression" in words(headroom)
 
 
 def test_steps_that_send_less_and_take_longer_are_no_answer() -> None:
-    found = planted(0.2, 0.21, 0.25, 0.24)
-    assert found.verdict == "unclear"
-    assert "Do not compress" not in words(found)
+    headroom = planted(0.2, 0.21, 0.25, 0.24)
+    assert headroom.verdict == "unclear"
+    assert "Do not compress" not in words(headroom)
     assert planted(0.2, 0.2, 0.201, 0.2).verdict == "hidden"  # as small as what is not told
 
 
 def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
-    found = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
-    assert found.verdict == "unclear"
+    headroom = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
+    assert headroom.verdict == "unclear"
     assert "compression can save was 10.00 ± 121.05 ms (95 %), 5% of a step, beside bf16." in words(
-        found
+        headroom
     )
-    assert "until then use bf16" in words(found)
+    assert "until then use bf16" in words(headroom)
 
 
 def test_a_ratio_shortens_what_goes_with_the_bytes() -> None:
-    found = planted(0.2, 0.15, 0.1, 0.1)
-    assert [found.step_s(ratio) for ratio in (1, 2, 10)] == pytest.approx([0.2, 0.15, 0.11])
+    headroom = planted(0.2, 0.15, 0.1, 0.1)
+    assert [headroom.step_s(ratio) for ratio in (1, 2, 10)] == pytest.approx([0.2, 0.15, 0.11])
 
 
 def test_a_bucket_that_backward_hides_costs_nothing() -> None:
     # The first bucket keeps the links from 50 ms before the last one begins until 50 ms after it.
     # At a ratio of 2 it is through when the last one begins, which then takes 20 ms of 90.
     travel = [BucketTransfer(-0.05, 0.1, 0.0), BucketTransfer(0.0, 0.04, 0.0)]
-    found = planted(0.2, 0.15, 0.11, 0.1, travel=travel)
-    assert found.step_s(1) == pytest.approx(0.2)
-    assert found.step_s(2) == pytest.approx(0.11 + 0.09 * 20 / 90)
+    headroom = planted(0.2, 0.15, 0.11, 0.1, travel=travel)
+    assert headroom.step_s(1) == pytest.approx(0.2)
+    assert headroom.step_s(2) == pytest.approx(0.11 + 0.09 * 20 / 90)
 
 
 def test_latency_stays_at_every_ratio() -> None:
-    found = planted(0.2, 0.17, 0.14, 0.1, travel=[BucketTransfer(0.0, 0.1, 0.04)])
-    assert found.step_s(2) == pytest.approx(0.17)
-    assert found.step_s(1e9) == pytest.approx(0.14)
+    headroom = planted(0.2, 0.17, 0.14, 0.1, travel=[BucketTransfer(0.0, 0.1, 0.04)])
+    assert headroom.step_s(2) == pytest.approx(0.17)
+    assert headroom.step_s(1e9) == pytest.approx(0.14)
 
 
 @pytest.mark.parametrize(
@@ -163,15 +163,15 @@ def test_a_scheme_breaks_even_at_the_ratio_that_pays_its_computations(
     cost: float, over: str, ratio: float
 ) -> None:
     # 0.1 + 0.1 / ratio + cost is below 0.2, or 0.15. Ratios are looked for in steps of 2 %.
-    found = planted(0.2, 0.15, 0.1, 0.1).break_even(cost, over=over)
-    assert found is not None
-    assert ratio < found <= 1.021 * ratio
+    headroom = planted(0.2, 0.15, 0.1, 0.1).break_even(cost, over=over)
+    assert headroom is not None
+    assert ratio < headroom <= 1.021 * ratio
 
 
 def test_computations_that_take_what_can_be_saved_break_even_nowhere() -> None:
-    found = planted(0.2, 0.15, 0.1, 0.1)
-    assert found.break_even(0.1) is None
-    assert found.break_even(0.05, over="bf16") is None
+    headroom = planted(0.2, 0.15, 0.1, 0.1)
+    assert headroom.break_even(0.1) is None
+    assert headroom.break_even(0.05, over="bf16") is None
 
 
 def test_buckets_in_any_order_give_one_answer() -> None:
@@ -180,17 +180,17 @@ def test_buckets_in_any_order_give_one_answer() -> None:
         BucketTransfer(0.0, 0.04, 0.01),
         BucketTransfer(-0.02, 0.02, 0.0),
     ]
-    found = [planted(0.2, 0.15, 0.11, 0.1, travel=some) for some in (travel, travel[::-1])]
-    assert found[0] == found[1]
+    headroom = [planted(0.2, 0.15, 0.11, 0.1, travel=some) for some in (travel, travel[::-1])]
+    assert headroom[0] == headroom[1]
 
 
 def test_the_file_has_the_numbers_and_the_verdict(tmp_path: Path) -> None:
     planted(0.2, 0.16, 0.1, 0.1).save(tmp_path / "out.json")
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["verdict"] == "compress"
-    assert told["savable_over_dense"]["seconds"] == pytest.approx(0.1)
-    assert told["step_s_by_ratio"]["4"] == pytest.approx(0.125)
-    assert told["facts"]["world_size"] == 2
+    state = json.loads((tmp_path / "out.json").read_text())
+    assert state["verdict"] == "compress"
+    assert state["savable_over_dense"]["seconds"] == pytest.approx(0.1)
+    assert state["step_s_by_ratio"]["4"] == pytest.approx(0.125)
+    assert state["facts"]["world_size"] == 2
 
 
 def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
@@ -224,8 +224,8 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
         ({"failed": "of a rank"}, "of a rank"),
     ],
 )
-def test_each_reason_for_no_answer_has_words(told: dict[str, Any], said: str) -> None:
-    assert said in command._reason(told, 0, False, 600.0)
+def test_each_reason_for_no_answer_has_words(state: dict[str, Any], said: str) -> None:
+    assert said in command._reason(state, 0, False, 600.0)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_system_without_process_groups_is_told_so_first(
 
 
 def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
-    told = {"needed": 130, "ended": 20}
-    assert "train longer, or ask for fewer --steps" in command._reason(told, 0, False, 600.0)
-    assert "train longer" not in command._reason(told, 1, False, 600.0)
-    assert "ended with exit code 1 after 20 steps" in command._reason(told, 1, False, 600.0)
+    state = {"needed": 130, "ended": 20}
+    assert "train longer, or ask for fewer --steps" in command._reason(state, 0, False, 600.0)
+    assert "train longer" not in command._reason(state, 1, False, 600.0)
+    assert "ended with exit code 1 after 20 steps" in command._reason(state, 1, False, 600.0)

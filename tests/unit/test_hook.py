@@ -58,7 +58,7 @@ CALLABLES = {
 
 
 def ddp_checks(hook: Any) -> None:
-    """What DistributedDataParallel asks of a hook, without a process group."""
+    """Checks a hook as DistributedDataParallel does, without a process group."""
     bare = object.__new__(DistributedDataParallel)
     bare.__dict__["logger"] = None
     DistributedDataParallel._check_comm_hook(bare, hook)

@@ -100,13 +100,13 @@ def test_a_converted_model_is_found_behind_layers_that_are_frozen_now(kind, sche
 def test_wrappers_that_share_parameters_are_looked_for_once(kind, scheme, monkeypatch):
     model = layers()
     both = [kind(model, find_unused_parameters=True) for _ in range(2)]
-    for one in both if scheme else ():
-        commhooks.register(one, scheme)
+    for parameter in both if scheme else ():
+        commhooks.register(parameter, scheme)
     looks, find = [], gc.get_objects
     monkeypatch.setattr("gc.get_objects", lambda: looks.append(1) or find())
     for _ in range(3):
-        for one in both:
-            train(one)
+        for wrapper in both:
+            train(wrapper)
     assert len(looks) <= 2
 
 
@@ -212,13 +212,13 @@ def test_parameters_that_were_replaced_before_register_are_not_called_frozen():
 
 def swapped(ddp, x):
     """Averages of weights are put in place for a while."""
-    kept = [one.data for one in ddp.parameters()]
-    for one in ddp.parameters():
-        one.data = one.data * 0.5
+    kept = [parameter.data for parameter in ddp.parameters()]
+    for parameter in ddp.parameters():
+        parameter.data = parameter.data * 0.5
     with torch.no_grad():
         ddp(x)
-    for one, value in zip(ddp.parameters(), kept, strict=True):
-        one.data = value
+    for parameter, value in zip(ddp.parameters(), kept, strict=True):
+        parameter.data = value
 
 
 def functional(ddp, x):

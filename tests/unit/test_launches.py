@@ -1,4 +1,4 @@
-"""How many kernels schemes launch on a GPU for a bucket; nothing in them waits for it."""
+"""Kernel launches of schemes for a bucket on a GPU; nothing in them waits for it."""
 
 from __future__ import annotations
 

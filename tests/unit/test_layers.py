@@ -1,4 +1,4 @@
-"""Who may import whom: packages by layer, and within a package its folders by floor."""
+"""Imports follow the order of packages by layer, and of a package's folders by floor."""
 
 from __future__ import annotations
 
@@ -113,8 +113,8 @@ FILES = [(layer, path) for layer in ALLOWED for path in modules(layer)]
     ("layer", "path"), FILES, ids=[path.relative_to(ROOT).as_posix() for _, path in FILES]
 )
 def test_a_module_imports_only_what_lies_below_its_layer(layer: str, path: Path) -> None:
-    for found in imports(ast.parse(path.read_text())):
-        top = found.module.partition(".")[0]
+    for imported in imports(ast.parse(path.read_text())):
+        top = imported.module.partition(".")[0]
         allowed = {layer, "", *ALLOWED[layer]}
         if path.parent.name == "cli":
             allowed |= COMMAND_LINE
@@ -124,9 +124,9 @@ def test_a_module_imports_only_what_lies_below_its_layer(layer: str, path: Path)
             allowed |= {"numpy"}
         if path.parent.name == "hosts":
             allowed |= FRAMEWORKS.get(path.name, set())
-        if not found.at_import:
+        if not imported.at_import:
             allowed |= LATER.get((layer, path.name), set())
-        assert top in allowed or top in STANDARD, f"{path.name} imports {found.module}"
+        assert top in allowed or top in STANDARD, f"{path.name} imports {imported.module}"
 
 
 def test_kernels_know_of_ddp_core_the_errors_only() -> None:
@@ -183,9 +183,11 @@ def test_no_files_import_each_other_in_a_circle(package: str) -> None:
             other for other in files if any(name.startswith(f"{other}.") for name in named)
         } - {module}
     left = dict(graph)
-    while ready := [one for one, below in left.items() if not below & left.keys()]:
-        for one in ready:
-            del left[one]
+    while ready := [
+        package_name for package_name, below in left.items() if not below & left.keys()
+    ]:
+        for package in ready:
+            del left[package]
     assert not left, sorted(left)
 
 
@@ -198,12 +200,12 @@ def mapped() -> list[str]:
 
 def folders() -> set[str]:
     """All folders of the packages, and those of the tests, that have files of their own."""
-    found = {*(ROOT / "tests").glob("*")}
+    paths = {*(ROOT / "tests").glob("*")}
     for package in ("commhooks", "ddp_core", "kernels"):
-        found |= {ROOT / package, *(ROOT / package).rglob("*")}
+        paths |= {ROOT / package, *(ROOT / package).rglob("*")}
     return {
         path.relative_to(ROOT).as_posix()
-        for path in found
+        for path in paths
         if path.name != "__pycache__"
         and not path.is_symlink()
         and any([*path.glob("*.py"), *path.glob("*.h")])

@@ -101,5 +101,7 @@ def test_shared_and_ignored_parameters_are_taken_once_or_not_at_all():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Embedding(3, 2, sparse=True))
     model[1].weight = model[0].weight
     model[1].bias.requires_grad_(False)
-    names = [(one.name, one.sparse) for one in trained_parameters(model, {"0.bias"})]
+    names = [
+        (parameter.name, parameter.sparse) for parameter in trained_parameters(model, {"0.bias"})
+    ]
     assert names == [("0.weight", False), ("2.weight", True)]

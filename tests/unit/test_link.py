@@ -45,20 +45,20 @@ def rings(part: Part, ranks: int, link: Link) -> list[Time]:
     ]
 
 
-def assert_near(found: Link | None, planted: Link, *, rel: float = 0.02) -> None:
-    assert found is not None
-    assert found.latency == pytest.approx(planted.latency, rel=rel)
-    assert found.bandwidth == pytest.approx(planted.bandwidth, rel=rel)
+def assert_near(link: Link | None, planted: Link, *, rel: float = 0.02) -> None:
+    assert link is not None
+    assert link.latency == pytest.approx(planted.latency, rel=rel)
+    assert link.bandwidth == pytest.approx(planted.bandwidth, rel=rel)
 
 
 @pytest.mark.parametrize("latency", [2e-6, 5e-5, 1e-3])
 @pytest.mark.parametrize("bandwidth", [1e6, 1.17e8, 1e10])
 def test_a_planted_link_is_found(latency: float, bandwidth: float) -> None:
     planted = Link(latency, bandwidth)
-    found = fitted(Layout(4, 1), rings("between", 4, planted), "gloo")
-    assert_near(found.between, planted)
-    assert found.inside is None
-    assert found.ranks_per_node == 1
+    fit = fitted(Layout(4, 1), rings("between", 4, planted), "gloo")
+    assert_near(fit.between, planted)
+    assert fit.inside is None
+    assert fit.ranks_per_node == 1
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_poor_fit_is_named_below_the_table(
     factor: float, warns: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     layout, link = Layout(4, 1), Link(1e-4, 1e8)
-    times = [one._replace(seconds=one.seconds * factor) for one in rings("between", 4, link)]
+    times = [ring._replace(seconds=ring.seconds * factor) for ring in rings("between", 4, link)]
     report = LinkReport(Fabric("x", link, library="gloo"), layout, tuple(times), "cpu", 3, 1.0)
     assert report.fit_error == pytest.approx(max(factor, 1 / factor))
     _show(report)
@@ -78,11 +78,11 @@ def test_a_poor_fit_is_named_below_the_table(
 
 def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None:
     planted = Link(2e-5, 3e9)
-    found = fitted(Layout(4, 4), rings("inside", 4, planted), "gloo")
-    assert_near(found.inside, planted)
-    assert found.between == found.inside
-    assert found.ranks_per_node == 4
-    assert "copy" in found.source
+    fit = fitted(Layout(4, 4), rings("inside", 4, planted), "gloo")
+    assert_near(fit.inside, planted)
+    assert fit.between == fit.inside
+    assert fit.ranks_per_node == 4
+    assert "copy" in fit.source
 
 
 def test_links_inside_and_between_nodes_are_told_apart() -> None:
@@ -90,14 +90,14 @@ def test_links_inside_and_between_nodes_are_told_apart() -> None:
     fabric = Fabric("planted", between, inside=inside, ranks_per_node=4, library="gloo")
     cells = [Time(part, name, nbytes, 0.0, 0.0, 0.0) for part in ("inside", "between", "all")
              for name in COLLECTIVES for nbytes in SIZES]  # fmt: skip
-    times = [one._replace(seconds=modelled(layout, one, fabric)) for one in cells]
-    found = fitted(layout, times, "gloo")
-    assert_near(found.inside, inside)
-    assert_near(found.between, between)
+    times = [cell._replace(seconds=modelled(layout, cell, fabric)) for cell in cells]
+    fit = fitted(layout, times, "gloo")
+    assert_near(fit.inside, inside)
+    assert_near(fit.between, between)
     # Several network cards need several ranks: those of all tell the bandwidth, if they reach more.
     wide = replace(fabric, between=Link(4e-5, 4e9))
-    times = [one._replace(seconds=modelled(layout, one, wide)) if one.part == "all" else one
-             for one in times]  # fmt: skip
+    times = [time._replace(seconds=modelled(layout, time, wide)) if time.part == "all" else time
+             for time in times]  # fmt: skip
     assert_near(fitted(layout, times, "gloo").between, Link(4e-5, 4e9))
 
 
@@ -111,7 +111,7 @@ def test_a_few_odd_times_move_nothing() -> None:
 
 def test_sizes_that_were_left_out_are_not_needed() -> None:
     planted = Link(5e-5, 1e8)
-    times = [one for one in rings("between", 2, planted) if one.nbytes <= 2**20]
+    times = [ring for ring in rings("between", 2, planted) if ring.nbytes <= 2**20]
     assert_near(fitted(Layout(2, 1), times, "gloo").between, planted)
 
 
@@ -155,9 +155,9 @@ def test_the_measurements_are_in_the_file_beside_the_fabric(tmp_path: Path) -> N
     report = LinkReport(fitted(layout, times, "gloo"), layout, tuple(times), "cpu", 3, 1.0)
     save_fabric(report.fabric, tmp_path / "link.json", measured=report.measured)
     assert load_fabric(tmp_path / "link.json") == report.fabric
-    found = json.loads((tmp_path / "link.json").read_text())["measured"]
-    assert [Time(**one) for one in found["times"]] == times
-    assert (found["ranks"], found["per_node"], found["rounds"]) == (4, 4, 3)
+    saved = json.loads((tmp_path / "link.json").read_text())["measured"]
+    assert [Time(**time) for time in saved["times"]] == times
+    assert (saved["ranks"], saved["per_node"], saved["rounds"]) == (4, 4, 3)
 
 
 GOOD: dict[str, Any] = {"name": "x", "between": {"latency": 1e-5, "bandwidth": 1e9}}

@@ -206,7 +206,7 @@ def test_batched_powersgd(world_size: int) -> None:
 
 @pytest.mark.parametrize("name", ["powersgd", "acpsgd"])
 def test_factors_and_residuals_move_on_to_other_buckets(name: str) -> None:
-    """Which bucket a matrix is in makes no difference: steps in one, in two, and in another one."""
+    """The bucket of a matrix makes no difference: steps in one, in two, and in another one."""
     settled, moved = (
         Simulation(name, SHAPES, world_size=2, rank=2, min_compression_rate=1.0) for _ in range(2)
     )

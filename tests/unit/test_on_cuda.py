@@ -1,4 +1,4 @@
-"""What hosts do for a GPU: pretended devices and tensors, as there is none here."""
+"""Hosts on a GPU: pretended devices and tensors, as there is none here."""
 
 import math
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the next step's buckets are, by what has happened; the message among ranks left out."""
+"""Plans of the next step's buckets, by what has happened; without the message among ranks."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def after_many(course: Course) -> None:
 
 def split_by_the_compiler(course: Course) -> None:
     course.begin_step()
-    of = [one.parameter for one in course.plan._parameters]
+    of = [trained.parameter for trained in course.plan._parameters]
     course.plan.add_splits([[id(of[3]), id(of[1])], [id(of[2]), id(of[0])]])
     course.plan.step_ended([3, 1, 2, 0])
     for _ in range(2):
@@ -237,8 +237,8 @@ SPLITS = [[3, 1], [2, 0]]
 
 
 def compiles(course: Course) -> None:
-    """What the forward pass of a compiled model does."""
-    of = [one.parameter for one in course.plan._parameters]
+    """Tells the plan of splits, as the forward pass of a compiled model does."""
+    of = [trained.parameter for trained in course.plan._parameters]
     course.plan.add_splits([[id(of[index]) for index in split] for split in SPLITS])
 
 

@@ -146,7 +146,7 @@ def _steps(ranks: Simulation, count: int, begin: int = 0) -> tuple[list[float], 
             means = ranks.step(grads)
             assert all(torch.equal(mean, means[0]) for mean in means)
             errors.append(float((means[0] - exact).norm() / exact.norm()))
-    return errors, [str(one.message) for one in caught]
+    return errors, [str(warning.message) for warning in caught]
 
 
 def test_a_guard_goes_back_to_dense_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_a_guard_that_sees_the_residual_grow_sends_it(monkeypatch: pytest.Monkey
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             applied = applied + ranks.step(grads)[0]
-        said += [str(one.message) for one in caught]
+        said += [str(warning.message) for warning in caught]
         assert float(ranks.memory(0).norm()) < 8.0 * N**0.5
     assert 2 <= len(said) <= 6
     assert "the residual is" in said[0]
@@ -270,21 +270,21 @@ def recorded() -> list[tuple[Layout, list[Tensor]]]:
 def test_a_budget_of_bits_beats_every_uniform_choice_within_it() -> None:
     steps = recorded()
     for bits in (6.0, 10.0, 16.0, 40.0):
-        found = allocate(steps, CANDIDATES, bits=bits)
-        assert found.bits <= bits
-        for one in CANDIDATES:
-            uniform = allocate(steps, [one], bits=1e9)
+        allocation = allocate(steps, CANDIDATES, bits=bits)
+        assert allocation.bits <= bits
+        for candidate in CANDIDATES:
+            uniform = allocate(steps, [candidate], bits=1e9)
             if uniform.bits <= bits:
-                assert found.error <= uniform.error * 1.001
+                assert allocation.error <= uniform.error * 1.001
     assert allocate(steps, CANDIDATES, bits=200.0).error < 1e-12
 
 
 def test_a_budget_of_error_is_met_with_fewer_bits() -> None:
     steps = recorded()
     uniform = allocate(steps, [CANDIDATES[1]], bits=1e9)
-    found = allocate(steps, CANDIDATES, max_error=uniform.error)
-    assert found.error <= uniform.error
-    assert found.bits <= uniform.bits
+    allocation = allocate(steps, CANDIDATES, max_error=uniform.error)
+    assert allocation.error <= uniform.error
+    assert allocation.bits <= uniform.bits
 
 
 @pytest.mark.filterwarnings("ignore:a float16 payload is not finite")
@@ -302,9 +302,9 @@ def test_a_candidate_that_overflows_is_left_out() -> None:
     ]
     narrow, cheap, wide = make("none", wire_dtype="fp16"), make("bf16"), make("none")
     # bf16 is good enough; with an infinite error in the sums everything would be dense.
-    found = allocate(steps, [narrow, cheap, wide], max_error=1e-4)
-    assert found.bits == 16.0
-    assert 0 < found.error <= 1e-4
+    allocation = allocate(steps, [narrow, cheap, wide], max_error=1e-4)
+    assert allocation.bits == 16.0
+    assert 0 < allocation.error <= 1e-4
     with pytest.raises(ValueError, match=r"no candidate gives a finite average of .*'large'"):
         allocate(steps, [narrow], bits=64.0)
 
@@ -317,7 +317,8 @@ def test_gradients_of_zero_have_no_error() -> None:
 def test_the_greedy_choice_is_near_the_best_of_all() -> None:
     steps = recorded()
     singles = {
-        one: allocate(steps, [one], bits=1e9).table.assign(scheme=str(one)) for one in CANDIDATES
+        candidate: allocate(steps, [candidate], bits=1e9).table.assign(scheme=str(candidate))
+        for candidate in CANDIDATES
     }
     norms = []
     for index in range(len(LAYOUT)):
@@ -327,22 +328,22 @@ def test_the_greedy_choice_is_near_the_best_of_all() -> None:
     budget = 12.0
     best = math.inf
     for choice in itertools.product(CANDIDATES, repeat=len(LAYOUT)):
-        rows = [singles[one].iloc[index] for index, one in enumerate(choice)]
+        rows = [singles[candidate].iloc[index] for index, candidate in enumerate(choice)]
         bits = sum(row.bits * row.entries for row in rows) / sum(LAYOUT.sizes)
         if bits <= budget:
             lost = sum(row.error * norm for row, norm in zip(rows, norms, strict=True))
             best = min(best, lost / sum(norms))
-    found = allocate(steps, CANDIDATES, bits=budget)
-    assert best <= found.error * 1.0001
-    assert found.error <= 2.0 * best + 1e-9
+    allocation = allocate(steps, CANDIDATES, bits=budget)
+    assert best <= allocation.error * 1.0001
+    assert allocation.error <= 2.0 * best + 1e-9
 
 
 def test_ranks_differ_by_layer_and_the_result_trains() -> None:
     candidates = [ErrorFeedback(PowerSGD(rank=rank)) for rank in (1, 2, 4, 16)]
-    found = allocate(recorded(), candidates, max_error=1e-4)
-    chosen = dict(zip(found.table.parameter, found.table.scheme, strict=True))
+    allocation = allocate(recorded(), candidates, max_error=1e-4)
+    chosen = dict(zip(allocation.table.parameter, allocation.table.scheme, strict=True))
     assert "rank=2" in chosen["low"] or "rank=4" in chosen["low"]
-    ranks = Simulation(found.scheme, SHAPES, world_size=2)
+    ranks = Simulation(allocation.scheme, SHAPES, world_size=2)
     for _, grads in recorded():
         means = ranks.step(grads)
         assert torch.equal(means[0], means[1])

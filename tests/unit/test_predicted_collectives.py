@@ -66,7 +66,7 @@ def test_a_double_tree_sends_the_data_twice_where_a_ring_sends_them_one_and_a_ha
     # Without a limit the faster one: few steps for small messages, few bytes for large ones.
     free = replace(tree, tree_nbytes=None)
     for nbytes in (1e3, 1e9):
-        both = (seconds("all_reduce", nbytes, 64, one) for one in (tree, ring))
+        both = (seconds("all_reduce", nbytes, 64, fabric) for fabric in (tree, ring))
         assert seconds("all_reduce", nbytes, 64, free) == min(both)
     assert seconds("all_reduce", 10, 64, free) == pytest.approx(2 * 6 * LATENCY, rel=1e-2)
 

@@ -21,14 +21,14 @@ def tables() -> dict:
 
 
 def test_predictions_are_as_near_to_published_measurements_as_promised(tables: dict) -> None:
-    found = summary(tables).set_index(["study", "group"])
-    assert found["median"]["all_reduce", "dgx-h100-ndr400x8"] <= 0.06
-    assert found.judged["all_reduce", "dgx-h100-ndr400x8"] >= 50
+    table = summary(tables).set_index(["study", "group"])
+    assert table["median"]["all_reduce", "dgx-h100-ndr400x8"] <= 0.06
+    assert table.judged["all_reduce", "dgx-h100-ndr400x8"] >= 50
     for group in ("ddp", "diloco", "localsgd"):
-        assert found.largest["diloco", group] <= 0.10
-    assert found["median"]["grace", "none"] <= 0.05
-    assert found["median"]["grace", "powersgd"] <= 0.05
-    assert found["median"]["grace", "randomk"] <= 0.10
+        assert table.largest["diloco", group] <= 0.10
+    assert table["median"]["grace", "none"] <= 0.05
+    assert table["median"]["grace", "powersgd"] <= 0.05
+    assert table["median"]["grace", "randomk"] <= 0.10
 
 
 @pytest.mark.parametrize("study", ["grace_signs", "quickreduce"])

@@ -46,7 +46,7 @@ def error_of(mean: Tensor, exact: Tensor) -> float:
 
 
 def single_shot(scheme: Scheme, x: Tensor) -> float:
-    """Of one rank, one rounding."""
+    """The error of one rounding on one rank."""
     mean = Simulation(scheme, {"p": tuple(x.shape)}, world_size=1).step([x])[0]
     return error_of(mean, x)
 
@@ -83,10 +83,10 @@ def test_single_shot_errors_are_those_of_the_table(name: str, column: int) -> No
     if any(setting.name == "pattern" for setting in fields(scheme)):
         scheme = replace(scheme, pattern="all_gather")
     generator = torch.Generator().manual_seed(column)
-    found = single_shot(scheme, DRAWS[column](generator))
+    measured = single_shot(scheme, DRAWS[column](generator))
     # A sum of squares of t(3) is ruled by its few largest entries: samples differ by a fifth.
     near = 0.05 if column < 2 else 0.15
-    assert math.isclose(found, expected[column], rel_tol=near)
+    assert math.isclose(measured, expected[column], rel_tol=near)
 
 
 def test_a_rotation_makes_any_tail_a_normal_one() -> None:

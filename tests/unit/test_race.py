@@ -50,10 +50,10 @@ def test_the_order_of_turns_is_reversed_in_every_second_round() -> None:
 
 
 def test_the_error_of_a_median_shrinks_with_the_number_of_steps() -> None:
-    one = Candidate("a", Dense(), 0.0)
+    candidate = Candidate("a", Dense(), 0.0)
     few, many = (
-        CandidateTiming(one, [1.0, 1.1, 1.2, 1.3]),
-        CandidateTiming(one, [1.0, 1.1, 1.2, 1.3] * 16),
+        CandidateTiming(candidate, [1.0, 1.1, 1.2, 1.3]),
+        CandidateTiming(candidate, [1.0, 1.1, 1.2, 1.3] * 16),
     )
     assert many.deviation == pytest.approx(few.deviation / 4)
 

@@ -45,7 +45,7 @@ def test_topk_with_feedback(world_size: int) -> None:
     e = zeros(world_size)
     for step in range(5):
         grads = gradients(world_size, step, N)
-        c = [g + own for g, own in zip(grads, e, strict=True)]
+        c = [g + kept for g, kept in zip(grads, e, strict=True)]
         expected, e = gathered(lambda c, *_: largest(c, 30), c)
         close(all_equal(ranks.step(grads)), expected)
         for rank in range(world_size):
@@ -59,7 +59,7 @@ def test_onebit_with_feedback(world_size: int, block: int) -> None:
     e = zeros(world_size)
     for step in range(5):
         grads = gradients(world_size, step, N)
-        c = [g + own for g, own in zip(grads, e, strict=True)]
+        c = [g + kept for g, kept in zip(grads, e, strict=True)]
         expected, e = in_two_phases(sign_of(block), c, block)
         close(all_equal(ranks.step(grads)), expected)
         for rank in range(world_size):
@@ -71,7 +71,7 @@ def test_signs_that_are_gathered_with_feedback() -> None:
     ranks, e = Simulation(scheme, {"p": (N,)}, world_size=3), zeros(3)
     for step in range(4):
         grads = gradients(3, step, N)
-        expected, e = gathered(sign_of(128), [g + own for g, own in zip(grads, e, strict=True)])
+        expected, e = gathered(sign_of(128), [g + kept for g, kept in zip(grads, e, strict=True)])
         close(all_equal(ranks.step(grads)), expected)
         close(ranks.memory(2), e[2])
 
@@ -87,7 +87,7 @@ def test_int4_with_feedback(world_size: int) -> None:
 
     for step in range(3):
         grads = gradients(world_size, step, n)
-        c = [g + own for g, own in zip(grads, e, strict=True)]
+        c = [g + kept for g, kept in zip(grads, e, strict=True)]
         expected, e = in_two_phases(lossy, c, 256, step)
         mostly_close(all_equal(ranks.step(grads)), expected)
         for rank in range(world_size):
@@ -116,20 +116,20 @@ def test_scaled_sends_a_share_and_keeps_the_rest() -> None:
 @world_sizes
 def test_ef21_of_topk(world_size: int, momentum: float) -> None:
     ranks = Simulation(EF21(TopK(0.1), momentum), {"p": (N,)}, world_size=world_size)
-    own, velocity = zeros(world_size), zeros(world_size)
+    booked, velocity = zeros(world_size), zeros(world_size)
     total = torch.zeros(N, dtype=torch.float64)
     for step in range(6):
         grads = gradients(world_size, step, N)
         sent = []
         for rank, grad in enumerate(grads):
             velocity[rank] = momentum * velocity[rank] + (1 - momentum) * grad
-            sent.append(largest(velocity[rank] - own[rank], N // 10))
-            own[rank] = own[rank] + sent[-1]
+            sent.append(largest(velocity[rank] - booked[rank], N // 10))
+            booked[rank] = booked[rank] + sent[-1]
         total = total + mean(sent)
         close(all_equal(ranks.step(grads)), total)
-        close(total, mean(own), 1e-9)
+        close(total, mean(booked), 1e-9)
         for rank in range(world_size):
-            close(ranks.memory(rank, "ef21.own"), own[rank])
+            close(ranks.memory(rank, "ef21.own"), booked[rank])
             close(ranks.memory(rank, "ef21.total"), total)
             if momentum:
                 close(ranks.memory(rank, "ef21.velocity"), velocity[rank])
@@ -138,16 +138,16 @@ def test_ef21_of_topk(world_size: int, momentum: float) -> None:
 def test_ef21_of_signs_in_two_phases() -> None:
     """The second rounding is booked as sent by the rank that made it, so totals stay the mean."""
     ranks = Simulation(EF21(Blockwise("sign", 128)), {"p": (N,)}, world_size=3)
-    own, total = zeros(3), torch.zeros(N, dtype=torch.float64)
+    booked, total = zeros(3), torch.zeros(N, dtype=torch.float64)
     for step in range(5):
         grads = gradients(3, step, N)
-        difference = [grad - held for grad, held in zip(grads, own, strict=True)]
+        difference = [grad - held for grad, held in zip(grads, booked, strict=True)]
         arrived, unsent = in_two_phases(sign_of(128), difference, 128)
-        own = [g + d - u for g, d, u in zip(own, difference, unsent, strict=True)]
+        booked = [g + d - u for g, d, u in zip(booked, difference, unsent, strict=True)]
         total = total + arrived
         close(all_equal(ranks.step(grads)), total, 1e-4)
-        close(ranks.memory(1, "ef21.own"), own[1], 1e-4)
-        close(mean(own), total, 1e-9)
+        close(ranks.memory(1, "ef21.own"), booked[1], 1e-4)
+        close(mean(booked), total, 1e-9)
 
 
 def test_ef21_reaches_a_gradient_that_stays() -> None:
@@ -171,7 +171,7 @@ def test_averaged_feedback(decay: float, reset_every: int) -> None:
     e = zeros(3)
     for step in range(8):
         grads = gradients(3, step, N)
-        c = [g + own for g, own in zip(grads, e, strict=True)]
+        c = [g + kept for g, kept in zip(grads, e, strict=True)]
         expected, unsent = in_two_phases(
             lambda c, *_: levels(c, 7, 64), c, 64, sizes=(700, N - 700)
         )
@@ -190,13 +190,13 @@ def test_sdp4bit() -> None:
     e, layout = zeros(6, 4096), Layout(["p"], [(4096,)])
     for step in range(3):
         grads = gradients(6, step, 4096)
-        c = [g + own for g, own in zip(grads, e, strict=True)]
-        unsent = [one.clone() for one in c]
+        c = [g + kept for g, kept in zip(grads, e, strict=True)]
+        unsent = [grad.clone() for grad in c]
         expected = torch.zeros(4096, dtype=torch.float64)
         for place, part in enumerate((slice(0, 2048), slice(2048, 4096))):
-            sent = [levels(one[part], 127, 512) for one in c]
-            for rest, one in zip(unsent, sent, strict=True):
-                rest[part] -= one
+            sent = [levels(corrected[part], 127, 512) for corrected in c]
+            for rest, part_sent in zip(unsent, sent, strict=True):
+                rest[part] -= part_sent
             nodes = [mean(sent[:2]), mean(sent[2:4]), mean(sent[4:])]
 
             def between(x: Tensor, shard: int, step: int, place: int = place) -> Tensor:

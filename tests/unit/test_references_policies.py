@@ -35,8 +35,8 @@ def zeros(world_size: int) -> list[Tensor]:
 
 
 def topk_step(grads: list[Tensor], e: list[Tensor], k: int) -> tuple[Tensor, list[Tensor]]:
-    c = [g + own for g, own in zip(grads, e, strict=True)]
-    return gathered(lambda one, *_: largest(one, k), c)
+    c = [g + kept for g, kept in zip(grads, e, strict=True)]
+    return gathered(lambda entries, *_: largest(entries, k), c)
 
 
 # ---- schedules
@@ -48,7 +48,7 @@ def test_periodic_dense_sends_what_was_held_back_in_every_third_step() -> None:
     for step in range(8):
         grads = gradients(3, step, N)
         if step % 3 == 2:
-            expected, e = mean([g + own for g, own in zip(grads, e, strict=True)]), zeros(3)
+            expected, e = mean([g + kept for g, kept in zip(grads, e, strict=True)]), zeros(3)
         else:
             expected, e = topk_step(grads, e, 51)
         close(all_equal(ranks.step(grads)), expected)
@@ -73,7 +73,7 @@ def test_a_delayed_start_hands_the_residual_of_what_ran_before_on() -> None:
         if step < 2:
             expected, e = topk_step(grads, e, 51)
         else:
-            expected, e = mean([g + own for g, own in zip(grads, e, strict=True)]), zeros(2)
+            expected, e = mean([g + kept for g, kept in zip(grads, e, strict=True)]), zeros(2)
         close(all_equal(ranks.step(grads)), expected)
 
 
@@ -90,10 +90,10 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
         grads = gradients(2, step, N)
         seen.append(step < dense_until)
         if step < dense_until:
-            expected, e = mean([g + own for g, own in zip(grads, e, strict=True)]), zeros(2)
+            expected, e = mean([g + kept for g, kept in zip(grads, e, strict=True)]), zeros(2)
         else:
-            held = math.sqrt(mean([one.square().sum() for one in e]))
-            size = math.sqrt(mean([one.double().square().sum() for one in grads]))
+            held = math.sqrt(mean([residual.square().sum() for residual in e]))
+            size = math.sqrt(mean([grad.double().square().sum() for grad in grads]))
             if step % 2 and held / size > 1.2:
                 dense_until = step + 1 + 3
             expected, e = topk_step(grads, e, 51)
@@ -119,16 +119,16 @@ def test_aligned_topk() -> None:
     e, chosen = zeros(3), []
     for step in range(5):
         grads = gradients(3, step, N)
-        c = [(g + own).view(-1, row) for g, own in zip(grads, e, strict=True)]
+        c = [(g + kept).view(-1, row) for g, kept in zip(grads, e, strict=True)]
         signs = sketch_signs(step, row, directions)
-        energy = mean([one @ signs for one in c]).square().sum(1)
+        energy = mean([corrected @ signs for corrected in c]).square().sum(1)
         rows = energy.topk(int(0.2 * N / row)).indices
         chosen.append(set(rows.tolist()))
         expected = torch.zeros(N // row, row, dtype=torch.float64)
         expected[rows] = mean(c)[rows]
-        for own in c:
-            own[rows] = 0.0
-        e = [own.flatten() for own in c]
+        for held_rows in c:
+            held_rows[rows] = 0.0
+        e = [held_rows.flatten() for held_rows in c]
         close(all_equal(ranks.step(grads)), expected.flatten())
         for rank in range(3):
             close(ranks.memory(rank), e[rank])
@@ -153,13 +153,13 @@ def test_a_random_block_sends_one_stretch_and_holds_the_rest() -> None:
     ranks, e = Simulation(ErrorFeedback(RandomBlock(0.25)), {"p": (N,)}, world_size=3), zeros(3)
     for step in range(4):
         grads = gradients(3, step, N)
-        c = [g + own for g, own in zip(grads, e, strict=True)]
+        c = [g + kept for g, kept in zip(grads, e, strict=True)]
         got = all_equal(ranks.step(grads))
         sent = (got != 0).double()
         edges = int((sent != sent.roll(1)).sum())
         assert (int(sent.sum()), edges) == (N // 4, 2), "one stretch, around the end at most"
         close(got, mean(c) * sent)
-        e = [one * (1 - sent) for one in c]
+        e = [corrected * (1 - sent) for corrected in c]
         for rank in range(3):
             close(ranks.memory(rank), e[rank])
 
@@ -179,8 +179,8 @@ def test_onebit_adam_sends_gradients_and_then_momenta() -> None:
             expected = mean(grads)
             m = 0.8 * m + 0.2 * expected
         else:
-            c = [0.8 * m + 0.2 * g + own for g, own in zip(grads, e, strict=True)]
-            m, e = in_two_phases(lambda one, *_: signed(one, block), c, block)
+            c = [0.8 * m + 0.2 * g + kept for g, kept in zip(grads, e, strict=True)]
+            m, e = in_two_phases(lambda entries, *_: signed(entries, block), c, block)
             expected = m
         close(all_equal(ranks.step(grads)), expected)
         close(ranks.memory(1, "onebit_adam.momentum"), m)

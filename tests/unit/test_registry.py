@@ -186,7 +186,7 @@ def test_a_scheme_is_one_file(tmp_path: Path) -> None:
 
 
 def _classes(kind: type) -> list[type]:
-    return [kind, *(found for one in kind.__subclasses__() for found in _classes(one))]
+    return [kind, *(deeper for subclass in kind.__subclasses__() for deeper in _classes(subclass))]
 
 
 def test_a_saved_scheme_is_found_whatever_file_its_class_lies_in() -> None:
@@ -230,5 +230,7 @@ def test_a_pickle_without_rounding_is_refused() -> None:
 
 
 def test_no_two_schemes_of_the_package_have_one_name() -> None:
-    own = [one for one in _classes(commhooks.Scheme) if one.__module__.startswith("commhooks")]
-    assert max(Counter(one.__qualname__ for one in own).values()) == 1
+    classes = [
+        kind for kind in _classes(commhooks.Scheme) if kind.__module__.startswith("commhooks")
+    ]
+    assert max(Counter(kind.__qualname__ for kind in classes).values()) == 1

@@ -41,14 +41,14 @@ def row(step: int, bucket: int, number: int, begin: float, *, last: bool) -> Rou
 
 @pytest.fixture
 def ledger() -> Ledger:
-    found = Ledger()
+    filled = Ledger()
     for step in (0, 1):
         zero = 100.0 * step
-        found.add(row(step, 0, 0, zero, last=False))
-        found.add(row(step, 0, 1, zero + 4, last=True))
-        found.add(row(step, 1, 0, zero + 3, last=True))
-        found.record_last_launch(step, zero + 3)
-    return found
+        filled.add(row(step, 0, 0, zero, last=False))
+        filled.add(row(step, 0, 1, zero + 4, last=True))
+        filled.add(row(step, 1, 0, zero + 3, last=True))
+        filled.record_last_launch(step, zero + 3)
+    return filled
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -64,9 +64,9 @@ def test_a_page_tells_the_plan_of_auto(tmp_path: Path) -> None:
     assert page.count("<td>plan</td>") == 0
 
 
-def _raced(*found: tuple[str, float]) -> CandidateTimings:
-    race = CandidateTimings([Candidate(name, Dense(), 0.0) for name, _ in found])
-    for _, seconds in found:
+def _raced(*medians: tuple[str, float]) -> CandidateTimings:
+    race = CandidateTimings([Candidate(name, Dense(), 0.0) for name, _ in medians])
+    for _, seconds in medians:
         race.add([seconds] * 8)
     return race
 
@@ -141,8 +141,8 @@ def links_of(html: str) -> list[str]:
 
 
 def test_spans_are_the_rounds_without_waiting_for_a_lane(ledger: Ledger) -> None:
-    found = spans(ledger.rows_by_step()[0])
-    bucket = [(one.kind, one.begin, one.end) for one in found if one.bucket == 0]
+    drawn = spans(ledger.rows_by_step()[0])
+    bucket = [(span.kind, span.begin, span.end) for span in drawn if span.bucket == 0]
     assert bucket == [
         ("encode", 0, 1),
         ("collective", 2, 4),
@@ -240,14 +240,14 @@ def test_the_metrics_are_the_documented_ones() -> None:
         assert f"``{name}``" in documented
 
 
-def _verified(found: list[Finding], rows: list[VerifiedRow]) -> commhooks.HookState:
+def _verified(findings: list[Finding], rows: list[VerifiedRow]) -> commhooks.HookState:
     """A hook of which one step was verified, with these results."""
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     hook = commhooks.register(ddp, "int8", verify=Verification(1, "raise"))
     ddp(torch.randn(2, 8)).sum().backward()
     assert hook.verification is not None
     hook.verification.latest(wait=True)
-    hook.verification._findings += found
+    hook.verification._findings += findings
     hook.verification._latest = rows
     return hook
 
@@ -256,8 +256,8 @@ def _verified(found: list[Finding], rows: list[VerifiedRow]) -> commhooks.HookSt
 def test_a_verified_run_shows_the_parameters_of_largest_error(tmp_path: Path) -> None:
     rows = [VerifiedRow(0, 0, f"layer{k}.$w_{k}", k / 100, 0.5, 1.0) for k in range(1, 31)]
     rows += [VerifiedRow(0, 1, "<zero>", math.inf, math.nan, 0.0)]
-    found = [Finding(0, 0, "layer3.w", "ranks differ", (1,), "it <differs>")]
-    hook = _verified(found, rows)
+    findings = [Finding(0, 0, "layer3.w", "ranks differ", (1,), "it <differs>")]
+    hook = _verified(findings, rows)
     hook.page(tmp_path / "run.html")
     html = (tmp_path / "run.html").read_text()
     section = html.partition("Error per parameter")[2]

@@ -42,23 +42,23 @@ def groups(monkeypatch):
 
 
 def _call(groups, ranks, *, limit=LONG, call="register", before=lambda rank: None):
-    """What each of ``ranks`` gets: None or the error's text."""
-    found = {}
+    """The outcome of each of ``ranks``: None or the error's text."""
+    texts = {}
 
     def run(rank):
         before(rank)
         try:
             wait_for_all_ranks(call, groups[rank], limit)
-            found[rank] = None
+            texts[rank] = None
         except MissingRankError as error:
-            found[rank] = str(error)
+            texts[rank] = str(error)
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    return [found[rank] for rank in ranks]
+    return [texts[rank] for rank in ranks]
 
 
 def test_all_come_again_and_again(groups):
@@ -136,9 +136,9 @@ def test_only_ranks_that_have_dropped_alike_go_on(
     def rank(number: int) -> str:
         group: Any = SimpleNamespace(rank=lambda: number, size=lambda: 2)
         known = AbortAgreement(group, store, "0")
-        step, launched, told = theirs if number else ours
+        step, launched, notified = theirs if number else ours
         for _ in range(3):  # may happen again
-            known.record(step, launched, from_peer=told)
+            known.record(step, launched, from_peer=notified)
             try:
                 known.agree()
             except MismatchError as error:
@@ -147,6 +147,6 @@ def test_only_ranks_that_have_dropped_alike_go_on(
         return ""
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(rank, range(2)))
-    assert (found == ["", ""]) is alike
-    assert found[0] == found[1]
+        texts = list(pool.map(rank, range(2)))
+    assert (texts == ["", ""]) is alike
+    assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""What a scheme is given: gradient and residual, together or apart."""
+"""Buckets of schemes: gradient and residual, together or apart."""
 
 from __future__ import annotations
 

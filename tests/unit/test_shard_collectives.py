@@ -71,8 +71,8 @@ def gathered(scheme: Scheme, parts: list[Tensor], cut: tuple[Span, ...]) -> list
     return [result.mean for result in simulate(exchanges)]
 
 
-def distance(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm().clamp_min(1e-20))
+def distance(tensor: Tensor, other: Tensor) -> float:
+    return float((tensor - other).norm() / other.norm().clamp_min(1e-20))
 
 
 @pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
@@ -98,8 +98,8 @@ def test_all_ranks_get_the_same_parts_of_all_with_one_rounding(scheme, allowed, 
     wholes = gathered(scheme, parts, cut)
     assert all(torch.equal(whole, wholes[0]) for whole in wholes)
     assert all(torch.equal(*pair) for pair in zip(parts, kept, strict=True)), "input changed"
-    own = 0.008 if dtype == torch.bfloat16 else 0
-    assert distance(wholes[0].double(), torch.cat(parts).double()) < allowed + own
+    more = 0.008 if dtype == torch.bfloat16 else 0
+    assert distance(wholes[0].double(), torch.cat(parts).double()) < allowed + more
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_parts_too_small_for_a_payload_travel_as_they_are():
 @pytest.mark.parametrize("inside", [Blockwise("int4", 256), Cast(Dense()), TwoPhaseCast()], ids=str)
 @pytest.mark.parametrize("half", ["reduce_scatter", "all_gather"])
 def test_feedback_loses_nothing_of_either_half(inside, half):
-    """What arrived in all steps, and what is held, add up to what was given."""
+    """Averages of all steps, with what is held, add up to what was given."""
     scheme, n = ErrorFeedback(inside), RANKS * 1024
     cut = CUTS["aligned"]
     engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
@@ -177,13 +177,13 @@ def test_feedback_loses_nothing_of_either_half(inside, half):
         mean = sum(held) / RANKS
         # Sums of 16 bits are rounded on the way, which no rank sees.
         off = 0.02 if isinstance(inside, Cast) else 1e-5
-        for (begin, end), one in zip(cut, applied, strict=True):
+        for (begin, end), part in zip(cut, applied, strict=True):
             torch.testing.assert_close(
-                one[begin:end] + mean[begin:end], total[begin:end], atol=off, rtol=0
+                part[begin:end] + mean[begin:end], total[begin:end], atol=off, rtol=0
             )
     else:
         torch.testing.assert_close(applied[0] + torch.cat(held), total, atol=1e-5, rtol=0)
-    assert max(float(one.abs().max()) for one in held) > 0
+    assert max(float(residual.abs().max()) for residual in held) > 0
 
 
 # ---- on many ranks, laid out as FSDP2 does: a piece of each parameter for every rank
@@ -249,13 +249,13 @@ def test_on_many_ranks_each_shard_is_as_near_the_mean_as_its_scheme_declares(nam
     grads = ranks.gradients(0)
     rounding = error_bound_of(scheme, count).rounding
     assert rounding is not None
-    for (begin, end), found in zip(ranks.shards, ranks.reduce_scatter(grads), strict=True):
+    for (begin, end), arrived in zip(ranks.shards, ranks.reduce_scatter(grads), strict=True):
         parts = [grad[begin:end] for grad in grads]
         size = max(float(part.norm()) for part in parts)
         # Errors of ranks are independent, so that their mean has a variance of 1 / ranks. A draw
         # of hundreds of entries is near what is expected of it.
         allowed = rounding + 1.2 * (scheme.traits.error.variance / count) ** 0.5
-        assert (found.double() - mean_of(parts)).norm() < allowed * size
+        assert (arrived.double() - mean_of(parts)).norm() < allowed * size
 
 
 @pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def test_on_many_ranks_what_is_sent_and_what_is_kept_are_the_gradients(name, cou
 
 
 def test_guard_measures_the_error_of_shards():
-    """Of the whole bucket, although each rank knows its shard of the mean alone."""
+    """The error is of the whole bucket, although each rank knows its shard of the mean alone."""
     cut, plain = CUTS["anywhere"], make("onebit", block=64, error_feedback=False)
     scheme = Guard(plain, every=1, max_error=1e-3)
     engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
@@ -297,16 +297,16 @@ def test_guard_measures_the_error_of_shards():
         engine.begin_bucket(0, is_last=True)
         exchanges.append(engine.exchange(grad.clone(), layout, shards=cut, agree=True))
     with pytest.warns(RuntimeWarning, match="the error of the average is"):
-        found = torch.cat(simulate(exchanges))
-    error = distance(found, sum(grads) / RANKS)
+        means = torch.cat(simulate(exchanges))
+    error = distance(means, sum(grads) / RANKS)
     for engine in engines:
         kept = engine.memory.get("guard.error", "w")
         assert float(kept) == pytest.approx(error, rel=1e-5)
         assert float(engine.memory.get("guard.dense_until", "w")) == 1001
 
 
-def _gather_with(scheme: Scheme, cut: tuple[Span, ...], one: Bucket):
-    return scheme.all_gather(one, cut)
+def _gather_with(scheme: Scheme, cut: tuple[Span, ...], given: Bucket):
+    return scheme.all_gather(given, cut)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -348,7 +348,9 @@ def test_some_parameters_are_averaged_exactly_beside_others(exact: str, how: str
     """ "c" is in no part of the first rank: its mean cannot be cut as schemes cut it."""
     scheme: Scheme = Blockwise("int4", 64)
     if how != "what no scheme may round":
-        scheme = PerParameter([Rule(Dense(), name=one) for one in exact], default=scheme)
+        scheme = PerParameter(
+            [Rule(Dense(), name=parameter) for parameter in exact], default=scheme
+        )
     if how == "feedback around a rule":
         scheme = ErrorFeedback(scheme)
     engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
@@ -361,11 +363,13 @@ def test_some_parameters_are_averaged_exactly_beside_others(exact: str, how: str
                 engine.exactly = ExactParameters(exact)
             engine.begin_bucket(0, is_last=True)
             exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
-        found = simulate(exchanges)
-        mean = found[0] if cut is None else torch.cat(found)
+        means = simulate(exchanges)
+        mean = means[0] if cut is None else torch.cat(means)
         dense = torch.stack(grads).mean(0)
-        for name, one, other in zip("abc", LAYOUT.views(mean), LAYOUT.views(dense), strict=True):
-            assert (distance(one, other) < 1e-6) == (name in exact), name
+        for name, approximate, other in zip(
+            "abc", LAYOUT.views(mean), LAYOUT.views(dense), strict=True
+        ):
+            assert (distance(approximate, other) < 1e-6) == (name in exact), name
         total, applied = total + dense, applied + mean
     if how == "feedback around a rule":
         kept = [
@@ -393,8 +397,8 @@ def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: 
         for engine, grad in zip(engines, grads, strict=True):
             engine.begin_bucket(0, is_last=True)
             exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
-        found = simulate(exchanges)
-        mean = (found[0] if cut is None else torch.cat(found))[:280]
+        means = simulate(exchanges)
+        mean = (means[0] if cut is None else torch.cat(means))[:280]
         wanted = torch.stack([grad[:280] for grad in grads]).mean(0)
         if step == 0:
             for engine, residual in zip(engines, kept, strict=True):
@@ -434,7 +438,7 @@ def test_rules_know_the_pieces_of_a_parameter_by_its_name():
     assert rule.matches("layer.bias#3", torch.Size([4]), torch.float32)
     ranks = Ranks(PerParameter([Rule(Dense(), name="1")], default=make("int8")), 8, (500, 40))
     grads = ranks.gradients(0)
-    found = ranks.layout.views(torch.cat(ranks.reduce_scatter(grads)))
+    parts = ranks.layout.views(torch.cat(ranks.reduce_scatter(grads)))
     wanted = ranks.layout.views(mean_of(grads).float())
-    for name, one, other in zip(ranks.layout.names, found, wanted, strict=True):
-        assert (distance(one, other) < 1e-6) == name.startswith("1#")
+    for name, mean, other in zip(ranks.layout.names, parts, wanted, strict=True):
+        assert (distance(mean, other) < 1e-6) == name.startswith("1#")

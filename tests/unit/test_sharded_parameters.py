@@ -1,4 +1,4 @@
-"""What is kept by piece is saved by parameter, and loads on another number of ranks."""
+"""Values kept by piece are saved by parameter, and load on another number of ranks."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from commhooks.hook._sharded import FlatParameters, ShardedParameter, ShardedPar
 def test_padding_stays_with_as_many_ranks_and_is_left_out_on_others(
     before: int, ranks: int
 ) -> None:
-    one = ShardedParameter("weight", torch.Size([5, 2]), torch.float32, 0, True)
-    saving, loading = (ShardedParameters([one], number) for number in (before, ranks))
+    parameter = ShardedParameter("weight", torch.Size([5, 2]), torch.float32, 0, True)
+    saving, loading = (ShardedParameters([parameter], number) for number in (before, ranks))
     size = -(-5 // before)
     whole = torch.arange(1.0, 2 * size * before + 1).view(-1, 2)
     names = ["weight"] if before == 1 else [f"weight#{rank}" for rank in range(before)]

@@ -116,19 +116,19 @@ class Words(nn.Module):
 
 def test_a_module_is_counted_as_the_built_in_model_is() -> None:
     with torch.device("meta"):
-        found = model_of(vgg16(), torch.empty(2, 3, 224, 224))
+        counted = model_of(vgg16(), torch.empty(2, 3, 224, 224))
     built_in = model("vgg16")
-    assert [one.shape for one in found.layers] == [one.shape for one in built_in.layers]
-    assert [one.flops for one in found.layers] == [one.flops for one in built_in.layers]
+    assert [layer.shape for layer in counted.layers] == [layer.shape for layer in built_in.layers]
+    assert [layer.flops for layer in counted.layers] == [layer.flops for layer in built_in.layers]
 
 
 def test_a_tied_layer_counts_after_the_parameter_before_it() -> None:
     with torch.device("meta"):
-        found = model_of(Words(), torch.zeros(4, 30, dtype=torch.int64))
+        counted = model_of(Words(), torch.zeros(4, 30, dtype=torch.int64))
     built_in = model("lstm")
-    assert [one.shape for one in found.layers] == [one.shape for one in built_in.layers]
-    assert found.flops == built_in.flops
-    assert (found.layers[0].name, found.layers[0].flops) == ("encoder.weight", 0.0)
+    assert [layer.shape for layer in counted.layers] == [layer.shape for layer in built_in.layers]
+    assert counted.flops == built_in.flops
+    assert (counted.layers[0].name, counted.layers[0].flops) == ("encoder.weight", 0.0)
 
 
 def test_counting_leaves_the_module_as_it_is() -> None:
@@ -152,10 +152,10 @@ def test_a_module_that_reads_its_activations_is_refused() -> None:
 
 def test_a_workload_takes_the_time_of_its_operations() -> None:
     device = Device("d", bandwidth=1e9, call_s=0.0, flops=1e12)
-    one = model("gpt2").workload(device, batch=3)
-    assert one.forward_s == pytest.approx(3 * model("gpt2").flops / 1e12)
-    assert one.backward_s == 2 * one.forward_s
-    assert one.optimizer_s == pytest.approx(28 * 124_439_808 / 1e9)
+    tripled = model("gpt2").workload(device, batch=3)
+    assert tripled.forward_s == pytest.approx(3 * model("gpt2").flops / 1e12)
+    assert tripled.backward_s == 2 * tripled.forward_s
+    assert tripled.optimizer_s == pytest.approx(28 * 124_439_808 / 1e9)
     for batch, on in ((0, device), (1, replace(device, flops=math.nan))):
         with pytest.raises(ValueError, match=r"Model\.workload"):
             model("gpt2").workload(on, batch=batch)
@@ -231,20 +231,20 @@ def test_too_many_ranks_are_refused_before_they_are_counted() -> None:
 
 
 def test_accumulation_adds_passes_and_exposes_as_much() -> None:
-    one, many = SMALL, SMALL.accumulated(4)
-    passes = 3 * (one.forward_s + one.backward_s)
-    assert many.compute_s == pytest.approx(one.compute_s + passes)
+    single, many = SMALL, SMALL.accumulated(4)
+    passes = 3 * (single.forward_s + single.backward_s)
+    assert many.compute_s == pytest.approx(single.compute_s + passes)
     for name in ("none", "powersgd"):
         step, more = (
             predict_step(make(name), workload, ranks=4, fabric=SLOW, device=A100)
-            for workload in (one, many)
+            for workload in (single, many)
         )
         assert step.exposed_s > 0
         assert more.exposed_s == pytest.approx(step.exposed_s)
         assert more.step_s == pytest.approx(step.step_s + passes)
-    assert one.accumulated(1) == one
+    assert single.accumulated(1) == single
     with pytest.raises(ValueError, match="passes"):
-        one.accumulated(0)
+        single.accumulated(0)
 
 
 # ---- many steps at once
@@ -318,36 +318,36 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
         for r, ranks in enumerate(RANKS):
             buckets, exchanges = exchanges_of(scheme, SMALL, ranks, cap_mb=1)
             for f, fabric in enumerate(fabrics):
-                found = steps[s, r, f]
+                step = steps[s, r, f]
                 single = predict_step(
                     scheme, SMALL, ranks=ranks, fabric=fabric, device=device, cap_mb=1
                 )
-                assert found.step_s == single.step_s, (scheme, ranks, fabric.name)
-                assert found.wire_nbytes == single.wire_nbytes
+                assert step.step_s == single.step_s, (scheme, ranks, fabric.name)
+                assert step.wire_nbytes == single.wire_nbytes
                 wire, shared = (
                     [
                         [
                             float(
                                 seconds_of(
-                                    one.collective,
-                                    one.nbytes,
+                                    message.collective,
+                                    message.nbytes,
                                     ranks=ranks,
                                     fabric=fabric,
-                                    part=one.ranks,
+                                    part=message.ranks,
                                 )
                             )
-                            for one in exchange.messages
+                            for message in exchange.messages
                         ]
                         for exchange in exchanges
                     ]
                     for seconds_of in (collective_seconds, shared_seconds)
                 )
                 limited = [
-                    [one.collective == "all_reduce" for one in exchange.messages]
+                    [message.collective == "all_reduce" for message in exchange.messages]
                     for exchange in exchanges
                 ]
                 core = [
-                    [one.wire_nbytes * fabric.cpu_s_per_byte for one in exchange.messages]
+                    [message.wire_nbytes * fabric.cpu_s_per_byte for message in exchange.messages]
                     for exchange in exchanges
                 ]
                 parts = [device.parts(scheme, shapes, ranks) for shapes in buckets.shapes]
@@ -362,10 +362,10 @@ def test_all_steps_at_once_are_those_of_single_predictions_and_of_the_plain_rule
                     limited=limited,
                     overlap=[seconds[1::2] for seconds in parts],
                 )
-                assert found.step_s == end, (scheme, ranks, fabric.name)
-                assert found.wire_s == pytest.approx(sum(map(sum, wire)))
-                assert found.codec_s == pytest.approx(sum(map(sum, parts)))
-                assert found.rounds == sum(map(len, wire))
+                assert step.step_s == end, (scheme, ranks, fabric.name)
+                assert step.wire_s == pytest.approx(sum(map(sum, wire)))
+                assert step.codec_s == pytest.approx(sum(map(sum, parts)))
+                assert step.rounds == sum(map(len, wire))
 
 
 _SHARES = Contention(first=0.75, later=0.5, moving=0.25)
@@ -425,7 +425,7 @@ def test_messages_between_pairs_share_the_latency_and_bytes_follow_each_other() 
     # take 110 ms.
     buckets, exchanges = exchanges_of(make("topk"), EVENLY, 2, cap_mb=1)
     assert len(buckets.ready) == 9
-    sent = sum(one.messages[0].nbytes for one in exchanges) / 1e8
+    sent = sum(exchange.messages[0].nbytes for exchange in exchanges) / 1e8
     assert on_long_line("topk") == pytest.approx(0.04 + sent)
     one_by_one = replace(LONG, overlap=0.0)
     assert on_long_line("topk", one_by_one) == pytest.approx(9 * 0.04 + sent)
@@ -439,10 +439,10 @@ def test_two_all_reduces_run_at_once_in_a_lane() -> None:
 
 
 def test_one_bucket_takes_as_long_whatever_the_messages_of_others_share() -> None:
-    one = replace(EVENLY, layers=EVENLY.layers[:1])
+    single = replace(EVENLY, layers=EVENLY.layers[:1])
     for name in ("none", "int8", "powersgd", "topk"):
         times = [
-            predict_step(make(name), one, ranks=2, fabric=fabric, device=A100).step_s
+            predict_step(make(name), single, ranks=2, fabric=fabric, device=A100).step_s
             for fabric in (LONG, replace(LONG, overlap=0.0))
         ]
         assert times[0] == pytest.approx(times[1])
@@ -464,8 +464,8 @@ CARD = replace(SLOW, cpu_s_per_byte=0.0)  # a network card that moves the bytes 
 
 def rows(schemes: Sequence[str], **options: Any) -> dict[tuple[str, int], Row]:
     settings = {"ranks": [2], "fabrics": [CARD], "device": FREE, **options}
-    found = compare(SMALL, {name: make(name) for name in schemes}, **settings)
-    return {(row.scheme, row.ranks): row for row in found.rows()}
+    comparison = compare(SMALL, {name: make(name) for name in schemes}, **settings)
+    return {(row.scheme, row.ranks): row for row in comparison.rows()}
 
 
 def test_a_scheme_pays_up_to_the_bandwidth_at_which_bf16_is_as_fast() -> None:
@@ -486,13 +486,13 @@ def test_dense_gradients_pay_where_a_cast_takes_longer_than_the_message() -> Non
 
 
 def test_bytes_of_ranks_and_links() -> None:
-    found = rows(["none"], ranks=[8])["none", 8]
-    assert found.rank_nbytes == pytest.approx(2 * 7 / 8 * 4 * SMALL.numel)
-    assert found.link_nbytes == pytest.approx(found.rank_nbytes)
+    row = rows(["none"], ranks=[8])["none", 8]
+    assert row.rank_nbytes == pytest.approx(2 * 7 / 8 * 4 * SMALL.numel)
+    assert row.link_nbytes == pytest.approx(row.rank_nbytes)
     inside = replace(NODES, library="gloo")  # a ring, which leaves a node once
-    found = rows(["none"], ranks=[4, 8], fabrics=[inside])
-    assert found["none", 4].link_nbytes == 0.0
-    assert found["none", 8].link_nbytes == pytest.approx(found["none", 8].rank_nbytes)
+    row = rows(["none"], ranks=[4, 8], fabrics=[inside])
+    assert row["none", 4].link_nbytes == 0.0
+    assert row["none", 8].link_nbytes == pytest.approx(row["none", 8].rank_nbytes)
 
 
 def test_a_comparison_needs_two_ranks() -> None:
@@ -576,8 +576,8 @@ def test_simulate_prints_a_table_and_writes_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("function", "name"), [("build", "Linear"), ("steps", "own")])
-def test_simulate_takes_a_model_of_ones_own(own: Path, function: str, name: str) -> None:
-    done = simulate("--model", f"{own}:{function}", "--schemes", "none", "--ranks", "2")
+def test_simulate_takes_a_model_of_ones_own(own_file: Path, function: str, name: str) -> None:
+    done = simulate("--model", f"{own_file}:{function}", "--schemes", "none", "--ranks", "2")
     assert done.exit_code == 0, done.output
     assert name in done.output
 
@@ -610,10 +610,10 @@ def test_schemes_are_timed_here_for_a_recorded_step(command: str, tmp_path: Path
 @pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_a_step_of_several_passes_computes_longer(command: str) -> None:
     given = (command, "--model", "resnet50", "--ranks", "2", "--schemes", "int8")
-    for passes, told in (("1", "25.6 ms"), ("4", "101 ms")):
+    for passes, shown in (("1", "25.6 ms"), ("4", "101 ms")):
         done = CliRunner().invoke(app, [*given, "--accumulate", passes])
         assert done.exit_code == 0, done.output
-        assert f"{told} of computing" in " ".join(done.output.split())
+        assert f"{shown} of computing" in " ".join(done.output.split())
 
 
 @pytest.mark.slow
@@ -625,11 +625,11 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
     link = Link(1e-4, 1e9)
     here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)
     save_fabric(here, tmp_path / "link.json")
-    for ranks, told in (("2", False), ("4", True)):
+    for ranks, shown in (("2", False), ("4", True)):
         given = (command, "--model", "lstm", "--network", tmp_path / "link.json", "--ranks", ranks)
         done = CliRunner().invoke(app, list(map(str, given)))
         assert done.exit_code == 0, done.output
-        assert ("run commhooks link" in " ".join(done.output.split())) == told
+        assert ("run commhooks link" in " ".join(done.output.split())) == shown
 
 
 def test_two_files_of_link_are_told_apart(tmp_path: Path) -> None:
@@ -710,10 +710,12 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--list-fabric"], "No such option: --list-fabric"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(own: Path, arguments: list[str], message: str) -> None:
+def test_a_wrong_argument_is_one_sentence(
+    own_file: Path, arguments: list[str], message: str
+) -> None:
     import re
 
-    done = simulate(*(word.replace("OWN", str(own)) for word in arguments))
+    done = simulate(*(word.replace("OWN", str(own_file)) for word in arguments))
     assert done.exit_code == 2
     text = re.sub(r"[\s│]+", " ", done.output)
     assert re.search(message.replace(" ", r"\s*"), text), done.output

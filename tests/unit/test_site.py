@@ -39,12 +39,12 @@ def test_a_page_for_each_file(site: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", [commhooks, ddp_core], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("package", [commhooks, ddp_core], ids=lambda package: package.__name__)
 def test_the_reference_has_every_public_class_and_function(site: Path, package: ModuleType) -> None:
     pages = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     anchors = set(re.findall(r'id="([\w.]+)"', pages))
     for name in package.__all__:
-        if inspect.isclass(found := getattr(package, name)) or inspect.isfunction(found):
+        if inspect.isclass(member := getattr(package, name)) or inspect.isfunction(member):
             assert f"{package.__name__}.{name}" in anchors
 
 
@@ -53,7 +53,9 @@ def test_no_page_needs_another_host(site: Path) -> None:
     """Scripts, fonts and styles lie beside the pages, which read the same without a network."""
     for page in site.rglob("*.html"):
         elements = re.findall(r"<(?:script|link|img)\b[^>]*>", page.read_text())
-        assert not [one for one in elements if re.search(r"(?:src|href)=\W?(?:https?:)?//", one)]
+        assert not [
+            element for element in elements if re.search(r"(?:src|href)=\W?(?:https?:)?//", element)
+        ]
 
 
 @pytest.mark.slow

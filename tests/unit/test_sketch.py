@@ -68,11 +68,11 @@ def test_a_norm_is_known_to_some_percent(name: str) -> None:
 def test_a_sketch_is_as_wide_as_documented() -> None:
     widths = {0: 0, 61: 61, 62: 61, 8127: 61, 8128: 127, 65_343: 509, 65_344: 1021, 10**9: 1021}
     assert {size: width_of(size) for size in widths} == widths
-    found = []
+    norms = []
     for step in range(200):
         sketches = sketch([torch.randn(8128)], step)
-        found.append(float(dots_of(sketches, sketches, [8128]).sqrt()) / 8128**0.5)
-    assert abs(float(torch.tensor(found).std()) * (2 * 127) ** 0.5 - 1) < 0.25
+        norms.append(float(dots_of(sketches, sketches, [8128]).sqrt()) / 8128**0.5)
+    assert abs(float(torch.tensor(norms).std()) * (2 * 127) ** 0.5 - 1) < 0.25
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -90,8 +90,8 @@ def test_the_mean_of_sketches_is_the_sketch_of_the_mean() -> None:
     torch.manual_seed(0)
     sizes = [_CHUNK + 3, 500, 500, 9000, 2]
     ranks = [[torch.randn(size, dtype=torch.float64) for size in sizes] for _ in range(3)]
-    mean = [torch.stack(one).mean(0) for one in zip(*ranks, strict=True)]
-    together = torch.stack([sketch(one, 7) for one in ranks]).mean(0)
+    mean = [torch.stack(pieces).mean(0) for pieces in zip(*ranks, strict=True)]
+    together = torch.stack([sketch(pieces, 7) for pieces in ranks]).mean(0)
     torch.testing.assert_close(together, sketch(mean, 7))
     # In the order of the vectors, whatever order they are computed in.
     one_by_one = torch.cat([sketch([vector], 7) for vector in mean])
@@ -102,10 +102,10 @@ def test_products_are_those_of_the_vectors() -> None:
     torch.manual_seed(0)
     sizes, vectors = [40, 50_000], [torch.randn(40), torch.randn(50_000)]
     others = [vector + 0.1 * torch.randn(len(vector)) for vector in vectors]
-    found = dots_of(sketch(vectors, 1), sketch(others, 1), sizes)
+    products = dots_of(sketch(vectors, 1), sketch(others, 1), sizes)
     wanted = torch.stack([torch.dot(*pair) for pair in zip(vectors, others, strict=True)]).double()
-    torch.testing.assert_close(found[0], wanted[0], rtol=1e-5, atol=0)
-    assert abs(float(found[1] / wanted[1]) - 1) < 4 * (2 / width_of(50_000)) ** 0.5
+    torch.testing.assert_close(products[0], wanted[0], rtol=1e-5, atol=0)
+    assert abs(float(products[1] / wanted[1]) - 1) < 4 * (2 / width_of(50_000)) ** 0.5
 
 
 def test_a_step_draws_other_tables() -> None:

@@ -90,7 +90,7 @@ def _rows(world_size: int, loud: list[int]) -> list[torch.Tensor]:
     common = torch.zeros(100, 32)
     common[loud] = normal(1, 32 * len(loud)).view(-1, 32) * 3
     noise = [normal(2 + rank, 3200).view(100, 32) * 0.1 for rank in range(world_size)]
-    return [(common + one).flatten() for one in noise]
+    return [(common + draw).flatten() for draw in noise]
 
 
 def test_aligned_rows_are_those_that_are_large_in_the_mean() -> None:

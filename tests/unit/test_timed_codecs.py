@@ -1,4 +1,4 @@
-"""What schemes compute, timed on the device at hand: with a scheme that sleeps for a known time."""
+"""Computations of schemes, timed on the device at hand: with a scheme that sleeps a known time."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
     work = Workload.of("small", [Layer("w", (300, 400), 1.0)], forward_s=0.01)
     fabric = Fabric("fast", Link(0.0, 1e15))
     steps = {
-        one.name: predict_step(Sleeps(), work, ranks=2, fabric=fabric, device=one)
-        for one in (ThisDevice(), device("h100"))
+        machine.name: predict_step(Sleeps(), work, ranks=2, fabric=fabric, device=machine)
+        for machine in (ThisDevice(), device("h100"))
     }
     all_s = BEFORE_S + BESIDE_S + AFTER_S
     assert all_s <= steps["cpu"].codec_s <= all_s + 3 * LATE_S
@@ -75,9 +75,9 @@ def test_what_is_timed_here_makes_a_predicted_step_longer() -> None:
 
 def test_memory_is_timed_for_what_is_no_scheme() -> None:
     here = ThisDevice()
-    one, more = (here.seconds(Work(nbytes, 1)) for nbytes in (10**8, 10**9))
+    few, more = (here.seconds(Work(nbytes, 1)) for nbytes in (10**8, 10**9))
     # Between 0.1 GB/s and 10 TB/s.
-    assert 1e-5 < one < more < 10
+    assert 1e-5 < few < more < 10
 
 
 def test_here_is_a_device_of_this_machine() -> None:

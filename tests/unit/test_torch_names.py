@@ -17,7 +17,7 @@ from commhooks import ddp_comm_hooks
 PRIVATE = {"optimizer_overlap_hooks": ["_OptimizerHookState", "_hook_then_optimizer"]}
 # Only torch's own class uses it, with its own reducer.
 NOT_HERE = {"mixed_precision_hooks"}
-MODULES = sorted({one.name for one in pkgutil.iter_modules(torchs.__path__)} - NOT_HERE)
+MODULES = sorted({module.name for module in pkgutil.iter_modules(torchs.__path__)} - NOT_HERE)
 
 
 def torch_module(name: str) -> ModuleType:
@@ -32,13 +32,17 @@ def public(module: ModuleType) -> list[str]:
     """Names that a module declares or, if it declares none, defines."""
     if getattr(module, "__all__", None):
         return list(module.__all__)
-    members = inspect.getmembers(module, lambda one: inspect.isclass(one) or inspect.isroutine(one))
-    return [name for name, one in members if one.__module__ == module.__name__ and name[0] != "_"]
+    members = inspect.getmembers(
+        module, lambda member: inspect.isclass(member) or inspect.isroutine(member)
+    )
+    return [
+        name for name, member in members if member.__module__ == module.__name__ and name[0] != "_"
+    ]
 
 
 def parameters(function: Any) -> list[Any]:
-    found = inspect.signature(function).parameters.values()
-    return [(one.name, one.kind, one.default) for one in found]
+    declared = inspect.signature(function).parameters.values()
+    return [(member.name, member.kind, member.default) for member in declared]
 
 
 @pytest.mark.parametrize("module", ["", *MODULES])
@@ -50,9 +54,9 @@ def test_every_name_of_torchs_module_is_here_with_its_arguments(module: str) -> 
         their, our = getattr(theirs, name), getattr(ours, name)
         assert inspect.isclass(their) == inspect.isclass(our), name
         assert parameters(our) == parameters(their), name
-        for method, one in inspect.getmembers(their, inspect.isfunction):
+        for method, member in inspect.getmembers(their, inspect.isfunction):
             if method[0] != "_" and inspect.isclass(their):
-                assert parameters(getattr(our, method)) == parameters(one), f"{name}.{method}"
+                assert parameters(getattr(our, method)) == parameters(member), f"{name}.{method}"
 
 
 def test_what_is_left_out_has_no_public_name() -> None:
@@ -76,10 +80,10 @@ def test_the_types_of_hooks_are_torchs() -> None:
     theirs = torchs.DDPCommHookType.__members__
     ours = ddp_comm_hooks.DDPCommHookType.__members__
     assert list(ours) == list(theirs)
-    for name, one in theirs.items():
-        for key, value in one.value.keywords.items():
-            mine = ours[name].value.keywords[key]
-            assert mine == (getattr(commhooks, value.__name__) if key == "comm_hook" else value)
+    for name, member in theirs.items():
+        for key, value in member.value.keywords.items():
+            default = ours[name].value.keywords[key]
+            assert default == (getattr(commhooks, value.__name__) if key == "comm_hook" else value)
 
 
 def test_a_type_of_torchs_is_refused_by_name() -> None:

@@ -21,7 +21,7 @@ import commhooks._torch
 from tests.unit.test_layers import ROOT, modules
 
 RECORD = ROOT / "tests" / "torch_names.txt"
-FILES = [path for one in ("commhooks", "ddp_core", "kernels") for path in modules(one)]
+FILES = [path for package in ("commhooks", "ddp_core", "kernels") for path in modules(package)]
 TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 HOMES = ("commhooks/_torch.py", "ddp_core/_torch.py", "kernels/_torch.py")
 VERSION = torch.__version__.partition("+")[0]
@@ -45,17 +45,21 @@ def recorded() -> dict[tuple[str, str], list[str]]:
 def exists(owner: str, name: str) -> bool:
     """Whether the present torch has a name: an attribute, or one that its code gives to objects."""
     try:
-        found = resolve_name(owner)
+        owned = resolve_name(owner)
     except (ImportError, AttributeError):
         return False
-    if hasattr(found, name) or (hasattr(found, "__path__") and find_spec(f"{owner}.{name}")):
+    if hasattr(owned, name) or (hasattr(owned, "__path__") and find_spec(f"{owner}.{name}")):
         return True
     if owner == "torch._C":  # a build without CUDA lacks some
         files = [Path(torch.__file__).parent / "_C" / "__init__.pyi"]
     else:  # the modules of a class and of its bases, or the module itself
-        named = {getattr(one, "__module__", owner) for one in getattr(found, "__mro__", [found])}
-        where = [getattr(sys.modules[one], "__file__", None) for one in named if one != "builtins"]
-        files = [Path(one) for one in where if one is not None and one.endswith(".py")]
+        named = {getattr(kind, "__module__", owner) for kind in getattr(owned, "__mro__", [owned])}
+        where = [
+            getattr(sys.modules[module_name], "__file__", None)
+            for module_name in named
+            if module_name != "builtins"
+        ]
+        files = [Path(file) for file in where if file is not None and file.endswith(".py")]
     text = "".join(file.read_text() for file in files)
     return re.search(rf"\b{name}\b", text) is not None
 
@@ -86,18 +90,18 @@ def _strings(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 
 def own_names(without: Collection[str] = ()) -> set[str]:
     """All names that our code gives to something."""
-    found = set(STANDARD)
+    ours = set(STANDARD)
     for file, tree in TREES.items():
         if file in without:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                found.add(node.name)
+                ours.add(node.name)
             elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
+                ours.add(node.attr)
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                found.add(node.id)
-    return found
+                ours.add(node.id)
+    return ours
 
 
 def is_ours(node: ast.AST) -> bool:
@@ -115,13 +119,13 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     for file, tree in TREES.items():
         if file in HOMES:
             continue
-        own = own_here if file in MIRRORS else own_elsewhere
+        names_here = own_here if file in MIRRORS else own_elsewhere
         for name, node in used(tree):
             chain = ast.unparse(node.value) if isinstance(node, ast.Attribute) else ""
             is_torchs = chain.partition(".")[0] in ("torch", "dist") or isinstance(
                 node, ast.ImportFrom
             )
-            unknown = isinstance(node, ast.Attribute) and name not in own
+            unknown = isinstance(node, ast.Attribute) and name not in names_here
             if not is_torchs and not unknown and (name not in of_torch or is_ours(node)):
                 continue
             if name not in FRAMEWORKS.get(file, ()):
@@ -153,11 +157,11 @@ def write() -> None:
     """Writes which names the present torch has into the record."""
     head, *_ = RECORD.read_text().partition("\n\n")
     known = set(head[head.index("Versions:") :].split()[1:]) | {VERSION}
-    order = sorted(known, key=lambda one: [int(part) for part in one.split(".")])
+    order = sorted(known, key=lambda name: [int(part) for part in name.split(".")])
     lines = []
     for (owner, name), versions in sorted(recorded().items()):
         has = (set(versions) - {VERSION}) | ({VERSION} if exists(owner, name) else set())
-        lines.append(" ".join([owner, name, *(one for one in order if one in has)]))
+        lines.append(" ".join([owner, name, *(version for version in order if version in has)]))
     head = head[: head.index("Versions:")] + "Versions: " + " ".join(order)
     RECORD.write_text(head + "\n\n" + "\n".join(lines) + "\n")
 

@@ -23,13 +23,13 @@ def record(folder: Path, steps: int = 7) -> list[list[torch.Tensor]]:
     """Each step's gradients of three ranks, in the order of the buckets."""
     traced = Traced(make("bf16"), str(folder), every=2, steps=3)
     ranks = Simulation(traced, SHAPES, world_size=3)
-    found = []
+    written = []
     for step in range(steps):
         seeds = [torch.Generator().manual_seed(10 * step + rank) for rank in range(3)]
-        grads = [torch.randn(1240, generator=one) for one in seeds]
+        grads = [torch.randn(1240, generator=seeded) for seeded in seeds]
         ranks.step(grads, buckets=BUCKETS)
-        found.append(grads)
-    return found
+        written.append(grads)
+    return written
 
 
 def test_a_record_inside_feedback_has_no_residual(tmp_path: Path) -> None:
@@ -47,12 +47,12 @@ def test_local_gradients_are_written_by_parameter(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3 * 3 * 2  # steps, ranks, buckets
     trace = Trace(tmp_path)
     assert (trace.steps, trace.world_size) == ([0, 2, 4], 3)
-    layout, found = trace.gradients(2)
+    layout, recorded = trace.gradients(2)
     assert layout.names == ("bias", "weight")
-    for mine, theirs in zip(grads[2], found, strict=True):
-        assert torch.equal(mine, theirs)
-    (one, *_) = tmp_path.glob("step0000004_rank1_*")
-    assert set(load_file(one)) < set(SHAPES)
+    for given, theirs in zip(grads[2], recorded, strict=True):
+        assert torch.equal(given, theirs)
+    (file, *_) = tmp_path.glob("step0000004_rank1_*")
+    assert set(load_file(file)) < set(SHAPES)
 
 
 def test_replay_is_what_training_would_have_seen(tmp_path: Path) -> None:
@@ -95,9 +95,9 @@ def test_simulated_ranks_keep_no_gradients_of_past_steps(scheme: str) -> None:
 def test_the_first_ranks_of_a_trace_are_a_trace(tmp_path: Path) -> None:
     grads = record(tmp_path)
     trace = Trace(tmp_path, ranks=2)
-    _, found = trace.gradients(4)
-    assert trace.world_size == len(found) == 2
-    assert all(map(torch.equal, found, grads[4][:2]))
+    _, recorded = trace.gradients(4)
+    assert trace.world_size == len(recorded) == 2
+    assert all(map(torch.equal, recorded, grads[4][:2]))
     assert len(replay(trace, "int8")) == 3
     for ranks in (0, 4):
         with pytest.raises(ValueError, match=f"it is 1 to 3, got {ranks}"):
