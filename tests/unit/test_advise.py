@@ -100,11 +100,7 @@ def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:
         (("--model", "resnet50", "--network", "nofabric"), "nofabric"),
         (("--model", "resnet50", "--schemes", "noop"), "no average"),
         (("--model", "resnet50", "--ranks", "1"), "ranks"),
-        (("--model", "resnet50", "--ranks", "100000000"), "ranks"),
-        (("--model", "resnet50", "--schemes", ","), "give one or more"),
         (("--model", "resnet50", "--network", ""), "fabric('')"),
-        (("--model", "resnet50", "--csv", "/"), "is a folder"),
-        (("--model", "resnet50", "--batch", "9" * 400), "batch"),
         ((), "--model or --timeline"),
     ],
 )

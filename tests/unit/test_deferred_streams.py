@@ -69,7 +69,7 @@ def train(
 
     Args:
         bad: one step has an infinity.
-        told: the reducer says when gradients are written, as ``ddp_core``'s does.
+        notified: the reducer says when gradients are written, as ``ddp_core``'s does.
         last_first: the last bucket is waited for first: what one side stream does may be over
             before the other has begun.
         rebuilt: all parameters are in one bucket in the first step, as in DDP, and the second step
@@ -140,7 +140,11 @@ def test_a_hook_gives_the_same_in_every_order(
 def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
-    for case in ({"bad": True, "last_first": True}, {"told": True}, {"bad": True, "told": True}):
+    for case in (
+        {"bad": True, "last_first": True},
+        {"notified": True},
+        {"bad": True, "notified": True},
+    ):
         expected = found_in("at once", name, options, **case)
         assert all(tensor.isfinite().all() for tensor in expected[STEPS * BUCKETS :])  # the memory
         assert_same(found_in(order, name, options, **case), expected)
@@ -151,7 +155,7 @@ def test_a_step_that_is_not_finite_or_ends_later_is_the_same_in_every_order(
 def test_what_is_kept_moves_to_other_buckets_in_every_order(
     name: str, options: dict[str, Any], order: Order
 ) -> None:
-    for case in ({"rebuilt": True}, {"rebuilt": True, "told": True, "last_first": True}):
+    for case in ({"rebuilt": True}, {"rebuilt": True, "notified": True, "last_first": True}):
         expected = found_in("at once", name, options, **case)
         assert_same(found_in(order, name, options, **case), expected)
 
@@ -159,7 +163,7 @@ def test_what_is_kept_moves_to_other_buckets_in_every_order(
 @pytest.mark.parametrize("order", ["late", "early"])
 @pytest.mark.parametrize("name", ["int8", "onebit", "topk"])
 def test_parts_of_a_bucket_are_all_waited_for(name: str, order: Order) -> None:
-    for case in ({"cut": True}, {"cut": True, "told": True, "last_first": True}):
+    for case in ({"cut": True}, {"cut": True, "notified": True, "last_first": True}):
         expected = found_in("at once", name, {}, **case)
         assert_same(found_in(order, name, {}, **case), expected)
 

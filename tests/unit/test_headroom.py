@@ -209,7 +209,7 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "said"),
+    ("state", "said"),
     [
         ({}, "never built a DistributedDataParallel"),
         ({"ddp": True}, "before a forward pass through it in training"),

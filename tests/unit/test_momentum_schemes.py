@@ -51,14 +51,6 @@ def test_dgc_is_what_the_paper_says(nesterov: bool) -> None:
         torch.testing.assert_close(ranks.memory(1, "dgc.unsent"), v[1])
 
 
-def test_dgc_that_sends_everything_is_momentum() -> None:
-    """With all entries sent each step, masking clears the momentum: plain SGD."""
-    ranks = Simulation(DGC(1.0), SHAPES, world_size=2)
-    for step in range(3):
-        grads = gradients(2, step)
-        torch.testing.assert_close(ranks.step(grads)[0], torch.stack(grads).mean(0))
-
-
 def test_dgc_warms_up_in_geometric_stages() -> None:
     scheme = DGC(0.001, warmup_steps=100)
     ratios = [scheme.ratio_at(step) for step in range(0, 120, 20)]

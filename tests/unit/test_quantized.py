@@ -18,7 +18,6 @@ from commhooks.core._scheme import slots_of
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.schemes import (
     Blockwise,
-    Eden,
     RandomK,
     TopK,
     TwoPhaseCast,
@@ -62,10 +61,6 @@ TABLE: dict[str, tuple[Any, tuple[float, float, float]]] = {
     "int4": (Blockwise("int4", 128), (0.0138, 0.026, 0.048)),
     "int4 stochastic": (Blockwise("int4", 128, "stochastic"), (0.0275, 0.052, 0.109)),
     "sign": (Blockwise("sign", 2048), (0.363, 0.50, 0.61)),
-    "EDEN 1": (Eden(1), (0.571, 0.571, 0.571)),
-    "EDEN 2": (Eden(2), (0.1325, 0.1325, 0.1325)),
-    "EDEN 3": (Eden(3), (0.0355, 0.0355, 0.0355)),
-    "EDEN 4": (Eden(4), (0.0094, 0.0094, 0.0094)),
     "QSGD 64": (QSGD(64, 512), (0.021, 0.021, 0.021)),
     "QSGD 7": (QSGD(7, 512), (1.59, 1.33, 1.2)),
     "TernGrad": (TernGrad(512), (1.61, 2.4, 4.2)),

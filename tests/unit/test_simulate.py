@@ -541,7 +541,7 @@ def fails():
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own_file(tmp_path: Path) -> Path:
     path = tmp_path / "own.py"
     path.write_text(OWN)
     return path
