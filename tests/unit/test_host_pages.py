@@ -72,7 +72,9 @@ def test_every_framework_is_tested_and_in_the_navigation(name: str) -> None:
 def test_the_matrix_says_which_version_of_each_framework_passed_and_when() -> None:
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = declared["optional-dependencies"]["frameworks"]
-    assert {re.split(r"[\[><=;]", requirement)[0].strip() for requirement in wanted} == set(FRAMEWORKS)
+    assert {re.split(r"[\[><=;]", requirement)[0].strip() for requirement in wanted} == set(
+        FRAMEWORKS
+    )
     rows = [line for line in section(PAGE.read_text()) if line.startswith("| [")]
     for package, row in zip(FRAMEWORKS, rows, strict=True):
         assert row.startswith(row_of(package))
