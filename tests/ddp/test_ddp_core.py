@@ -26,7 +26,7 @@ import ddp_core
 from ddp_core import DistributedDataParallel, MixedPrecision
 from ddp_core.reducer._plan import agree_on
 from tests.tools import models
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks, loss_of
 from tests.tools.training import (
     averaged,
@@ -52,7 +52,8 @@ def step_of(model: nn.Module, step: int, rank: int, *, width: int = 16) -> None:
 # ---- hooks come and go
 
 
-def _swap(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_is_registered_replaced_and_removed_between_steps(rank: int) -> None:
     plain, model = wrapped(mlp()), wrapped(mlp())
     for step in range(8):
         if step == 2:
@@ -71,11 +72,8 @@ def _swap(rank: int, world_size: int) -> None:
     assert "can only be called once" in refused[1]
 
 
-def test_a_hook_is_registered_replaced_and_removed_between_steps():
-    run_ranks(_swap, 2)
-
-
-def _schedule(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_scheduled_hook_takes_over_at_its_step(rank: int) -> None:
     plain, model = wrapped(mlp()), wrapped(mlp())
     model.schedule_comm_hook(2, None, default_hooks.fp16_compress_hook)
     model.schedule_comm_hook(4, None, None)
@@ -88,11 +86,9 @@ def _schedule(rank: int, world_size: int) -> None:
     assert "step 6 is next" in late[1]
 
 
-def test_a_scheduled_hook_takes_over_at_its_step():
-    run_ranks(_schedule, 2)
-
-
-def _unregister(rank: int, world_size: int, scheme: str) -> None:
+@pytest.mark.parametrize("scheme", ["fp16", "powersgd"])
+@on_ranks(2)
+def test_unregister_flushes_what_error_feedback_held_back(rank: int, scheme: str) -> None:
     local, model = mlp(), wrapped(mlp())
     hook = commhooks.register(model, scheme, error_feedback=True)
     applied, wanted = torch.zeros(()), torch.zeros(())
@@ -106,11 +102,6 @@ def _unregister(rank: int, world_size: int, scheme: str) -> None:
     assert model._comm_hooks == []
     torch.testing.assert_close(applied, wanted, rtol=0, atol=2.0**-9 * float(wanted.abs().max()))
     commhooks.register(model, "none")  # the place is free
-
-
-@pytest.mark.parametrize("scheme", ["fp16", "powersgd"])
-def test_unregister_flushes_what_error_feedback_held_back(scheme):
-    run_ranks(_unregister, 2, scheme)
 
 
 def _unregister_torch(rank: int, world_size: int) -> Any:
@@ -229,7 +220,12 @@ def test_ranks_take_rank_0s_buckets():
 # ---- optimizer in backward
 
 
-def _in_backward(rank: int, world_size: int, view: bool, scheme: str | None) -> None:
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("scheme", [None, "powersgd"])
+@on_ranks(2, ignore_warnings=(".*full backward hook",))
+def test_optimizer_in_backward_steps_as_after_it_also_with_a_hook(
+    rank: int, view: bool, scheme: str | None
+) -> None:
     def build() -> tuple[DistributedDataParallel, Any]:
         model = wrapped(mlp(width=64), gradient_as_bucket_view=view, bucket_cap_mb=0.02)
         hook = commhooks.register(model, scheme, rank=2) if scheme else None
@@ -247,12 +243,6 @@ def _in_backward(rank: int, world_size: int, view: bool, scheme: str | None) -> 
         assert torch.equal(parameters(usual), parameters(fused)), step
 
 
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("scheme", [None, "powersgd"])
-def test_optimizer_in_backward_steps_as_after_it_also_with_a_hook(view, scheme):
-    run_ranks(_in_backward, 2, view, scheme, ignore_warnings=(".*full backward hook",))
-
-
 # ---- what goes wrong leaves the next step clean
 
 
@@ -268,7 +258,21 @@ class Fragile(nn.Module):
         return self.last(Breaks.apply(self.first(x), breaks))
 
 
-def _broken_backward(rank: int, world_size: int, options: dict[str, Any], hooked: bool) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"find_unused_parameters": True},
+        {"static_graph": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=["plain", "unused", "static", "view"],
+)
+@on_ranks(2, ignore_warnings=("find_unused",))
+def test_the_step_after_a_broken_backward_is_right(
+    rank: int, options: dict[str, Any], hooked: bool
+) -> None:
     model, plain = wrapped(Fragile(), **options), wrapped(Fragile(), **options)
     if hooked:
         for one in (model, plain):
@@ -283,22 +287,8 @@ def _broken_backward(rank: int, world_size: int, options: dict[str, Any], hooked
         assert torch.equal(gradients(model), gradients(plain)), step
 
 
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-    ],
-    ids=["plain", "unused", "static", "view"],
-)
-def test_the_step_after_a_broken_backward_is_right(options, hooked):
-    run_ranks(_broken_backward, 2, options, hooked, ignore_warnings=("find_unused",))
-
-
-def _broken_hook(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_step_after_a_broken_hook_is_right(rank: int) -> None:
     breaks = False
 
     def hook(state: None, bucket: Any) -> torch.futures.Future[Tensor]:
@@ -316,10 +306,6 @@ def _broken_hook(rank: int, world_size: int) -> None:
         step_of(model, step, rank)
         step_of(plain, step, rank)
         assert torch.equal(gradients(model), gradients(plain)), step
-
-
-def test_the_step_after_a_broken_hook_is_right():
-    run_ranks(_broken_hook, 2)
 
 
 def _unused(rank: int, world_size: int) -> tuple[str, str] | None:
@@ -493,7 +479,16 @@ def test_logging_data_has_the_fields_and_values_of_torch():
 # ---- life and death
 
 
-def _no_cycles(rank: int, world_size: int, options: dict[str, Any], hooked: bool) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["unused", "static"],
+)
+@on_ranks(2, ignore_warnings=("find_unused",))
+def test_a_deleted_model_is_gone_without_the_garbage_collector(
+    rank: int, options: dict[str, Any], hooked: bool
+) -> None:
     gc.collect()
     gc.disable()
     model = wrapped(models.Branches(), **options)
@@ -508,16 +503,6 @@ def _no_cycles(rank: int, world_size: int, options: dict[str, Any], hooked: bool
     watched = [weakref.ref(model.module), weakref.ref(model.reducer), weakref.ref(model)]
     del model
     assert [ref() for ref in watched] == [None, None, None]
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [{"find_unused_parameters": True}, {"static_graph": True}],
-    ids=["unused", "static"],
-)
-def test_a_deleted_model_is_gone_without_the_garbage_collector(options, hooked):
-    run_ranks(_no_cycles, 2, options, hooked, ignore_warnings=("find_unused",))
 
 
 def _many_steps(rank: int, world_size: int, steps: int) -> tuple[int, int, int]:

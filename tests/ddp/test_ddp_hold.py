@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from ddp_core import DistributedDataParallel, MixedPrecision
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks, Cnn, loss_of
 from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
 
@@ -38,7 +38,10 @@ def add_pass(model: nn.Module, step: int, micro: int, rank: int, **more: Any) ->
 # ---- what is averaged
 
 
-def _as_with_no_sync(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", OPTIONS)
+@on_ranks(2)
+def test_reduce_gives_what_a_last_pass_outside_of_no_sync_gives(rank: int, options: Any) -> None:
+    options = OPTIONS[options]
     held, other = (DistributedDataParallel(mlp(), **SMALL, **options) for _ in range(2))
     for step in range(STEPS):
         for model in (held, other):
@@ -54,12 +57,10 @@ def _as_with_no_sync(rank: int, world_size: int, options: dict[str, Any]) -> Non
         assert held.reducer.launcher.step == step + 1
 
 
-@pytest.mark.parametrize("options", OPTIONS)
-def test_reduce_gives_what_a_last_pass_outside_of_no_sync_gives(options: str) -> None:
-    run_ranks(_as_with_no_sync, 2, OPTIONS[options])
-
-
-def _ranks_differ(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between(
+    rank: int, world_size: int
+) -> None:
     """Rank r runs r passes in step 0, more by one in each step; the last rank then has none."""
     model, local = DistributedDataParallel(Cnn(), **SMALL), Cnn()
     local.load_state_dict(model.module.state_dict())
@@ -88,10 +89,6 @@ def _gathered(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-def test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between() -> None:
-    run_ranks(_ranks_differ, 3)
-
-
 class Branches(nn.Module):
     """Two branches, of which a pass uses one."""
 
@@ -104,7 +101,10 @@ class Branches(nn.Module):
         return self.branches[branch](x)
 
 
-def _branches(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ["find_unused", "skips_unused", "static_graph"])
+@on_ranks(2)
+def test_parameters_that_no_rank_uses_keep_their_gradient(rank: int, options: Any) -> None:
+    options = OPTIONS[options]
     model, local = DistributedDataParallel(Branches(), **SMALL, **options), Branches()
     for step in range(3):
         model.zero_grad()
@@ -119,12 +119,8 @@ def _branches(rank: int, world_size: int, options: dict[str, Any]) -> None:
         assert all(p.grad is not None for p in model.module.branches[0].parameters())
 
 
-@pytest.mark.parametrize("options", ["find_unused", "skips_unused", "static_graph"])
-def test_parameters_that_no_rank_uses_keep_their_gradient(options: str) -> None:
-    run_ranks(_branches, 2, OPTIONS[options])
-
-
-def _mixed_with_others(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_hold_goes_with_passes_that_average_and_with_no_sync(rank: int) -> None:
     """Whatever synchronises first averages what was held."""
     model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
     for step, averages in enumerate(("pass", "reduce", "no_sync and reduce", "within", "pass")):
@@ -148,11 +144,8 @@ def _mixed_with_others(rank: int, world_size: int) -> None:
     assert model.require_backward_grad_sync
 
 
-def test_hold_goes_with_passes_that_average_and_with_no_sync() -> None:
-    run_ranks(_mixed_with_others, 2)
-
-
-def _held_again(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_passes_after_reduce_within_hold_are_held(rank: int) -> None:
     model = DistributedDataParallel(mlp(), **SMALL)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with model.hold():
@@ -161,10 +154,6 @@ def _held_again(rank: int, world_size: int) -> None:
         optimizer.step()
         add_pass(model, 0, 1, rank)
         assert "hold" in (outcome(optimizer.step) or ("", ""))[1]
-
-
-def test_passes_after_reduce_within_hold_are_held() -> None:
-    run_ranks(_held_again, 2)
 
 
 class Recorder:
@@ -189,7 +178,8 @@ class Recorder:
         self.heard.append("abandoned")
 
 
-def _hook_hears(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_hears_of_one_step_and_the_timeline_has_it(rank: int) -> None:
     model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
     model.register_comm_hook(state, Recorder.hook)
     for step in range(3):
@@ -206,11 +196,8 @@ def _hook_hears(rank: int, world_size: int) -> None:
     assert set(frame.step) == {0, 1, 2}
 
 
-def test_a_hook_hears_of_one_step_and_the_timeline_has_it() -> None:
-    run_ranks(_hook_hears, 2)
-
-
-def _raises_in_reduce(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_reduce_that_raises_is_a_step_that_was_abandoned(rank: int) -> None:
     model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
 
     def hook(state: Any, bucket: Any) -> Any:
@@ -242,10 +229,6 @@ def _raises_in_reduce(rank: int, world_size: int) -> None:
     assert "abandoned" not in state.heard
 
 
-def test_a_reduce_that_raises_is_a_step_that_was_abandoned() -> None:
-    run_ranks(_raises_in_reduce, 2)
-
-
 class Raising(nn.Module):
     """Backward raises in the middle, if asked to."""
 
@@ -257,7 +240,10 @@ class Raising(nn.Module):
         return self.last(Breaks.apply(self.first(x), breaks))
 
 
-def _raises_within_hold(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ["plain", "view", "find_unused", "precision"])
+@on_ranks(2)
+def test_a_pass_that_raises_within_hold_leaves_nothing_behind(rank: int, options: Any) -> None:
+    options = OPTIONS[options]
     model, local = DistributedDataParallel(Raising(), **SMALL, **options), Raising()
     for step in range(3):
         model.zero_grad()
@@ -275,15 +261,12 @@ def _raises_within_hold(rank: int, world_size: int, options: dict[str, Any]) -> 
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("options", ["plain", "view", "find_unused", "precision"])
-def test_a_pass_that_raises_within_hold_leaves_nothing_behind(options: str) -> None:
-    run_ranks(_raises_within_hold, 2, OPTIONS[options])
-
-
 # ---- hosts of other features
 
 
-def _delayed(rank: int, world_size: int, everything: bool) -> None:
+@pytest.mark.parametrize("everything", [False, True])
+@on_ranks(2)
+def test_delayed_parameters_are_averaged_too(rank: int, everything: bool) -> None:
     net, local = mlp(), mlp()
     named = list(net.named_parameters())
     late = named if everything else named[-2:]
@@ -301,12 +284,8 @@ def _delayed(rank: int, world_size: int, everything: bool) -> None:
         torch.testing.assert_close(gradients(model), averaged(gradients(local)))
 
 
-@pytest.mark.parametrize("everything", [False, True])
-def test_delayed_parameters_are_averaged_too(everything: bool) -> None:
-    run_ranks(_delayed, 2, everything)
-
-
-def _in_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizers_in_backward_step_when_reduce_has_averaged(rank: int) -> None:
     net, local = mlp(), mlp()
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
     model = DistributedDataParallel(net, **SMALL)
@@ -320,11 +299,10 @@ def _in_backward(rank: int, world_size: int) -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_optimizers_in_backward_step_when_reduce_has_averaged() -> None:
-    run_ranks(_in_backward, 2)
-
-
-def _uneven(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", ["plain", "find_unused", "static_graph"])
+@on_ranks(2)
+def test_ranks_without_inputs_take_part_in_reduce(rank: int, world_size: int, options: Any) -> None:
+    options = OPTIONS[options]
     model, local = DistributedDataParallel(mlp(), **SMALL, **options), mlp()
     hook = commhooks.register(model, "none")
     steps = 1 + 2 * rank
@@ -344,12 +322,8 @@ def _uneven(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert hook.step == 1 + 2 * (world_size - 1)
 
 
-@pytest.mark.parametrize("options", ["plain", "find_unused", "static_graph"])
-def test_ranks_without_inputs_take_part_in_reduce(options: str) -> None:
-    run_ranks(_uneven, 2, OPTIONS[options])
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=120)
+def test_a_compiled_model_is_held_as_an_eager_one(rank: int) -> None:
     model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
     compiled: Any = torch.compile(model, backend="aot_eager")
     for step in range(3):
@@ -363,11 +337,9 @@ def _compiled(rank: int, world_size: int) -> None:
         torch.testing.assert_close(gradients(model), averaged(gradients(local)))
 
 
-def test_a_compiled_model_is_held_as_an_eager_one() -> None:
-    run_ranks(_compiled, 2, timeout=120)
-
-
-def _pipeline(rank: int, world_size: int, schedule: str) -> None:
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
+@on_ranks(4, timeout=90, ignore_warnings=(".*",))
+def test_a_pipeline_of_torchs_is_one_step_per_schedule(schedule: str) -> None:
     """Two stages, each in two replicas, with torch's schedules."""
     from torch.distributed import pipelining
     from torch.distributed.device_mesh import init_device_mesh
@@ -398,15 +370,11 @@ def _pipeline(rank: int, world_size: int, schedule: str) -> None:
     assert hook.step == 3
 
 
-@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])
-def test_a_pipeline_of_torchs_is_one_step_per_schedule(schedule: str) -> None:
-    run_ranks(_pipeline, 4, schedule, timeout=90, ignore_warnings=(".*",))
-
-
 # ---- errors
 
 
-def _steps_too_early(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_optimizer_refuses_gradients_that_are_held(rank: int) -> None:
     model = DistributedDataParallel(mlp(), **SMALL)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     other = torch.optim.SGD([nn.Parameter(torch.zeros(3))], 0.1)
@@ -429,11 +397,8 @@ def _steps_too_early(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def test_an_optimizer_refuses_gradients_that_are_held() -> None:
-    run_ranks(_steps_too_early, 2)
-
-
-def _half_inside(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pass_of_which_one_half_is_inside_is_an_error(rank: int) -> None:
     model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     for context in (model.no_sync, model.hold):
@@ -465,11 +430,8 @@ def _half_inside(rank: int, world_size: int) -> None:
     model.require_backward_grad_sync = True
 
 
-def test_a_pass_of_which_one_half_is_inside_is_an_error() -> None:
-    run_ranks(_half_inside, 2)
-
-
-def _torch_says_nothing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_torchs_class_follows_the_forward_pass_without_a_word(rank: int) -> None:
     """What torch's class does in both cases, which the design page says."""
     model, local = TorchDDP(mlp()), mlp()
     loss = loss_of(model(batch(0, rank, 4, 16)))
@@ -484,11 +446,8 @@ def _torch_says_nothing(rank: int, world_size: int) -> None:
     torch.testing.assert_close(gradients(model), gradients(local))
 
 
-def test_torchs_class_follows_the_forward_pass_without_a_word() -> None:
-    run_ranks(_torch_says_nothing, 2)
-
-
-def _nothing_to_reduce(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_second_reduce_is_an_error_on_all_ranks(rank: int) -> None:
     model = DistributedDataParallel(mlp(), **SMALL)
     hook = commhooks.register(model, "none")
     nothing = "no rank has a gradient"
@@ -510,11 +469,8 @@ def _nothing_to_reduce(rank: int, world_size: int) -> None:
     assert nothing in (outcome(model.reduce) or ("", ""))[1]
 
 
-def test_a_second_reduce_is_an_error_on_all_ranks() -> None:
-    run_ranks(_nothing_to_reduce, 2)
-
-
-def _some_missing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_parameter_without_gradient_is_an_error_on_all_ranks(rank: int) -> None:
     model = DistributedDataParallel(Branches(), **SMALL)
     with model.hold():
         for branch in range(3 if rank else 2):
@@ -533,11 +489,8 @@ def _some_missing(rank: int, world_size: int) -> None:
     torch.testing.assert_close(gradients(model), averaged(before))
 
 
-def test_a_parameter_without_gradient_is_an_error_on_all_ranks() -> None:
-    run_ranks(_some_missing, 2)
-
-
-def _no_backward(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_pass_without_backward_makes_no_held_pass_a_step(rank: int) -> None:
     model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
     hook = commhooks.register(model, "none")
     model(batch(9, rank, 4, 16))  # an evaluation without no_grad, say
@@ -551,21 +504,14 @@ def _no_backward(rank: int, world_size: int) -> None:
     assert hook.step == 1
 
 
-def test_a_forward_pass_without_backward_makes_no_held_pass_a_step() -> None:
-    run_ranks(_no_backward, 2)
-
-
-def _within_backward(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_reduce_within_a_backward_pass_is_an_error(rank: int) -> None:
     model = DistributedDataParallel(mlp(), **SMALL)
     output = model(batch(0, rank, 4, 16))
     output.register_hook(lambda _: model.reduce())
     kind, text = outcome(output.sum().backward) or ("", "")
     assert kind == "RuntimeError"
     assert "within a backward pass" in text
-
-
-def test_reduce_within_a_backward_pass_is_an_error() -> None:
-    run_ranks(_within_backward, 1)
 
 
 def _dies(rank: int, world_size: int) -> str:

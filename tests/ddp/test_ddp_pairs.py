@@ -17,7 +17,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 from ddp_core import CollectiveError, DistributedDataParallel, MixedPrecision
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Branches, Breaks, SometimesUnused, frozen_part, loss_of
 from tests.tools.training import averaged, batch, gradients, mlp, outcome
 
@@ -190,7 +190,9 @@ class Broken(nn.Module):
         return self.last(Breaks.apply(self.first(x), breaks))
 
 
-def _after_a_raise(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_ranks_stay_equal_when_backward_raises_between_steps_in_backward(rank: int) -> None:
     module = Broken()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
     model = DistributedDataParallel(module, bucket_cap_mb=0.0005)
@@ -201,11 +203,6 @@ def _after_a_raise(rank: int, world_size: int) -> None:
             loss.backward()
     everything = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(averaged(everything), everything)
-
-
-@pytest.mark.slow
-def test_ranks_stay_equal_when_backward_raises_between_steps_in_backward():
-    run_ranks(_after_a_raise, 2)
 
 
 # ---- graphs that change
@@ -235,7 +232,9 @@ def test_a_static_graph_that_changes_is_an_error_in_that_backward(uses):
         assert "Your training graph has changed in this iteration" in logged or rank not in changed
 
 
-def _late(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_gradients_that_would_stay_local_are_an_error(rank: int) -> None:
     model = DistributedDataParallel(SometimesUnused(), find_unused_parameters=True)
     left, right = model(batch(0, rank, 4, 16))
     loss_of(left).backward(retain_graph=True)
@@ -253,11 +252,8 @@ def _late(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_gradients_that_would_stay_local_are_an_error():
-    run_ranks(_late, 2)
-
-
-def _thawed(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_parameter_that_was_frozen_and_is_trained_is_an_error(rank: int) -> None:
     model = DistributedDataParallel(frozen_part())
     compiled = torch.compile(DistributedDataParallel(frozen_part()), backend="aot_eager")
     for step, one in enumerate((model, copy.deepcopy(model), model, compiled)):
@@ -269,11 +265,8 @@ def _thawed(rank: int, world_size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_parameter_that_was_frozen_and_is_trained_is_an_error():
-    run_ranks(_thawed, 1)
-
-
-def _raised_after_no_sync(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_marks_of_no_sync_survive_a_raised_step(rank: int) -> None:
     torch.manual_seed(0)
     local = Branches()
     model = DistributedDataParallel(
@@ -297,11 +290,6 @@ def _raised_after_no_sync(rank: int, world_size: int) -> None:
 
 def _raise(grad: Tensor) -> None:
     raise ArithmeticError("on purpose")
-
-
-@pytest.mark.slow
-def test_marks_of_no_sync_survive_a_raised_step():
-    run_ranks(_raised_after_no_sync, 2)
 
 
 # ---- skipped buckets
@@ -463,7 +451,9 @@ class Follows:
         return default_hooks.allreduce_hook(self.group, bucket)
 
 
-def _other_ranks(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, ignore_warnings=(".*full backward hook",))
+def test_a_hook_follows_to_other_ranks_or_says_that_it_cannot(rank: int, world_size: int) -> None:
     alone = [dist.new_group([one]) for one in range(world_size)][rank]
     for hook, state in (
         (None, None),
@@ -496,8 +486,3 @@ def _other_ranks(rank: int, world_size: int) -> None:
             everything, torch.cat([p.detach().flatten() for p in mlp().parameters()])
         )
         assert all(parameter.grad is None for parameter in model.parameters())  # it has stepped
-
-
-@pytest.mark.slow
-def test_a_hook_follows_to_other_ranks_or_says_that_it_cannot():
-    run_ranks(_other_ranks, 2, ignore_warnings=(".*full backward hook",))

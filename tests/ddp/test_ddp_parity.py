@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 import ddp_core
 from tests.tools import models
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import loss_of
 from tests.tools.training import CONFIGS, THOROUGH, batch, gradients, parameters
 
@@ -624,7 +624,9 @@ def _hooked(cls: type[TorchDDP], case: Case, rank: int, config: str) -> list[Ten
     return seen
 
 
-def _hooks(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", HOOK_CASES)
+@on_ranks(2, ignore_warnings=REMARKS, timeout=110)
+def test_every_scheme_trains_as_on_torch(rank: int, name: str) -> None:
     case = HOOK_CASES[name]
     for config in CONFIGS if name in ("view", "many-types") else sorted(THOROUGH):
         theirs = _hooked(TorchDDP, case, rank, config)
@@ -633,12 +635,9 @@ def _hooks(rank: int, world_size: int, name: str) -> None:
             assert torch.equal(expected, got), f"{config}, step {step}"
 
 
-@pytest.mark.parametrize("name", HOOK_CASES)
-def test_every_scheme_trains_as_on_torch(name):
-    run_ranks(_hooks, 2, name, ignore_warnings=REMARKS, timeout=110)
-
-
-def _hooked_join(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2, ignore_warnings=(*REMARKS, "Detected uneven"), timeout=110)
+def test_join_with_every_scheme_divides_by_all_or_by_those_with_input(rank: int) -> None:
     for number, (config, (scheme, options)) in enumerate(CONFIGS.items()):
         divide, after = number % 2 == 0, []
         for cls in (TorchDDP, ddp_core.DistributedDataParallel):
@@ -654,8 +653,3 @@ def _hooked_join(rank: int, world_size: int) -> None:
         if rank == 0:  # the last steps are of this rank alone: a mean over it, or half of it
             expected = after[0] if divide else after[0] * 2
             assert torch.equal(after[1], expected), (config, divide)
-
-
-@pytest.mark.slow
-def test_join_with_every_scheme_divides_by_all_or_by_those_with_input():
-    run_ranks(_hooked_join, 2, ignore_warnings=(*REMARKS, "Detected uneven"), timeout=110)

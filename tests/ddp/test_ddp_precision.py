@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.ddp.test_ddp_steps import Net
 from tests.tools import models
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import loss_of
 from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, parameters
 
@@ -31,7 +31,11 @@ def dtypes(model: nn.Module) -> set[torch.dtype]:
     return found | {p.grad.dtype for p in model.parameters() if p.grad is not None}
 
 
-def _mixed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None:
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@on_ranks(2)
+def test_mixed_precision_computes_low_and_leaves_full_precision(
+    rank: int, reduce_dtype: torch.dtype | None
+) -> None:
     torch.manual_seed(0)
     model = models.Cnn()
     reference = copy.deepcopy(model)
@@ -58,12 +62,8 @@ def _mixed(rank: int, world_size: int, reduce_dtype: torch.dtype | None) -> None
     assert {p.dtype for p in ddp.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
-def test_mixed_precision_computes_low_and_leaves_full_precision(reduce_dtype):
-    run_ranks(_mixed, 2, reduce_dtype)
-
-
-def _mixed_accumulated(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mixed_precision_accumulates_in_full_precision(rank: int) -> None:
     module = mlp()
     ddp = wrapped(
         copy.deepcopy(module), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32)
@@ -85,11 +85,9 @@ def _mixed_accumulated(rank: int, world_size: int) -> None:
         optimizer.step()
 
 
-def test_mixed_precision_accumulates_in_full_precision():
-    run_ranks(_mixed_accumulated, 2)
-
-
-def _mixed_without_backward(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["dropped", "raised"])
+@on_ranks(2)
+def test_mixed_precision_is_restored_where_no_backward_pass_ends(rank: int, how: str) -> None:
     ddp = wrapped(Net(), mixed_precision=MixedPrecision(torch.bfloat16, torch.float32))
     loss_of(ddp(batch(0, rank, 8, 16))).backward()
     expected = gradients(ddp)
@@ -105,12 +103,8 @@ def _mixed_without_backward(rank: int, world_size: int, how: str) -> None:
     assert torch.equal(gradients(ddp), expected), "old gradients have come back"
 
 
-@pytest.mark.parametrize("how", ["dropped", "raised"])
-def test_mixed_precision_is_restored_where_no_backward_pass_ends(how):
-    run_ranks(_mixed_without_backward, 2, how)
-
-
-def _mixed_frozen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_layer_may_be_frozen_under_mixed_precision(rank: int) -> None:
     ddp = wrapped(
         mlp(), find_unused_parameters=True, mixed_precision=MixedPrecision(torch.bfloat16)
     )
@@ -121,10 +115,6 @@ def _mixed_frozen(rank: int, world_size: int) -> None:
         assert (ddp.module[0].weight.grad is None) is freeze
         expected = averaged(gradients(ddp))
         torch.testing.assert_close(gradients(ddp), expected)
-
-
-def test_a_layer_may_be_frozen_under_mixed_precision():
-    run_ranks(_mixed_frozen, 2)
 
 
 # ---- where full precision comes back
@@ -143,7 +133,8 @@ class Keeps(nn.Module):
         return output.detach()
 
 
-def _elsewhere(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_full_precision_is_back_after_evaluation_frozen_models_and_kept_graphs(rank: int) -> None:
     x = batch(0, rank, 4, 16)
     model = wrapped(mlp(), mixed_precision=LOW)
     # Evaluation, also where autograd is off for good.
@@ -175,11 +166,8 @@ def _elsewhere(rank: int, world_size: int) -> None:
     assert torch.equal(gradients(model), once)
 
 
-def test_full_precision_is_back_after_evaluation_frozen_models_and_kept_graphs():
-    run_ranks(_elsewhere, 2)
-
-
-def _loss_elsewhere(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_loss_that_the_module_keeps_leaves_no_low_gradients(rank: int) -> None:
     model = wrapped(Keeps(), mixed_precision=LOW)
     for step in range(2):
         model.zero_grad()
@@ -188,11 +176,8 @@ def _loss_elsewhere(rank: int, world_size: int) -> None:
         assert dtypes(model) == {torch.float32}
 
 
-def test_a_loss_that_the_module_keeps_leaves_no_low_gradients():
-    run_ranks(_loss_elsewhere, 2)
-
-
-def _update_between(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_update_of_the_low_copies_is_not_lost_in_silence(rank: int) -> None:
     model = wrapped(mlp(), mixed_precision=LOW)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = batch(0, rank, 4, 16)
@@ -204,10 +189,6 @@ def _update_between(rank: int, world_size: int) -> None:
         model(x)
     model.zero_grad()
     loss_of(model(x)).backward()
-
-
-def test_an_update_of_the_low_copies_is_not_lost_in_silence():
-    run_ranks(_update_between, 2)
 
 
 def _penalty_before(rank: int, world_size: int) -> str:

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from ddp_core import DistributedDataParallel
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks, loss_of
 from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
 
@@ -84,7 +84,15 @@ def one_step(model: nn.Module, step: int, rank: int, **inputs: Any) -> None:
     loss_of(model(batch(step, rank, 4, 16).requires_grad_(), **inputs)).backward()
 
 
-def _told(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
+    ids=["plain", "unused", "static"],
+)
+@on_ranks(2, ignore_warnings=("find_unused",))
+def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
+    rank: int, options: dict[str, Any]
+) -> None:
     model, state = recorded(**options)
     local = Net()
     for step in range(3):
@@ -121,16 +129,12 @@ def _told(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert state.take() == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"find_unused_parameters": True}, {"static_graph": True}],
-    ids=["plain", "unused", "static"],
-)
-def test_a_state_hears_whether_a_step_lands_or_is_abandoned(options):
-    run_ranks(_told, 2, options, ignore_warnings=("find_unused",))
-
-
-def _left_alone(rank: int, world_size: int, view: bool, in_backward: bool) -> None:
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("view", [False, True])
+@on_ranks(2, ignore_warnings=(".*full backward hook",))
+def test_a_state_hears_which_gradients_were_not_written(
+    rank: int, view: bool, in_backward: bool
+) -> None:
     model, state = recorded(find_unused_parameters=True, gradient_as_bucket_view=view)
     idle = list(model.module.idle.parameters())
     if in_backward:
@@ -153,13 +157,9 @@ def _left_alone(rank: int, world_size: int, view: bool, in_backward: bool) -> No
     assert set(state.left_alone) == set(idle)
 
 
-@pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("view", [False, True])
-def test_a_state_hears_which_gradients_were_not_written(view, in_backward):
-    run_ranks(_left_alone, 2, view, in_backward, ignore_warnings=(".*full backward hook",))
-
-
-def _unused_and_joined(rank: int, world_size: int, view: bool) -> None:
+@on_ranks(2)
+def test_a_rank_without_inputs_keeps_what_nobody_applies(rank: int, view: bool) -> None:
     model = DistributedDataParallel(
         Net(), find_unused_parameters=True, gradient_as_bucket_view=view
     )
@@ -178,11 +178,6 @@ def _unused_and_joined(rank: int, world_size: int, view: bool) -> None:
     assert all(map(torch.equal, kept(), before)), "counts as sent, was not applied"
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_a_rank_without_inputs_keeps_what_nobody_applies(view):
-    run_ranks(_unused_and_joined, 2, view)
-
-
 def _refused_on_torchs(rank: int, world_size: int) -> str:
     model = TorchDDP(Net(), find_unused_parameters=True)
     commhooks.register(model, "topk", ratio=0.1)
@@ -196,7 +191,9 @@ def test_torchs_join_with_unused_parameters_and_memory_is_refused():
         assert "a rank without inputs is not told which parameters no rank has used" in text
 
 
-def _given_otherwise(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["torch", "core", "replicate"])
+@on_ranks(2)
+def test_a_state_of_the_inner_module_keeps_what_nobody_applies(rank: int, how: str) -> None:
     """The hook's state knows the inner module only; a DistributedDataParallel calls it."""
     net = Net()
     if how == "replicate":
@@ -216,12 +213,8 @@ def _given_otherwise(rank: int, world_size: int, how: str) -> None:
     assert torch.equal(hook.residual("idle.weight"), kept)
 
 
-@pytest.mark.parametrize("how", ["torch", "core", "replicate"])
-def test_a_state_of_the_inner_module_keeps_what_nobody_applies(how):
-    run_ranks(_given_otherwise, 2, how)
-
-
-def _broken_end(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_fails_at_its_end_is_abandoned(rank: int) -> None:
     model, state = recorded()
     good = state.backward_finished
 
@@ -246,10 +239,6 @@ def _broken_end(rank: int, world_size: int) -> None:
     with contextlib.suppress(RuntimeError):
         one_step(model, 2, rank)
     assert state.take() == ["abandoned"]
-
-
-def test_a_step_that_fails_at_its_end_is_abandoned():
-    run_ranks(_broken_end, 2)
 
 
 def _delayed_joins(rank: int, _: int) -> str:
@@ -282,7 +271,9 @@ def test_delayed_parameters_with_an_optimizer_in_backward_are_refused():
 DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed", "all"]
 
 
-def _delayed_gradients(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", DELAYED)
+@on_ranks(2, ignore_warnings=(".*create_graph=True",))
+def test_delayed_parameters_are_averaged(rank: int, how: str) -> None:
     module, local = mlp(), mlp()
     prefix = "" if how == "all" else "2."
     delayed = [(name, p) for name, p in module.named_parameters() if name.startswith(prefix)]
@@ -312,11 +303,6 @@ def _delayed_gradients(rank: int, world_size: int, how: str) -> None:
         loss_of(output).backward(create_graph=how == "create_graph")
         loss_of(local(batch(step, rank, 4, 16))).backward()
         torch.testing.assert_close(gradients(model).detach(), averaged(gradients(local)))
-
-
-@pytest.mark.parametrize("how", DELAYED)
-def test_delayed_parameters_are_averaged(how):
-    run_ranks(_delayed_gradients, 2, how, ignore_warnings=(".*create_graph=True",))
 
 
 def test_delayed_parameters_and_uneven_inputs_are_refused() -> None:

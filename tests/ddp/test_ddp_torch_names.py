@@ -18,7 +18,7 @@ from ddp_core import DistributedDataParallel, GradBucket, MixedPrecision
 from ddp_core.ddp._torch_names import _REFUSED as MODULE_REFUSED
 from ddp_core.ddp._torch_reducer import _REFUSED as REDUCER_REFUSED
 from ddp_core.ddp._torch_reducer import TorchReducer
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Branches, loss_of
 from tests.tools.training import batch, mlp, outcome
 
@@ -61,7 +61,8 @@ def test_all_names_of_torchs_classes_are_known():
     assert {name for name in theirs if not hasattr(ours, name)} == set()
 
 
-def _trainers(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_trainer_finds_torchs_names(rank: int) -> None:
     model = DistributedDataParallel(
         nn.Sequential(mlp(), nn.BatchNorm1d(16)), find_unused_parameters=True
     )
@@ -110,10 +111,6 @@ def _trainers(rank: int, world_size: int) -> None:
     reducer._set_static_graph()
 
 
-def test_a_trainer_finds_torchs_names():
-    run_ranks(_trainers, 2)
-
-
 def _warnings_of(kind: Any, options: dict[str, Any]) -> list[tuple[str, type, str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -121,7 +118,8 @@ def _warnings_of(kind: Any, options: dict[str, Any]) -> list[tuple[str, type, st
     return [(str(one.message), one.category, one.filename) for one in caught]
 
 
-def _says(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_torchs_warnings_log_lines_and_logged_errors_are_ours_too(rank: int) -> None:
     kept, log = Kept(), logging.getLogger("ddp_core")
     log.addHandler(kept)
     log.setLevel(logging.INFO)
@@ -159,10 +157,6 @@ def _says(rank: int, world_size: int) -> None:
             data.append((told["has_error"], told["error"]))
         assert data[0] == data[1]
         assert data[0][0] == 1
-
-
-def test_torchs_warnings_log_lines_and_logged_errors_are_ours_too():
-    run_ranks(_says, 1)
 
 
 class Kept(logging.Handler):

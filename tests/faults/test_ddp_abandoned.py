@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks import ZeroOptimizer
 from ddp_core import DistributedDataParallel
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks, loss_of
 from tests.tools.training import averaged, batch, equal_bits, gradients, outcome
 
@@ -190,7 +190,8 @@ def test_ranks_that_raise_alike_go_on_again_and_again(hook, options, world_size)
     assert max(grown) <= 2
 
 
-def _without_others(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_passes_in_which_nothing_travels_may_raise_on_one_rank(rank: int) -> None:
     model, local = wrapped(), Equal()
     for step in range(3):
         # Nothing travels in these passes, so each rank may drop its own.
@@ -207,11 +208,8 @@ def _without_others(rank: int, world_size: int) -> None:
         torch.testing.assert_close(gradients(model), averaged(gradients(local)))
 
 
-def test_passes_in_which_nothing_travels_may_raise_on_one_rank():
-    run_ranks(_without_others, 2)
-
-
-def _alone_in_the_world(rank: int, world_size: int) -> None:
+@on_ranks(1)
+def test_a_single_rank_asks_nobody(rank: int) -> None:
     model, local = wrapped(), Equal()
     for step in range(3):
         with pytest.raises(ArithmeticError):
@@ -219,10 +217,6 @@ def _alone_in_the_world(rank: int, world_size: int) -> None:
         backward(model, step, rank)
         backward(local, step, rank)
         assert torch.equal(gradients(model), gradients(local))
-
-
-def test_a_single_rank_asks_nobody():
-    run_ranks(_alone_in_the_world, 1)
 
 
 def _otherwise(rank: int, world_size: int, how: str) -> Any:

@@ -25,7 +25,7 @@ from commhooks import HookState, Scheme
 from commhooks.core import Result, Traits
 from ddp_core import AllReduce
 from ddp_core import DistributedDataParallel as CoreDDP
-from tests.tools.harness import Died, run_ranks
+from tests.tools.harness import Died, on_ranks, run_ranks
 from tests.tools.training import (
     OTHERS,
     STATEFUL,
@@ -487,7 +487,8 @@ def test_an_infinite_gradient_on_one_rank_is_skipped_by_all_and_leaves_no_trace(
         assert torch.equal(held, want_held)
 
 
-def _counted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_infinite_step_counts_where_a_scheme_keeps_nothing(rank: int) -> None:
     for wrap in (DistributedDataParallel, ddp_core.DistributedDataParallel):
         for scheme in ("none", "bf16", "int8"):
             model = wrap(mlp())
@@ -497,10 +498,6 @@ def _counted(rank: int, world_size: int) -> None:
                 (loss * (math.inf if (number, rank) == (1, 1) else 1.0)).backward()
                 model.zero_grad()
             assert hook.skipped_steps == hook.metrics()["skipped_steps"] == 1, scheme
-
-
-def test_an_infinite_step_counts_where_a_scheme_keeps_nothing():
-    run_ranks(_counted, 2)
 
 
 # ---- import

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from tests.fsdp.test_fsdp2 import Elsewhere, backward, mean_residual, model_of, partly_frozen
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD")
 
@@ -56,7 +56,8 @@ def test_the_mean_arrives(strategy: str, original: bool) -> None:
         assert max(ranks) <= most
 
 
-def _documented(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing(rank: int) -> None:
     """FSDP1's own call, with the hooks that keep nothing; those that keep memory say what to do."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         plain = _unit(strategy)
@@ -84,11 +85,8 @@ def _documented(rank: int, world_size: int) -> None:
             backward(ours, 0, rank)
 
 
-def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing() -> None:
-    run_ranks(_documented, 2, ignore_warnings=QUIET)
-
-
-def _schemes(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_the_mean_arrives_from_memory_of_a_schemes_own(rank: int) -> None:
     """A scheme that returns memory of its own, and on whole gradients one that keeps some."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         plain, ours, kept, chosen = (_unit(strategy) for _ in range(4))
@@ -108,7 +106,8 @@ def _schemes(rank: int, world_size: int) -> None:
         assert exact >= sum(one.numel() for one in biases)
 
 
-def _odd(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_whole_gradients_have_no_padding(rank: int) -> None:
     """Three entries on two ranks, which nothing pads as nothing is cut."""
     model = FullyShardedDataParallel(
         nn.Linear(2, 1),
@@ -119,14 +118,6 @@ def _odd(rank: int, world_size: int) -> None:
     hook = commhooks.register(model, "topk", ratio=0.4)
     model(torch.ones(1, 2) * (rank + 1)).sum().backward()
     assert hook.step == 1
-
-
-def test_whole_gradients_have_no_padding() -> None:
-    run_ranks(_odd, 2, ignore_warnings=QUIET)
-
-
-def test_the_mean_arrives_from_memory_of_a_schemes_own() -> None:
-    run_ranks(_schemes, 2, ignore_warnings=QUIET)
 
 
 def _run(rank: int, world_size: int, host: str, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -159,7 +150,8 @@ def test_what_one_host_saves_another_loads(first: str, second: str) -> None:
             assert torch.equal(found[name], value)
 
 
-def _some_frozen(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_frozen_parameters_need_no_memory(rank: int) -> None:
     """One unit is frozen as a whole, one in part."""
     model = FullyShardedDataParallel(
         partly_frozen(),
@@ -177,10 +169,6 @@ def _some_frozen(rank: int, world_size: int) -> None:
     assert not any(name.startswith("0.") for name in state["rank0"]["memory"]["residual"])
     other.load_state_dict(state)
     assert other.step == 2
-
-
-def test_frozen_parameters_need_no_memory() -> None:
-    run_ranks(_some_frozen, 2, ignore_warnings=QUIET)
 
 
 def _on_fewer_ranks(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -205,7 +193,8 @@ def test_a_state_loads_on_fewer_ranks() -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_what_cannot_run_is_refused(rank: int) -> None:
     with pytest.raises(RegistrationError, match="averages whole buckets"):
         commhooks.register(_unit("FULL_SHARD"), "powersgd")
     commhooks.register(_unit("NO_SHARD"), "powersgd").call_monitor.suppressed = True
@@ -236,11 +225,9 @@ def _refused(rank: int, world_size: int) -> None:
         backward(model, 0, rank)
 
 
-def test_what_cannot_run_is_refused() -> None:
-    run_ranks(_refused, 2, ignore_warnings=QUIET)
-
-
-def _after_error(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_pass_after_one_that_raised_is_an_error(rank: int, strategy: str) -> None:
     model = _unit(strategy)
     hook = commhooks.register(model, "int4", block=64)
     backward(model, 0, rank)
@@ -259,11 +246,6 @@ def _after_error(rank: int, world_size: int, strategy: str) -> None:
     with pytest.raises(HookNotAttachedError, match="resume from a checkpoint"):
         backward(model, 1, rank)
     assert hook.step == 1
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_a_pass_after_one_that_raised_is_an_error(strategy: str) -> None:
-    run_ranks(_after_error, 2, strategy, ignore_warnings=QUIET)
 
 
 def _beside(rank: int, world_size: int) -> list[str]:
@@ -291,7 +273,9 @@ def test_a_loss_beside_a_whole_unit_is_an_error() -> None:
         assert "after this step's gradients were averaged" in later
 
 
-def _frozen_later(rank: int, world_size: int, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@on_ranks(2, ignore_warnings=QUIET)
+def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(rank: int, strategy: str) -> None:
     model = _unit(strategy)
     hook = commhooks.register(model, "int4", block=64)
     backward(model, 0, rank)
@@ -304,11 +288,6 @@ def _frozen_later(rank: int, world_size: int, strategy: str) -> None:
     assert before["0.weight"].any()
     for name, value in before.items():
         assert torch.equal(after[name], value) == (name == "0.weight" or not value.any()), name
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(strategy: str) -> None:
-    run_ranks(_frozen_later, 2, strategy, ignore_warnings=QUIET)
 
 
 def _convolution(rank: int, world_size: int, order: torch.memory_format) -> dict[str, Any]:
@@ -337,7 +316,8 @@ def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None
         assert (found[name] - value).norm() < 0.1 * value.norm(), name
 
 
-def _converted(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass(rank: int) -> None:
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         for original in (True, False):
             model = _unit(strategy, original)
@@ -346,7 +326,3 @@ def _converted(rank: int, world_size: int) -> None:
             model.double()
             with pytest.raises(HookNotAttachedError, match=r"are of torch\.float64, and were"):
                 backward(model, 1, rank)
-
-
-def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass() -> None:
-    run_ranks(_converted, 2, ignore_warnings=QUIET)

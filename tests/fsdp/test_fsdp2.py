@@ -29,7 +29,7 @@ from commhooks.errors import RegistrationError
 from commhooks.fsdp import gather_parameters, replicate
 from commhooks.schemes import Dense
 from commhooks.wrappers import AveragedFeedback
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 # With feedback: over steps, what is sent and what is kept add up to the gradients.
 SHARDED = {
@@ -200,7 +200,8 @@ class Elsewhere(Dense):
         return result._replace(mean=mean)
 
 
-def _elsewhere(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives(rank: int) -> None:
     plain, inside, between = sharded(model_of()), sharded(model_of()), model_of()
     commhooks.register(inside, Elsewhere())
     commhooks.fsdp.replicate(between, Elsewhere())
@@ -210,10 +211,6 @@ def _elsewhere(rank: int, world_size: int) -> None:
     for found in others:
         for name, value in wanted.items():
             torch.testing.assert_close(found[name], value)
-
-
-def test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives() -> None:
-    run_ranks(_elsewhere, 2)
 
 
 def _rounded_once(rank: int, world_size: int, name: str) -> tuple[float, float]:
@@ -248,7 +245,8 @@ class _Infinite(torch.autograd.Function):
         return grad.index_fill(1, torch.tensor([grad.shape[1] - 1]), torch.inf)
 
 
-def _overflow(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any(rank: int) -> None:
     model: Any = sharded(model_of())
     hook = commhooks.register(model, "int4", block=64)
     backward(model, 0, rank)
@@ -273,10 +271,6 @@ def _overflow(rank: int, world_size: int) -> None:
     backward(model, 3, rank)
     handle.remove()
     assert hook.skipped_steps == 2
-
-
-def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any() -> None:
-    run_ranks(_overflow, 2)
 
 
 def _divided(rank: int, world_size: int, force_sum: bool) -> float:
@@ -371,7 +365,8 @@ def test_memory_in_8_bits_begins_anew_on_another_host() -> None:
     assert run_ranks(_averaged, 2, saved, ignore_warnings=dropped)[0]["step"] == 4
 
 
-def _resume(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_resumed_run_continues_bit_for_bit(rank: int) -> None:
     whole, hook = _hook_on("fsdp2")
     _trained(whole, rank, 0, 3)
     state = hook.state_dict()
@@ -380,10 +375,6 @@ def _resume(rank: int, world_size: int) -> None:
     other.load_state_dict(state)
     found = _trained(half, rank, 3, 2)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-def test_a_resumed_run_continues_bit_for_bit() -> None:
-    run_ranks(_resume, 2)
 
 
 def _between(rank: int, world_size: int, name: str) -> float:
@@ -404,7 +395,8 @@ def test_between_nodes_any_scheme_averages(name: str, most: float) -> None:
     assert max(run_ranks(_between, 4, name)) <= most
 
 
-def _between_resumed(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_between_nodes_what_was_not_sent_is_kept_and_saved(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     place, replicas = mesh["shard"].get_local_rank(), mesh["replicate"].get_group()
 
@@ -438,10 +430,6 @@ def _between_resumed(rank: int, world_size: int) -> None:
         backward(model, 3, rank)
     wanted, found = gradients(ours), gradients(again[0])
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-def test_between_nodes_what_was_not_sent_is_kept_and_saved() -> None:
-    run_ranks(_between_resumed, 4)
 
 
 def _refused(rank: int, world_size: int) -> list[str]:
@@ -498,7 +486,8 @@ class _Branches(nn.Module):
         return self.used(x)  # type: ignore[no-any-return]
 
 
-def _unused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_without_a_gradient_are_named(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world_size,))
     model = fully_shard(_Branches(), mesh=mesh)
@@ -515,11 +504,8 @@ def _unused(rank: int, world_size: int) -> None:
     assert not gradients(model)["unused.weight"].any()
 
 
-def test_parameters_without_a_gradient_are_named() -> None:
-    run_ranks(_unused, 2)
-
-
-def _recomputed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_activation_checkpointing_counts_one_step(rank: int, world_size: int) -> None:
     plain, ours = model_of(), model_of()
     for model in (plain, ours):
         for place, layer in enumerate(model):
@@ -534,10 +520,6 @@ def _recomputed(rank: int, world_size: int) -> None:
         found = gradients(ours)
         assert all(torch.equal(found[name], value) for name, value in gradients(plain).items())
     assert hook.step == 2
-
-
-def test_activation_checkpointing_counts_one_step() -> None:
-    run_ranks(_recomputed, 2)
 
 
 def _two_dimensions(rank: int, world_size: int, name: str) -> tuple[float, dict[str, Any]]:
@@ -603,7 +585,10 @@ def test_gathered_parameters_are_rounded_alike_on_all_ranks() -> None:
     assert max(run_ranks(_gathered, 2)) < 0.05
 
 
-def _gathered_in_a_node(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parameters_are_gathered_among_the_ranks_that_have_their_shards(
+    rank: int, world_size: int
+) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh["shard"])
     gathered = gather_parameters(model)
@@ -618,11 +603,11 @@ def _gathered_in_a_node(rank: int, world_size: int) -> None:
     assert all(torch.equal(one, output) for one in everyone)
 
 
-def test_parameters_are_gathered_among_the_ranks_that_have_their_shards() -> None:
-    run_ranks(_gathered_in_a_node, 4)
-
-
-def _own_group(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch has one group"
+)
+@on_ranks(2)
+def test_gradients_and_parameters_travel_in_the_groups_of_fsdp2(rank: int) -> None:
     model: Any = sharded(model_of())
     model.set_separate_reduce_scatter_group(True)
     hook = commhooks.register(model, "int8")
@@ -632,13 +617,6 @@ def _own_group(rank: int, world_size: int) -> None:
     assert groups == [mesh.reduce_scatter_process_group, mesh.shard_process_group]
     assert groups[0] is not groups[1]
     backward(model, 0, rank)
-
-
-@pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="torch has one group"
-)
-def test_gradients_and_parameters_travel_in_the_groups_of_fsdp2() -> None:
-    run_ranks(_own_group, 2)
 
 
 def _auto(rank: int, world_size: int, between: bool) -> list[str]:

@@ -17,14 +17,15 @@ from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp import gather_parameters
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 
 def _modules(model: nn.Module) -> list[Any]:
     return [one for one in model.modules() if isinstance(one, FSDPModule)]
 
 
-def _allocates(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_memory_of_the_process_group_is_refused(rank: int) -> None:
     """FSDP2 takes the memory of its messages from the process group."""
     model = sharded(model_of())
     for module in _modules(model):
@@ -44,11 +45,11 @@ def _allocates(rank: int, world_size: int) -> None:
         _modules(model)[1].set_allocate_memory_from_process_group_for_comm(True)
 
 
-def test_memory_of_the_process_group_is_refused() -> None:
-    run_ranks(_allocates, 2)
-
-
-def _symmetric(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(
+    not hasattr(_fsdp_collectives, "SymmMemReduceScatter"), reason="this torch has no such memory"
+)
+@on_ranks(2)
+def test_symmetric_memory_is_refused() -> None:
     """As ``set_symm_mem_for_comm`` leaves a model, which itself needs GPUs."""
     model = sharded(model_of())
     for module in _modules(model):
@@ -63,14 +64,8 @@ def _symmetric(rank: int, world_size: int) -> None:
         commhooks.register(model, "int8")
 
 
-@pytest.mark.skipif(
-    not hasattr(_fsdp_collectives, "SymmMemReduceScatter"), reason="this torch has no such memory"
-)
-def test_symmetric_memory_is_refused() -> None:
-    run_ranks(_symmetric, 2)
-
-
-def _replaced(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_replaced_reduction_is_refused_and_noticed(rank: int) -> None:
     """A reduction of the user's own: before, between nodes, and after ``register``."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh["shard"])
@@ -86,11 +81,11 @@ def _replaced(rank: int, world_size: int) -> None:
     assert hook.step == 0
 
 
-def test_a_replaced_reduction_is_refused_and_noticed() -> None:
-    run_ranks(_replaced, 2)
-
-
-def _several_meshes(rank: int, world_size: int) -> None:
+@pytest.mark.skipif(
+    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh a module"
+)
+@on_ranks(2)
+def test_a_module_on_several_meshes_is_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
     alone = _fsdp_common.FSDPMeshInfo(mesh["one"], shard_mesh_dim=0)
 
@@ -107,32 +102,8 @@ def _several_meshes(rank: int, world_size: int) -> None:
         gather_parameters(model)
 
 
-@pytest.mark.skipif(
-    not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh a module"
-)
-def test_a_module_on_several_meshes_is_refused() -> None:
-    run_ranks(_several_meshes, 2)
-
-
-def _two_dimensions(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "shard"))
-    model = sharded(model_of(), mesh["shard"])
-    with pytest.raises(
-        RegistrationError, match=r"; pass the mesh of the replicas, mesh\['nodes'\]$"
-    ):
-        commhooks.register(model, "int8", replicate_group=mesh)
-    unnamed = init_device_mesh("cpu", (1, 2))
-    with pytest.raises(
-        RegistrationError, match=r"mesh\['replicate'\], and give the dimensions names"
-    ):
-        commhooks.register(model, "int8", replicate_group=unnamed)
-
-
-def test_a_mesh_of_two_dimensions_is_refused_with_the_one_to_pass() -> None:
-    run_ranks(_two_dimensions, 2)
-
-
-def _other_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("one", "two"))
     model = model_of()
     fully_shard(model[0], mesh=mesh["one"])
@@ -143,10 +114,6 @@ def _other_ranks(rank: int, world_size: int) -> None:
         gather_parameters(model)
     with pytest.raises(RegistrationError, match="sharded over different ranks"):
         commhooks.register(model, "int8", replicate_group=mesh["one"])
-
-
-def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
-    run_ranks(_other_ranks, 2)
 
 
 def _stale(rank: int, world_size: int) -> None:
@@ -176,7 +143,8 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_refused(world_size: in
     run_ranks(_stale, world_size)
 
 
-def _converted(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass(rank: int) -> None:
     model = sharded(model_of())
     hook = commhooks.register(model, "int8")
     backward(model, 0, rank)
@@ -187,7 +155,3 @@ def _converted(rank: int, world_size: int) -> None:
         model.float()
     backward(model, 1, rank)
     assert hook.step == 2
-
-
-def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass() -> None:
-    run_ranks(_converted, 2)

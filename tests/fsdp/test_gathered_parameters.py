@@ -25,7 +25,7 @@ from commhooks.fsdp._gather import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
 from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 SIZES = (33, 650, 640, 7)  # of matrices that are worth packing
 
@@ -169,7 +169,8 @@ def _refused(rank: int, world_size: int) -> None:
 # ---- several hooks, and tensor parallelism
 
 
-def _beside_hooks(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_beside_hooks_of_gradients(rank: int) -> None:
     """Accumulated gradients, evaluation and hooks of gradients beside gathered parameters."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(SIZES), mesh["shard"])
@@ -199,7 +200,8 @@ def _pieces(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
     return found
 
 
-def _columns(rank: int, world_size: int) -> None:
+@on_ranks(4, ignore_warnings=(".*returned a view tensor",))
+def test_beside_tensor_parallelism() -> None:
     """Parameters that tensor parallelism does not cut stay equal on its ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     for scheme in ("int8", "bf16"):
@@ -238,10 +240,6 @@ def test_schemes_that_are_refused_and_gathers_that_fail() -> None:
     run_ranks(_each, 2, _switched, _refused, _failed)
 
 
-def test_beside_hooks_of_gradients() -> None:
-    run_ranks(_beside_hooks, 4)
-
-
 def test_what_has_no_known_parts_travels_as_it_is() -> None:
     """A tensor of the user's own form, or one of which nothing is to be packed."""
     parts = Packing(((3, True), (2, False)))
@@ -254,10 +252,6 @@ def test_what_has_no_known_parts_travels_as_it_is() -> None:
         given = torch.zeros(numel)
         call = GatherPacked("all_gather", given, given.new_zeros(2 * numel), packing=mine)
         assert call.is_plain(codec) == plain
-
-
-def test_beside_tensor_parallelism() -> None:
-    run_ranks(_columns, 4, ignore_warnings=(".*returned a view tensor",))
 
 
 def _beside_large_ones(rank: int, world_size: int) -> float:

@@ -21,7 +21,7 @@ from commhooks.errors import CheckpointError, MismatchError, RegistrationError
 from commhooks.fsdp import replicate
 from tests.fsdp.test_fsdp2 import backward, gradients, model_of, sharded
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 INT4 = {"block": 64}
 
@@ -53,7 +53,8 @@ def _hooks_on(kind: str, mesh: Any, model: nn.Module) -> tuple[nn.Module, list[A
 KINDS = ("between", "between and inside", "inside and between", "native")
 
 
-def _spoiled(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_step_that_overflows_in_one_shard_changes_no_residual_on_any_rank(rank: int) -> None:
     for kind in KINDS:
         for bad in (0, 3) if kind == "between" else (3,):
             _spoil(rank, kind, bad)
@@ -86,11 +87,8 @@ def _spoil(rank: int, kind: str, bad: int) -> None:
     assert all((hook.step, hook.skipped_steps) == (3, 1) for hook in hooks)
 
 
-def test_a_step_that_overflows_in_one_shard_changes_no_residual_on_any_rank() -> None:
-    run_ranks(_spoiled, 4)
-
-
-def _overflows_between(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -> None:
     """The means within nodes fit 16 bits, their payload between nodes does not."""
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
@@ -107,10 +105,6 @@ def _overflows_between(rank: int, world_size: int) -> None:
         assert all(same) == (step == 1)
     # What the hook between nodes averages has the draws of the other in it.
     assert inside.engine.seed != between.engine.seed
-
-
-def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -> None:
-    run_ranks(_overflows_between, 4)
 
 
 def _scaled(rank: int, world_size: int) -> tuple[list[float], list[int]]:
@@ -140,7 +134,8 @@ def test_what_a_loss_scaler_skips_the_hook_skips_on_every_rank() -> None:
         assert skipped == [1, 1, 1]
 
 
-def _other_options(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_shards_with_other_options_are_told(rank: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
     block = 64 if mesh["shard"].get_local_rank() == 0 else 128
@@ -154,18 +149,11 @@ def _other_options(rank: int, world_size: int) -> None:
         )
 
 
-def test_shards_with_other_options_are_told() -> None:
-    run_ranks(_other_options, 4)
-
-
-def _averaged_by_fsdp2(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replicas_of_one_rank_that_fsdp2_averages_are_told_how_to_be_sharded() -> None:
     model = sharded(model_of((257, 6)), mesh_of(2, 1))
     with pytest.raises(RegistrationError, match=r"averages over the replicas itself"):
         commhooks.register(model, "int8")
-
-
-def test_replicas_of_one_rank_that_fsdp2_averages_are_told_how_to_be_sharded() -> None:
-    run_ranks(_averaged_by_fsdp2, 2)
 
 
 # ---- saved states

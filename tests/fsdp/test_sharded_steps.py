@@ -25,7 +25,7 @@ from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp import gather_parameters
 from tests.fsdp.test_fsdp1 import QUIET
 from tests.fsdp.test_fsdp2 import backward, gradients, model_of, sharded
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 
 class Raises(torch.autograd.Function):
@@ -132,7 +132,14 @@ def test_nothing_is_lost_or_sent_twice(build: Callable[[], nn.Module], steps: in
         assert counted == steps
 
 
-def _after_error(rank: int, world_size: int) -> None:
+needs_reset = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="up to torch 2.11 a job ends there"
+)
+
+
+@needs_reset
+@on_ranks(2)
+def test_a_backward_pass_that_raised_changes_no_later_step(rank: int) -> None:
     found = []
     for fails in (False, True):
         model = sharded(model_of())
@@ -155,17 +162,10 @@ def _after_error(rank: int, world_size: int) -> None:
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
-needs_reset = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="up to torch 2.11 a job ends there"
-)
-
-
 @needs_reset
-def test_a_backward_pass_that_raised_changes_no_later_step() -> None:
-    run_ranks(_after_error, 2)
-
-
-def _without_reset(rank: int, world_size: int, replicated: bool) -> None:
+@pytest.mark.parametrize("replicated", [False, True])
+@on_ranks(2)
+def test_a_pass_after_one_that_raised_needs_a_reset(rank: int, replicated: bool) -> None:
     found = []
     for fails in (False, True):
         model: Any = model_of()
@@ -190,13 +190,8 @@ def _without_reset(rank: int, world_size: int, replicated: bool) -> None:
     assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
 
 
-@needs_reset
-@pytest.mark.parametrize("replicated", [False, True])
-def test_a_pass_after_one_that_raised_needs_a_reset(replicated: bool) -> None:
-    run_ranks(_without_reset, 2, replicated)
-
-
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=(".*",))
+def test_a_compiled_model_counts_its_steps(rank: int) -> None:
     plain, ours = sharded(model_of()), sharded(model_of())
     hook = commhooks.register(ours, "none")
     compiled: Any = torch.compile(ours, backend="eager")
@@ -208,14 +203,11 @@ def _compiled(rank: int, world_size: int) -> None:
     assert hook.step == 3
 
 
-def test_a_compiled_model_counts_its_steps() -> None:
-    run_ranks(_compiled, 2, ignore_warnings=(".*",))
-
-
 # ---- hooks that would not run
 
 
-def _later(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_modules_that_are_sharded_after_register_are_missed(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,))
     model = model_of()
     fully_shard(model[0], mesh=mesh)
@@ -234,11 +226,8 @@ def _later(rank: int, world_size: int) -> None:
         backward(units, 0, rank)
 
 
-def test_modules_that_are_sharded_after_register_are_missed() -> None:
-    run_ranks(_later, 2, ignore_warnings=QUIET)
-
-
-def _taken(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_reductions_that_are_there_already_are_not_replaced() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = sharded(model_of(), mesh["shard"])
     model[2].set_all_reduce_hook(print)  # type: ignore[index, operator, union-attr]
@@ -255,11 +244,8 @@ def _taken(rank: int, world_size: int) -> None:
         commhooks.register(model, "int8", replicate_group=mesh["shard"])
 
 
-def test_reductions_that_are_there_already_are_not_replaced() -> None:
-    run_ranks(_taken, 4)
-
-
-def _factor(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_the_divide_factor_stands_for_all_ranks_also_between_nodes(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
     commhooks.register(ours, "none", replicate_group=mesh["replicate"])
@@ -274,11 +260,8 @@ def _factor(rank: int, world_size: int) -> None:
     assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
 
 
-def test_the_divide_factor_stands_for_all_ranks_also_between_nodes() -> None:
-    run_ranks(_factor, 4)
-
-
-def _switched(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_hook_switches_to_what_its_host_takes(rank: int) -> None:
     for model in (sharded(model_of()), _unit(model_of())):
         hook = commhooks.register(model, "int8")
         backward(model, 0, rank)
@@ -296,10 +279,6 @@ def _switched(rank: int, world_size: int) -> None:
         hook.switch("int4")
         backward(model, 1, rank)
         assert hook.step == 2
-
-
-def test_a_hook_switches_to_what_its_host_takes() -> None:
-    run_ranks(_switched, 2, ignore_warnings=QUIET)
 
 
 # ---- FSDP1
@@ -343,7 +322,8 @@ def test_a_unit_that_is_reduced_twice_loses_nothing() -> None:
         assert steps == 6
 
 
-def _mixed(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_units_that_are_not_sharded_beside_others_that_are(rank: int) -> None:
     found = []
     for hooked in (False, True):
         model = model_of()
@@ -358,11 +338,8 @@ def _mixed(rank: int, world_size: int) -> None:
         assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
 
 
-def test_units_that_are_not_sharded_beside_others_that_are() -> None:
-    run_ranks(_mixed, 2, ignore_warnings=QUIET)
-
-
-def _groups(rank: int, world_size: int) -> None:
+@on_ranks(4, ignore_warnings=QUIET)
+def test_units_that_reduce_over_other_ranks_are_refused(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     model = model_of()
     model[0] = _unit(model[0], process_group=pairs[rank // 2])
@@ -370,14 +347,11 @@ def _groups(rank: int, world_size: int) -> None:
         commhooks.register(_unit(model), "int8")
 
 
-def test_units_that_reduce_over_other_ranks_are_refused() -> None:
-    run_ranks(_groups, 4, ignore_warnings=QUIET)
-
-
 # ---- gathered parameters
 
 
-def _unsharded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_that_are_gathered_ahead_are_waited_for() -> None:
     model = sharded(model_of((33, 650, 640, 7)))
     gather_parameters(model)
     exact = [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
@@ -389,11 +363,8 @@ def _unsharded(rank: int, world_size: int) -> None:
         assert float((found.detach() - wanted).norm()) < 0.02 * float(wanted.norm())
 
 
-def test_parameters_that_are_gathered_ahead_are_waited_for() -> None:
-    run_ranks(_unsharded, 2)
-
-
-def _resharded(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parameters_that_stay_on_a_part_of_the_ranks_have_the_same_bits(rank: int) -> None:
     models = []
     for after_forward in (True, 2):
         model = sharded(model_of(), reshard_after_forward=after_forward)
@@ -405,10 +376,6 @@ def _resharded(rank: int, world_size: int) -> None:
         backward(model, 0, rank)
     wanted, found = map(gradients, models)
     assert all(torch.equal(found[name], value) for name, value in wanted.items())
-
-
-def test_parameters_that_stay_on_a_part_of_the_ranks_have_the_same_bits() -> None:
-    run_ranks(_resharded, 4)
 
 
 def _compared(rank: int, world_size: int) -> list[Any]:

@@ -20,7 +20,7 @@ from ddp_core.reducer import _failures as watch
 from ddp_core.reducer._failures import DeviceWatchdog, WaitPoint
 from tests.tools.cuda_emulation import GPU, as_gpu
 from tests.tools.fake_torch import Device
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import batch, equal_bits, gradients, mlp, parameters
 
 MODES: dict[str, dict[str, Any]] = {
@@ -103,7 +103,8 @@ def _held(rank: int) -> torch.Tensor:
     return gradients(model)
 
 
-def _held_as_on_the_cpu(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_messages_at_a_named_point_wait_for_nothing_else(rank: int) -> None:
     expected = _held(rank)
     with as_gpu(1e6) as gpu:
         streams = mock.Mock(wraps=gpu.stream)
@@ -111,10 +112,6 @@ def _held_as_on_the_cpu(rank: int, world_size: int) -> None:
             assert equal_bits([expected, _held(rank)])
         # Messages that the host reads are on a stream that waits for nothing else.
         assert streams.call_count >= 3
-
-
-def test_messages_at_a_named_point_wait_for_nothing_else() -> None:
-    run_ranks(_held_as_on_the_cpu, 2)
 
 
 # ---- a rank that fails

@@ -10,7 +10,7 @@ from tests.device.host_cases import HOSTS
 from tests.device.test_cuda import check_that_backward_gives_the_schemes_average
 from tests.device.two_ranks import of_ranks, simulated, tolerance
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 
 def bodies(rank: int, world_size: int) -> list[str]:
@@ -52,14 +52,11 @@ def test_backward_gives_a_schemes_average_on_the_cpu() -> None:
     assert count > 20
 
 
-def both_classes(rank: int, world_size: int) -> None:
+@on_ranks(2, timeout=100)
+def test_both_classes_train_what_is_given() -> None:
     for name in SCHEMES:
         left, right = (trained("cpu", name, cls=cls) for cls in ("torch", "ours"))
         assert len(left) == len(right), name
-
-
-def test_both_classes_train_what_is_given() -> None:
-    run_ranks(both_classes, 2, timeout=100)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

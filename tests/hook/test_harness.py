@@ -2,12 +2,13 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.tools.harness import Died, RankError, run_ranks
+from tests.tools.harness import Died, RankError, on_ranks, run_ranks
 
 
 def _sum(rank, world_size, offset):
@@ -55,3 +56,25 @@ def test_a_dead_rank_is_an_error_unless_it_may_die():
     with pytest.raises(RankError, match=r"(?s)rank 1 failed.*exit code 7"):
         run_ranks(_die_on_one, 2)
     assert run_ranks(_die_on_one, 2, may_die=[1]) == ["alive", Died(7)]
+
+
+@on_ranks(2)
+def _tell_process(rank, folder):
+    Path(folder, str(rank)).write_text(str(os.getpid()))
+
+
+@on_ranks(2)
+def _fail_on_one(rank):
+    _raise_on_one(rank, 2)
+
+
+def test_tests_of_ranks_share_processes_until_one_fails(tmp_path):
+    def tell():
+        _tell_process(folder=tmp_path)
+        return [int(Path(tmp_path, str(rank)).read_text()) for rank in range(2)]
+
+    processes = tell()
+    assert tell() == processes
+    with pytest.raises(RankError, match="does not like"):
+        _fail_on_one()
+    assert not set(tell()) & set(processes)

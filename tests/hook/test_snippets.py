@@ -23,7 +23,7 @@ from commhooks.ddp_comm_hooks import default_hooks as default
 from commhooks.ddp_comm_hooks import post_localSGD_hook as post_localSGD
 from commhooks.ddp_comm_hooks import powerSGD_hook as powerSGD
 from commhooks.ddp_comm_hooks import quantization_hooks as quantization
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 CLASSES = {"torch": DistributedDataParallel, "ddp_core": ddp_core.DistributedDataParallel}
 
@@ -177,7 +177,8 @@ def test_documented_hooks_average() -> None:
     assert run_ranks(registered, 2, timeout=100) == [[], []]
 
 
-def other_snippets(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_snippets_run(rank: int) -> None:
     for ddp_class in CLASSES.values():
         # Headroom: nothing is exchanged.
         ddp, local = ddp_class(SimpleModel()), ddp_class(SimpleModel())
@@ -236,10 +237,6 @@ def other_snippets(rank: int, world_size: int) -> None:
             step(ddp, number)
             opt.step()
         assert is_equal_everywhere(list(ddp.parameters()))
-
-
-def test_other_snippets_run() -> None:
-    run_ranks(other_snippets, 2)
 
 
 # ---- the page's checkpoint: rank 0 saves the hook and its state, all ranks load them

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks
 from tests.tools.training import averaged, batch, gradients, outcome, residuals
 
@@ -214,7 +214,11 @@ class _InBackward(torch.autograd.Function):
         return grad, None
 
 
-def _another_host(rank: int, world_size: int, inside: bool) -> None:
+@pytest.mark.parametrize("inside", [False, True])
+@on_ranks(2)
+def test_a_host_whose_parameters_have_no_gradients_keeps_its_residuals(
+    rank: int, inside: bool
+) -> None:
     shards = nn.Module()
     shards.a, shards.b = nn.Parameter(torch.empty(40, 30)), nn.Parameter(torch.empty(50))
     state = commhooks.HookState("topk", shards, ratio=0.05)
@@ -239,8 +243,3 @@ def _another_host(rank: int, world_size: int, inside: bool) -> None:
     left = averaged(torch.cat([state.residual(name).flatten() for name in "ab"]))
     assert state.step == 6
     torch.testing.assert_close(applied + left, wanted, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("inside", [False, True])
-def test_a_host_whose_parameters_have_no_gradients_keeps_its_residuals(inside: bool) -> None:
-    run_ranks(_another_host, 2, inside)

@@ -1,13 +1,19 @@
 """Real processes with a Gloo group: ``run_ranks`` calls a function on every rank.
 
+``on_ranks`` makes a test of a function that asserts on the ranks itself.
+
 Importing torch takes seconds on a small machine, so ranks are forked from a server that has
 imported everything already (``multiprocessing``'s forkserver, which has no threads and no group).
-Every call gets new processes, which may be killed or left in any state.
+``run_ranks`` gets new processes with every call, which may be killed or left in any state. Tests of
+``on_ranks`` that follow one another in a file share their processes, as long as all succeed: each
+has a group of its own, and leaves the process as it was.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import gc
+import inspect
 import os
 import pickle
 import signal
@@ -64,7 +70,7 @@ class _Rank:
     rank: int
     process: Any
     pipe: connection.Connection
-    stacks: Path
+    stacks: Path = Path()
     value: Any = None
     failure: str | None = None
     cause: BaseException | None = None
@@ -109,24 +115,86 @@ def run_ranks(
     Raises:
         RankError: a rank raised (first traceback first), died, or did not end in time (stacks).
     """
-    _start_server()
+    ranks = [_start_rank(rank) for rank in range(world_size)]
+    try:
+        _run_on(ranks, worker, args, timeout, pg_timeout, may_die, ignore_warnings)
+    finally:
+        _end(ranks)
+    return [rank.value for rank in ranks]
+
+
+def _run_on(
+    ranks: list[_Rank],
+    worker: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float = 60,
+    pg_timeout: float = 30,
+    may_die: Collection[int] = (),
+    ignore_warnings: tuple[str, ...] = (),
+) -> None:
+    """Runs a worker on ranks that wait for one, with arguments as of ``run_ranks``."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         host, store = None, (0, 0)
         if worker.__module__.rpartition(".")[2] in _OVER_TCP:
             host, store = _start_store()
-        told = args, directory, pg_timeout, store, ignore_warnings
-        ranks = [_start(_Job(worker, rank, world_size, *told)) for rank in range(world_size)]
+        common = args, directory, pg_timeout, store, ignore_warnings
         try:
+            for rank in ranks:
+                rank.stacks = Path(directory, f"stacks{rank.rank}")
+                # Plain pickle: multiprocessing's own would share tensors' memory, which dies with
+                # the process.
+                job = _Job(worker, rank.rank, len(ranks), *common)
+                rank.pipe.send_bytes(pickle.dumps(job))
             _collect(ranks, time.monotonic() + timeout, may_die)
         finally:
             if host is not None:
                 host.kill()
                 host.join()
-            for one in ranks:
-                one.process.kill()
-                one.process.join()
-                one.pipe.close()
-    return [one.value for one in ranks]
+
+
+_waiting: dict[int, list[_Rank]] = {}  # ranks of a file's last tests, by their number
+_waiting_of = ""
+
+
+def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+    """Makes a test of a function that every rank runs and that leaves no process in another state.
+
+    The function takes ``rank``, ``world_size`` or both, beside what pytest passes to the test.
+
+    Args:
+        options: as of ``run_ranks``, but for ``may_die``.
+    """
+
+    def test_of(function: Callable[..., None]) -> Callable[..., None]:
+        names = inspect.signature(function).parameters
+
+        def test(**arguments: Any) -> None:
+            global _waiting_of
+            if _waiting_of != test.__module__:
+                _waiting_of = test.__module__
+                while _waiting:
+                    _end(_waiting.popitem()[1])
+            ranks = _waiting.pop(world_size, None)
+            ranks = ranks or [_start_rank(rank) for rank in range(world_size)]
+            try:
+                _run_on(ranks, test, (arguments,), **options)
+            except BaseException:
+                _end(ranks)
+                raise
+            _waiting[world_size] = ranks
+
+        def on_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+            given = {"rank": rank, "world_size": world_size, **arguments}
+            function(**{name: given[name] for name in names})
+
+        passed = [p for name, p in names.items() if name not in ("rank", "world_size")]
+        test.__name__, test.__qualname__ = function.__name__, function.__qualname__
+        test.__module__, test.__doc__ = function.__module__, function.__doc__
+        test.__signature__ = inspect.Signature(passed)  # type: ignore[attr-defined]
+        test.on_rank = on_rank  # type: ignore[attr-defined]
+        return test
+
+    return test_of
 
 
 _server_runs = False
@@ -164,13 +232,20 @@ def _start_store() -> tuple[Any, tuple[int, int]]:
     return process, (process.pid, port)
 
 
-def _start(job: _Job) -> _Rank:
-    ours, theirs = _context.Pipe(duplex=False)
-    # Plain pickle: multiprocessing's own would share tensors' memory, which dies with the process.
-    process = _context.Process(target=_main, args=(pickle.dumps(job), theirs), daemon=True)
+def _start_rank(rank: int) -> _Rank:
+    _start_server()
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_main, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
-    return _Rank(job.rank, process, ours, Path(job.directory, f"stacks{job.rank}"))
+    return _Rank(rank, process, ours)
+
+
+def _end(ranks: list[_Rank]) -> None:
+    for rank in ranks:
+        rank.process.kill()
+        rank.process.join()
+        rank.pipe.close()
 
 
 def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> None:
@@ -179,43 +254,43 @@ def _collect(ranks: list[_Rank], deadline: float, may_die: Collection[int]) -> N
     failed: list[_Rank] = []
     while running:
         left = deadline - time.monotonic()
-        ready = connection.wait([one.pipe for one in running], timeout=max(left, 0))
+        ready = connection.wait([rank.pipe for rank in running], timeout=max(left, 0))
         if not ready:
             break
-        for one in [one for one in running if one.pipe in ready]:
-            running.remove(one)
-            _receive(one, may_die)
-            if one.failure is not None:
-                failed.append(one)
+        for rank in [rank for rank in running if rank.pipe in ready]:
+            running.remove(rank)
+            _receive(rank, may_die)
+            if rank.failure is not None:
+                failed.append(rank)
                 deadline = min(deadline, time.monotonic() + _GRACE)
-    failed.sort(key=lambda one: one.failed_at)
-    hung = {one.rank: _stacks(one) for one in running}
-    parts = [f"rank {one.rank} failed:\n{one.failure}" for one in failed]
-    parts += [f"rank {rank} hung in:\n{stacks}" for rank, stacks in hung.items()]
+    failed.sort(key=lambda rank: rank.failed_at)
+    hung = {rank.rank: _stacks(rank) for rank in running}
+    parts = [f"rank {rank.rank} failed:\n{rank.failure}" for rank in failed]
+    parts += [f"rank {number} hung in:\n{stacks}" for number, stacks in hung.items()]
     if parts:
         cause = failed[0].cause if failed else None
-        raise RankError("\n".join(parts), [one.rank for one in failed] + list(hung)) from cause
+        raise RankError("\n".join(parts), [rank.rank for rank in failed] + list(hung)) from cause
 
 
-def _receive(one: _Rank, may_die: Collection[int]) -> None:
+def _receive(rank: _Rank, may_die: Collection[int]) -> None:
     try:
-        one.value, one.failure, one.cause, one.failed_at = pickle.loads(one.pipe.recv_bytes())
+        rank.value, rank.failure, rank.cause, rank.failed_at = pickle.loads(rank.pipe.recv_bytes())
     except EOFError:
-        one.process.join()
-        one.value = Died(one.process.exitcode)
-        if one.rank not in may_die:
-            one.failure = f"process ended with exit code {one.process.exitcode}, returned nothing"
+        rank.process.join()
+        rank.value = Died(rank.process.exitcode)
+        if rank.rank not in may_die:
+            rank.failure = f"process ended with exit code {rank.process.exitcode}, returned nothing"
 
 
-def _stacks(one: _Rank) -> str:
+def _stacks(rank: _Rank) -> str:
     """Where a hanging rank is."""
-    if one.process.pid is None or one.process.exitcode is not None:
-        return f"nowhere: it ended with exit code {one.process.exitcode}"
-    os.kill(one.process.pid, signal.SIGUSR1)
+    if rank.process.pid is None or rank.process.exitcode is not None:
+        return f"nowhere: it ended with exit code {rank.process.exitcode}"
+    os.kill(rank.process.pid, signal.SIGUSR1)
     text = ""
     for _ in range(20):
         time.sleep(0.1)
-        text = one.stacks.read_text() if one.stacks.exists() else ""
+        text = rank.stacks.read_text() if rank.stacks.exists() else ""
         if "most recent call first" in text:
             break
     return text or "(no stack came)"
@@ -239,14 +314,16 @@ def _hold_store(pipe: connection.Connection) -> None:
     signal.pause()
 
 
-def _main(pickled: bytes, pipe: connection.Connection) -> None:
-    """Runs one rank and sends (value, traceback, exception, when)."""
-    try:
-        message = pickle.dumps((_run(pickle.loads(pickled)), None, None, 0.0))
-    except BaseException as error:  # whatever it is, the test has to see it
-        message = _failure_message(error)
-    pipe.send_bytes(message)
-    pipe.close()
+def _main(pipe: connection.Connection) -> None:
+    """Runs jobs, and sends (value, traceback, exception, when) of each."""
+    while True:
+        job = pipe.recv_bytes()
+        gc.collect()  # of what the job before has left
+        try:
+            message = pickle.dumps((_run(pickle.loads(job)), None, None, 0.0))
+        except BaseException as error:  # whatever it is, the test has to see it
+            message = _failure_message(error)
+        pipe.send_bytes(message)
 
 
 def _failure_message(error: BaseException) -> bytes:
@@ -266,6 +343,8 @@ def _run(job: _Job) -> Any:
     with open(Path(job.directory, f"stacks{job.rank}"), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
+        torch.manual_seed(0)
+        warnings.resetwarnings()
         warnings.simplefilter("error")
         for message in (*_TORCHS_OWN, *job.ignore_warnings):
             warnings.filterwarnings("ignore", message)
@@ -284,7 +363,8 @@ def _run(job: _Job) -> Any:
         # A worker may end at once; nobody is to be still connecting then.
         store.set(f"connected{job.rank}", "")
         store.wait([f"connected{rank}" for rank in range(job.world_size)])
-        value = job.worker(job.rank, job.world_size, *job.args)
+        worker = getattr(job.worker, "on_rank", job.worker)
+        value = worker(job.rank, job.world_size, *job.args)
         if dist.is_initialized():  # not after an error: the process ends anyway
             dist.destroy_process_group()
         faulthandler.unregister(signal.SIGUSR1)

@@ -26,7 +26,7 @@ from ddp_core import MixedPrecision
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.hosts.test_tensor_parallel import _build
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import mlp
 
 KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
@@ -143,7 +143,8 @@ def test_with_raise_every_rank_raises_where_parameters_differ() -> None:
     assert texts == [texts[0]] * 3
 
 
-def _modes(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=(".*deprecated",))
+def test_parameters_are_compared_in_full_precision_and_before_they_are_stepped(rank: int) -> None:
     """Nothing is found where nothing differs, in whatever form parameters are within backward."""
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for mode in ("precision", "in backward"):
@@ -174,10 +175,6 @@ def _modes(rank: int, world_size: int) -> None:
         found = [one[:5] for one in hook.verification.findings]
         assert found == [(3, -1, "2.weight", "parameters differ", (1,))], (mode, found)
         hook.close()
-
-
-def test_parameters_are_compared_in_full_precision_and_before_they_are_stepped() -> None:
-    run_ranks(_modes, 2, ignore_warnings=(".*deprecated",))
 
 
 def _meshes(rank: int, world_size: int) -> list[list[Any]]:
@@ -264,7 +261,8 @@ def _asked(rank: int, world_size: int) -> None:
             back()
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_verify_equal_refuses_what_no_two_ranks_have(rank: int) -> None:
     ddp = CoreDDP(mlp(16, 2))
     zero = commhooks.ZeroOptimizer(ddp, torch.optim.SGD, lr=0.1)
     zero.hook.verify_equal()
@@ -287,7 +285,3 @@ def _refused(rank: int, world_size: int) -> None:
 def test_verify_equal_names_what_differs() -> None:
     quiet = ("torch.quantize_per_tensor.* deprecated",)
     run_ranks(_asked, 3, ignore_warnings=quiet)
-
-
-def test_verify_equal_refuses_what_no_two_ranks_have() -> None:
-    run_ranks(_refused, 2)
