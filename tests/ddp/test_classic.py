@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import io
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,10 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import classic
-from commhooks.errors import CheckpointError, RegistrationError
+from commhooks.errors import CheckpointError, HookNotAttachedError, RegistrationError
 from commhooks.hook import as_hook
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import equal_on_all_ranks, through_file
 
 SIDE, LAYERS = 40, 6
 
@@ -69,12 +69,6 @@ def flat(gradients: list[Tensor]) -> list[Tensor]:
     return [torch.cat([gradient.view(-1) for gradient in gradients])]
 
 
-def assert_equal_ranks(results: list[Any]) -> None:
-    """All ranks returned the same bits."""
-    for result in results[1:]:
-        torch.testing.assert_close(result, results[0], rtol=0, atol=0, equal_nan=True)
-
-
 # ---- signatures
 
 TORCH = {
@@ -101,8 +95,8 @@ def test_every_classic_name_is_compared_with_torch() -> None:
 @pytest.mark.parametrize("name", TORCH)
 def test_names_order_and_defaults_of_parameters_are_torchs(name: str) -> None:
     def parameters(function: Any) -> list[Any]:
-        found = inspect.signature(function).parameters.values()
-        return [(one.name, one.kind, one.default) for one in found]
+        declared = inspect.signature(function).parameters.values()
+        return [(each.name, each.kind, each.default) for each in declared]
 
     assert parameters(getattr(classic, name)) == parameters(getattr(TORCH[name], name))
 
@@ -125,14 +119,6 @@ def test_powersgd_state_refuses_a_bad_rank_at_once() -> None:
 
 # ---- hooks without a state
 
-
-def stateless(rank: int, world_size: int, name: str, explicit: bool) -> Any:
-    model, plain = make_model(), make_model()
-    model.register_comm_hook(dist.group.WORLD if explicit else None, getattr(classic, name))
-    results = [(backward(model, rank, step), backward(plain, rank, step)) for step in range(3)]
-    return [one for one, _ in results], max(distance(*map(flat, pair)) for pair in results)
-
-
 TOLERANCE = {
     "allreduce_hook": 0.0,
     # A rank's rounding errors are relative to its own gradient, which is about sqrt(n) times as
@@ -146,27 +132,35 @@ TOLERANCE = {
 }
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", TOLERANCE)
-def test_stateless_hook_averages(name: str, world_size: int) -> None:
-    results = run_ranks(stateless, world_size, name, world_size == 3)
-    assert_equal_ranks([gradients for gradients, _ in results])
-    assert max(error for _, error in results) <= TOLERANCE[name]
+@on_ranks(3)
+def test_stateless_hooks_average_over_the_models_ranks_or_those_given(rank: int) -> None:
+    pair = dist.new_group([0, 1])
+    for name, bound in TOLERANCE.items():
+        model, plain = make_model(), make_model()
+        model.register_comm_hook(
+            dist.group.WORLD if "fp16" in name else None, getattr(classic, name)
+        )
+        for step in range(3):
+            result, mean = flat(backward(model, rank, step)), flat(backward(plain, rank, step))
+            assert equal_on_all_ranks(*result), name
+            assert distance(result, mean) <= bound, name
+    if rank < 2:
+        model, plain = make_model(process_group=pair), make_model(process_group=pair)
+        model.register_comm_hook(None, classic.allreduce_hook)
+        assert all(map(torch.equal, backward(model, rank, 0), backward(plain, rank, 0)))
 
 
-def noop(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_noop_hook_returns_the_local_gradient(rank: int) -> None:
     model, local = make_model(), make_model()
     model.register_comm_hook(None, classic.noop_hook)
     with local.no_sync():
         expected = backward(local, rank, 0)
-    return all(map(torch.equal, backward(model, rank, 0), expected))
+    assert all(map(torch.equal, backward(model, rank, 0), expected))
 
 
-def test_noop_hook_returns_the_local_gradient() -> None:
-    assert all(run_ranks(noop, 2))
-
-
-def interleaved(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_two_models_without_a_state_do_not_mix(rank: int) -> None:
     models = [make_model(), make_model(3)]
     plain = [make_model(), make_model(3)]
     for model in models:
@@ -174,26 +168,14 @@ def interleaved(rank: int, world_size: int) -> bool:
     for step in range(4):
         for position in (0, 1) if step % 2 else (1, 0):
             result = backward(models[position], rank, step)
-            if not all(map(torch.equal, result, backward(plain[position], rank, step))):
-                return False
-    return True
+            assert all(map(torch.equal, result, backward(plain[position], rank, step)))
 
 
-def test_two_models_without_a_state_do_not_mix() -> None:
-    assert all(run_ranks(interleaved, 2))
-
-
-def custom_group(rank: int, world_size: int) -> bool:
-    pair = dist.new_group([0, 1])
-    if rank == 2:
-        return True
-    model, plain = make_model(process_group=pair), make_model(process_group=pair)
-    model.register_comm_hook(None, classic.allreduce_hook)
-    return all(map(torch.equal, backward(model, rank, 0), backward(plain, rank, 0)))
-
-
-def test_without_a_group_the_hook_averages_over_the_models_own() -> None:
-    assert all(run_ranks(custom_group, 3))
+@pytest.mark.parametrize("hook", [classic.fp16_compress_hook, classic.powerSGD_hook])
+def test_under_the_python_reducer_the_error_names_the_setting(hook: Any) -> None:
+    state = classic.PowerSGDState(None) if hook is classic.powerSGD_hook else None
+    with pytest.raises(HookNotAttachedError, match="optimize_ddp"):
+        hook(state, (torch.ones(2), torch.ones(2)))
 
 
 # ---- wrappers
@@ -206,31 +188,36 @@ def foreign_hook(state: list[torch.dtype], bucket: dist.GradBucket) -> torch.fut
     return future.then(lambda done: done.value()[0])
 
 
-def wrapped_foreign(rank: int, world_size: int, name: str) -> Any:
-    model, plain = make_model(), make_model()
-    dtypes: list[torch.dtype] = []
-    model.register_comm_hook(dtypes, getattr(classic, name)(foreign_hook))
-    result = backward(model, rank, 0)
-    return result, distance(result, backward(plain, rank, 0)), set(map(str, dtypes))
+@on_ranks(2)
+def test_wrapper_hands_a_foreign_hook_16_bits(rank: int) -> None:
+    for kind, dtype in (("fp16", torch.float16), ("bf16", torch.bfloat16)):
+        model, plain = make_model(), make_model()
+        dtypes: list[torch.dtype] = []
+        model.register_comm_hook(dtypes, getattr(classic, f"{kind}_compress_wrapper")(foreign_hook))
+        result = backward(model, rank, 0)
+        assert equal_on_all_ranks(*result)
+        assert set(dtypes) == {dtype}
+        assert distance(result, backward(plain, rank, 0)) <= 8 * torch.finfo(dtype).eps / 2
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("fp16", torch.float16), ("bf16", torch.bfloat16)])
-def test_wrapper_hands_a_foreign_hook_16_bits(kind: str, dtype: torch.dtype) -> None:
-    results = run_ranks(wrapped_foreign, 2, f"{kind}_compress_wrapper")
-    assert_equal_ranks([gradients for gradients, _, _ in results])
-    assert all(seen == {str(dtype)} for _, _, seen in results)
-    assert max(error for _, error, _ in results) <= 8 * torch.finfo(dtype).eps / 2
-
-
-def wrapped_allreduce(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_fp16_wrapper_of_allreduce_is_the_fp16_hook(rank: int) -> None:
     model, other = make_model(), make_model()
     model.register_comm_hook(None, classic.fp16_compress_wrapper(classic.allreduce_hook))
     other.register_comm_hook(None, classic.fp16_compress_hook)
-    return all(map(torch.equal, backward(model, rank, 0), backward(other, rank, 0)))
+    assert all(map(torch.equal, backward(model, rank, 0), backward(other, rank, 0)))
 
 
-def test_fp16_wrapper_of_allreduce_is_the_fp16_hook() -> None:
-    assert all(run_ranks(wrapped_allreduce, 2))
+@on_ranks(2, ignore_warnings=("a float16 payload is not finite",))
+def test_an_overflow_in_the_cast_of_powersgd_is_forgotten_after_the_step(rank: int) -> None:
+    model = make_model()
+    state = classic.PowerSGDState(None, 2, start_powerSGD_iter=0)
+    model.register_comm_hook(state, classic.fp16_compress_wrapper(classic.powerSGD_hook))
+    for step, scale in enumerate([1.0, 1.0, 1e7, 1.0, 1.0]):
+        model.zero_grad()
+        (scale * model(torch.randn(8, SIDE)).square().sum()).backward()
+        finite = [bool(parameter.grad.isfinite().all()) for parameter in model.parameters()]
+        assert all(finite) == (step != 2)
 
 
 # ---- PowerSGD
@@ -261,151 +248,114 @@ def predicted_second_step(
     return predicted
 
 
-def powersgd(rank: int, world_size: int, approximation_rank: int) -> Any:
-    model, plain = make_model(), make_model()
-    state = classic.PowerSGDState(None, approximation_rank, start_powerSGD_iter=1)
+def powersgd_model(*arguments: Any, layers: int = LAYERS, **options: Any) -> tuple[Any, Any]:
+    """A model with torch's PowerSGD, of a rank and from a step given."""
+    model, state = make_model(layers), classic.PowerSGDState(None, *arguments, **options)
     model.register_comm_hook(state, classic.powerSGD_hook)
-    results = [backward(model, rank, step) for step in range(3)]
-    means = [backward(plain, rank, step) for step in range(3)]
-    dense_is_plain = all(map(torch.equal, results[0], means[0]))
-    predicted = predicted_second_step(results[1], means[1:], approximation_rank)
-    return results, dense_is_plain, distance(results[2], predicted), state.compression_stats()
+    return model, state
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("approximation_rank", [1, 3])
-def test_powersgd_equals_an_independent_computation(
-    approximation_rank: int, world_size: int
-) -> None:
-    results = run_ranks(powersgd, world_size, approximation_rank)
-    assert_equal_ranks([gradients for gradients, _, _, _ in results])
-    assert all(dense_is_plain for _, dense_is_plain, _, _ in results)
-    # Rounding of float32 (6e-8) times the condition of the factors, below 1e3 for random ones.
-    assert max(error for _, _, error, _ in results) < 1e-4
-    entries = LAYERS * (SIDE * SIDE + SIDE)
-    sent = LAYERS * (2 * SIDE * approximation_rank + SIDE)
-    assert results[0][3] == (entries / sent, 2 * entries, 2 * sent)
+@on_ranks(3)
+def test_powersgd_equals_an_independent_computation(rank: int) -> None:
+    for approximation_rank in (1, 3):
+        model, state = powersgd_model(approximation_rank, start_powerSGD_iter=1)
+        plain = make_model()
+        results = [backward(model, rank, step) for step in range(3)]
+        means = [backward(plain, rank, step) for step in range(3)]
+        assert equal_on_all_ranks(*(gradient for result in results for gradient in result))
+        assert all(map(torch.equal, results[0], means[0]))  # it is dense
+        predicted = predicted_second_step(results[1], means[1:], approximation_rank)
+        # Rounding of float32 (6e-8) times the condition of the factors, below 1e3 for random ones.
+        assert distance(results[2], predicted) < 1e-4
+        entries = LAYERS * (SIDE * SIDE + SIDE)
+        sent = LAYERS * (2 * SIDE * approximation_rank + SIDE)
+        assert state.compression_stats() == (entries / sent, 2 * entries, 2 * sent)
 
 
-def many_buckets(rank: int, world_size: int, name: str) -> Any:
-    model = make_model(18)
-    state = classic.PowerSGDState(None, 2, start_powerSGD_iter=0)
-    model.register_comm_hook(state, getattr(classic, name))
-    return [backward(model, rank, step) for step in range(10)][-1]
+@on_ranks(4)
+def test_many_buckets_on_four_ranks_give_equal_bits(rank: int) -> None:
+    for hook in (classic.powerSGD_hook, classic.batched_powerSGD_hook):
+        model = make_model(18)
+        model.register_comm_hook(classic.PowerSGDState(None, 2, start_powerSGD_iter=0), hook)
+        for step in range(6):
+            assert equal_on_all_ranks(*backward(model, rank, step))
 
 
-@pytest.mark.parametrize("name", ["powerSGD_hook", "batched_powerSGD_hook"])
-def test_many_buckets_on_four_ranks_give_equal_bits(name: str) -> None:
-    results = run_ranks(many_buckets, 4, name)
-    assert_equal_ranks(results)
-    assert all(gradient.isfinite().all() for gradient in results[0])
-
-
-def exact_at_full_rank(rank: int, world_size: int, name: str) -> float:
-    model, plain = make_model(2), make_model(2)
-    state = classic.PowerSGDState(None, 8, 0, min_compression_rate=0, use_error_feedback=False)
-    model.register_comm_hook(state, getattr(classic, name))
+@on_ranks(2)
+def test_gradients_of_low_rank_arrive_exactly(rank: int) -> None:
+    options = {"min_compression_rate": 0, "use_error_feedback": False}
+    model, _ = powersgd_model(8, layers=2, start_powerSGD_iter=0, **options)
+    plain = make_model(2)
     inputs = torch.randn(2, SIDE, generator=torch.Generator().manual_seed(rank))
-    for one in (model, plain):  # gradients of rank 2 on each of 2 ranks
-        one(inputs).square().sum().backward()
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    return max(((a.grad - b.grad).norm() / b.grad.norm()).item() for a, b in pairs)
+    for replica in (model, plain):  # gradients of rank 2 on each of 2 ranks
+        replica(inputs).square().sum().backward()
+    averages = [[parameter.grad for parameter in m.parameters()] for m in (model, plain)]
+    assert distance(*averages) < 1e-5
 
 
-def test_gradients_of_low_rank_arrive_exactly() -> None:
-    assert max(run_ranks(exact_at_full_rank, 2, "powerSGD_hook")) < 1e-5
-
-
-def switched_rank(rank: int, world_size: int) -> Any:
-    model = make_model()
-    state = classic.PowerSGDState(None, 1, start_powerSGD_iter=0)
-    model.register_comm_hook(state, classic.powerSGD_hook)
-    ranks = []
+@on_ranks(2)
+def test_another_rank_takes_effect_in_the_next_step(rank: int) -> None:
+    model, state = powersgd_model(1, start_powerSGD_iter=0)
     for step, approximation_rank in enumerate([1, 1, 3, 3, 2]):
         state.matrix_approximation_rank = approximation_rank
         weight = backward(model, rank, step)[0]
-        ranks.append(int(torch.linalg.matrix_rank(weight, rtol=1e-4)))
-    return ranks
+        assert int(torch.linalg.matrix_rank(weight, rtol=1e-4)) == approximation_rank
 
 
-def test_another_rank_takes_effect_in_the_next_step() -> None:
-    assert run_ranks(switched_rank, 2) == [[1, 1, 3, 3, 2]] * 2
-
-
-def two_models(rank: int, world_size: int) -> bool:
+@on_ranks(2)
+def test_one_state_on_two_models_is_as_two_states(rank: int) -> None:
     shared = classic.PowerSGDState(None, 2, start_powerSGD_iter=1)
-    both = [make_model(), make_model(3)]
-    apart = [make_model(), make_model(3)]
-    for model in both:
+    together = [make_model(), make_model(3)]
+    for model in together:
         model.register_comm_hook(shared, classic.powerSGD_hook)
-    for model in apart:
-        model.register_comm_hook(
-            classic.PowerSGDState(None, 2, start_powerSGD_iter=1), classic.powerSGD_hook
-        )
-    results = [[backward(model, rank, s) for s in range(4) for model in x] for x in (both, apart)]
-    same = all(all(map(torch.equal, *pair)) for pair in zip(*results, strict=True))
+    apart = [powersgd_model(2, layers=n, start_powerSGD_iter=1)[0] for n in (LAYERS, 3)]
+    for step in range(4):
+        for model, other in zip(together, apart, strict=True):
+            assert all(map(torch.equal, backward(model, rank, step), backward(other, rank, step)))
     with pytest.raises(RegistrationError, match="2 models"):
         shared.state_dict()
-    return same and shared.iter == 4
+    assert shared.iter == 4
 
 
-def test_one_state_on_two_models_is_as_two_states() -> None:
-    assert all(run_ranks(two_models, 2))
-
-
-def wrapped_powersgd(rank: int, world_size: int) -> Any:
-    model, other = make_model(), make_model()
-    state, exact = (classic.PowerSGDState(None, 2, start_powerSGD_iter=1) for _ in range(2))
+@on_ranks(2)
+def test_wrapped_powersgd_keeps_its_residual_in_float32(rank: int) -> None:
+    model, state = make_model(), classic.PowerSGDState(None, 2, start_powerSGD_iter=1)
     model.register_comm_hook(state, classic.bf16_compress_wrapper(classic.powerSGD_hook))
-    other.register_comm_hook(exact, classic.powerSGD_hook)
-    results = [(backward(model, rank, step), backward(other, rank, step)) for step in range(3)]
+    other, _ = powersgd_model(2, start_powerSGD_iter=1)
+    results = [(backward(model, rank, step), backward(other, rank, step)) for step in range(2)]
     memory = state.state_dict()[f"rank{rank}"]["memory"]["residual"]
-    dtypes = {str(value.dtype) for value in memory.values()}
+    assert {value.dtype for value in memory.values()} == {torch.float32}
     # The first compressed step; later ones start from different factors.
-    return results[1][0], distance(*results[1]), dtypes
+    assert equal_on_all_ranks(*results[1][0])
+    assert distance(*results[1]) < 8 * 2**-8
 
 
-def test_wrapped_powersgd_keeps_its_residual_in_float32() -> None:
-    results = run_ranks(wrapped_powersgd, 2)
-    assert_equal_ranks([gradients for gradients, _, _ in results])
-    assert all(dtypes == {"torch.float32"} for _, _, dtypes in results)
-    assert max(error for _, error, _ in results) < 8 * 2**-8
-
-
-def resumed(rank: int, world_size: int, way: str, hook_name: str) -> bool:
-    hook = getattr(classic, hook_name)
-    straight, state = make_model(), classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    straight.register_comm_hook(state, hook)
+@on_ranks(2)
+def test_resumed_powersgd_continues_bit_for_bit_with_other_buckets(rank: int) -> None:
+    straight, state = powersgd_model(2, start_powerSGD_iter=2)
     train(straight, rank, range(5))
     weights = copy.deepcopy(straight.module.state_dict())
-    file = io.BytesIO()
-    torch.save(state if way == "pickle" else state.state_dict(), file)
-    file.seek(0)
-    loaded = torch.load(file)  # weights_only=True is the default
+    # With the defaults of torch.load, which takes no other types than it knows.
+    loaded = through_file({"pickle": state, "dict": state.state_dict()})
     later = train(straight, rank, range(5, 8))
-
-    again = make_model(bucket_cap_mb=0.02)
-    again.module.load_state_dict(weights)
-    other = loaded
-    if way != "pickle":
-        other = classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    if way == "before":
-        other.load_state_dict(loaded)
-    again.register_comm_hook(other, hook)
-    if way == "after":
-        other.load_state_dict(loaded)
-    assert other.iter == 5
-    return all(map(torch.equal, train(again, rank, range(5, 8)), later))
-
-
-@pytest.mark.parametrize("way", ["pickle", "before", "after"])
-def test_resumed_powersgd_continues_bit_for_bit_with_other_buckets(way: str) -> None:
-    assert all(run_ranks(resumed, 2, way, "powerSGD_hook"))
+    for way in ("pickle", "before", "after"):
+        again = make_model(bucket_cap_mb=0.02)
+        again.module.load_state_dict(weights)
+        other = loaded["pickle"]
+        if way != "pickle":
+            other = classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
+        if way == "before":
+            other.load_state_dict(loaded["dict"])
+        again.register_comm_hook(other, classic.powerSGD_hook)
+        if way == "after":
+            other.load_state_dict(loaded["dict"])
+        assert other.iter == 5
+        assert all(map(torch.equal, train(again, rank, range(5, 8)), later)), way
 
 
-def mixed_up(rank: int, world_size: int) -> str:
-    model, state = make_model(), classic.PowerSGDState(None, start_powerSGD_iter=0)
-    model.register_comm_hook(state, classic.powerSGD_hook)
+@on_ranks(2)
+def test_states_that_were_mixed_up_are_refused_on_all_ranks(rank: int, world_size: int) -> None:
+    model, state = powersgd_model(start_powerSGD_iter=0)
     backward(model, rank, 0)
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, copy.deepcopy(state))
@@ -416,73 +366,63 @@ def mixed_up(rank: int, world_size: int) -> str:
         backward(fresh, rank, 1)
     with pytest.raises(CheckpointError, match="Residuals differ per rank"):
         state.load_state_dict(theirs)
-    return "refused"
 
 
-def test_states_that_were_mixed_up_are_refused_on_all_ranks() -> None:
-    assert run_ranks(mixed_up, 2) == ["refused"] * 2
-
-
-def on_fewer_ranks(rank: int, world_size: int, folder: str) -> Any:
-    """Gradients and warnings with a state of rank 0 of 3, and a gathered one, on 2 ranks."""
-    model, state = make_model(), classic.PowerSGDState(None, 2, start_powerSGD_iter=1)
-    model.register_comm_hook(state, classic.powerSGD_hook)
+@on_ranks(3)
+def test_a_state_of_one_rank_or_of_all_continues_on_fewer_ranks(rank: int, tmp_path: Path) -> None:
+    model, state = powersgd_model(2, start_powerSGD_iter=1)
     train(model, rank, range(3))
     saved = {"alone": copy.deepcopy(state), "gathered": state.gathered()}
     if rank == 0:
-        torch.save(saved, f"{folder}/state")
+        torch.save(saved, tmp_path / "state")
     dist.barrier()
     pair = dist.new_group([0, 1])
-    found, kept = {}, []
-    for name, loaded in torch.load(f"{folder}/state").items() if rank < 2 else ():
+    if rank == 2:
+        return
+    results = []
+    for name, loaded in torch.load(tmp_path / "state").items():
         again = make_model(process_group=pair)
-        kept.append(again)
         again.register_comm_hook(loaded, classic.powerSGD_hook)
         assert loaded.iter == 3
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found[name] = flat(backward(again, rank, 3)), len(caught)
-    return found
+            (result,) = flat(backward(again, rank, 3))
+        assert len(caught) == (name == "alone" and rank == 0)
+        theirs = result.clone()
+        dist.broadcast(theirs, 0, group=pair)
+        assert torch.equal(result, theirs)
+        results.append(result)
+    assert not torch.equal(*results)
 
 
-def test_a_state_of_one_rank_or_of_all_continues_on_fewer_ranks(tmp_path: Path) -> None:
-    left, right, _ = run_ranks(on_fewer_ranks, 3, str(tmp_path))
-    for name, warned in (("alone", 1), ("gathered", 0)):
-        assert_equal_ranks([left[name][0], right[name][0]])
-        assert (left[name][1], right[name][1]) == (warned, 0)
-    assert not torch.equal(left["alone"][0][0], left["gathered"][0][0])
+# Two layers of 40 x 40 are in a bucket; its 3280 entries are a square of 58 x 58.
+SHAPES = {"powerSGD_hook": [(2, SIDE)] * 4, "batched_powerSGD_hook": [(2, 58)] * 2}
 
 
-def shown(rank: int, world_size: int, hook_name: str) -> Any:
-    """How far the residuals are from their law, and shapes of the factors."""
-    model, plain = make_model(4), make_model(4)
-    state = classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    model.register_comm_hook(state, getattr(classic, hook_name))
-    owed = torch.zeros(())
-    for step in range(4):
-        assert bool(state.error_dict) == bool(state.q_memory_dict) == (step > 2)
-        assert not state.p_memory_dict
-        result, mean = flat(backward(model, rank, step))[0], flat(backward(plain, rank, step))[0]
-        owed = owed + (mean - result).sum()
-    names = dict(model.module.named_parameters())
-    assert set(state.error_dict) == set(names)
-    errors = torch.cat([one.flatten() for one in state.error_dict.values()])
-    dist.all_reduce(errors)
-    # Buckets have their own order of entries, which their sum does not know.
-    off = (errors.sum() / world_size - owed).abs() / errors.abs().sum()
-    assert set(state.q_memory_dict) <= set(names)
-    return off.item(), [tuple(factors.shape) for factors in state.q_memory_dict.values()]
-
-
-@pytest.mark.parametrize(
-    ("hook_name", "shapes"),
-    # Two layers of 40 x 40 are in a bucket; its 3280 entries are a square of 58 x 58.
-    [("powerSGD_hook", [(2, SIDE)] * 4), ("batched_powerSGD_hook", [(2, 58)] * 2)],
-)
-def test_memory_is_shown_under_torchs_names(hook_name: str, shapes: Any) -> None:
-    for off, found in run_ranks(shown, 2, hook_name):
-        assert off < 1e-5  # float32 rounds by 6e-8; a sum of 6,560 entries 100 times as much
-        assert found == shapes
+@on_ranks(2)
+def test_memory_is_shown_under_torchs_names(rank: int, world_size: int) -> None:
+    for hook_name, shapes in SHAPES.items():
+        model, plain = make_model(4), make_model(4)
+        state = classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
+        model.register_comm_hook(state, getattr(classic, hook_name))
+        owed = torch.zeros(())
+        for step in range(4):
+            assert bool(state.error_dict) == bool(state.q_memory_dict) == (step > 2)
+            assert not state.p_memory_dict
+            result, mean = (
+                flat(backward(model, rank, step))[0],
+                flat(backward(plain, rank, step))[0],
+            )
+            owed = owed + (mean - result).sum()
+        names = dict(model.module.named_parameters())
+        assert set(state.error_dict) == set(names)
+        errors = torch.cat([error.flatten() for error in state.error_dict.values()])
+        dist.all_reduce(errors)
+        # Buckets have their own order of entries, which their sum does not know; float32 rounds by
+        # 6e-8, a sum of 6,560 entries by 100 times as much.
+        assert (errors.sum() / world_size - owed).abs() / errors.abs().sum() < 1e-5
+        assert set(state.q_memory_dict) <= set(names)
+        assert [tuple(factors.shape) for factors in state.q_memory_dict.values()] == shapes
 
 
 OPTIONS = {
@@ -503,14 +443,11 @@ CHANGES_NO_BIT = [
 ]
 
 
-def with_options(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
-    """By option: whether it changes the gradients, given at once and between two steps."""
-
+@on_ranks(2)
+def test_every_option_has_its_effect_or_is_said_to_have_none(rank: int) -> None:
     def run(changes: dict[str, Any], start: int) -> Tensor:
-        model = make_model(2)
         early = changes if start == 0 else {}
-        state = classic.PowerSGDState(None, **{"start_powerSGD_iter": 1, **early})
-        model.register_comm_hook(state, classic.powerSGD_hook)
+        model, state = powersgd_model(layers=2, **{"start_powerSGD_iter": 1, **early})
         gradients = []
         for step in range(4):
             if step == start:
@@ -520,54 +457,44 @@ def with_options(rank: int, world_size: int) -> dict[str, tuple[bool, bool]]:
         model.zero_grad()
         (model(torch.zeros(1, SIDE)) * 0).sum().backward()  # a gradient of zeros
         gradients += flat([parameter.grad for parameter in model.parameters()])
+        assert all(bool(gradient.isfinite().all()) for gradient in gradients)
         return torch.cat(gradients)
 
     usual = run({}, 0)
-    assert usual.isfinite().all()
-    found = {}
     for name, value in OPTIONS.items():
-        results = [run({name: value}, start) for start in (0, 2)]
-        assert all(bool(result.isfinite().all()) for result in results)
-        found[name] = tuple(not torch.equal(result, usual) for result in results)
-    return found
-
-
-def test_every_option_has_its_effect_or_is_said_to_have_none() -> None:
-    for found in run_ranks(with_options, 2):
-        for name, effects in found.items():
-            late = name != "random_seed"  # a warm start has forgotten its first factors
-            expected = (False, False) if name in CHANGES_NO_BIT else (True, late)
-            assert effects == expected, name
+        effects = [not torch.equal(run({name: value}, start), usual) for start in (0, 2)]
+        late = name != "random_seed"  # a warm start has forgotten its first factors
+        assert effects == ([False, False] if name in CHANGES_NO_BIT else [True, late]), name
     text = " ".join((classic.PowerSGDState.__doc__ or "").split())
     for name in ("orthogonalization_epsilon", "batch_tensors_with_same_shape"):
         assert f"{name}: accepted, and" in text
 
 
-def regrouped(rank: int, world_size: int) -> Any:
-    """The group of a state changes between two steps; the residual stays."""
+@on_ranks(3)
+def test_another_process_group_takes_effect_in_the_next_step(rank: int, world_size: int) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2])]
-    model, state = make_model(2), classic.PowerSGDState(None, 2, start_powerSGD_iter=1)
-    model.register_comm_hook(state, classic.powerSGD_hook)
+    model, state = powersgd_model(2, layers=2, start_powerSGD_iter=1)
     train(model, rank, range(3))
     before = state.state_dict()[f"rank{rank}"]["memory"]["residual"]
     state.process_group = halves[rank // 2]
-    result = flat(backward(model, rank, 3))
+    (result,) = flat(backward(model, rank, 3))
     hook = next(iter(state._on_models.inners.values())).hook
-    first = {name: bool(value.any()) for name, value in before.items()}
-    return result, (hook.world_size, hook.step, any(first.values()))
+    assert (hook.world_size, hook.step) == (2 - rank // 2, 4)
+    assert any(bool(value.any()) for value in before.values())
+    left, right, alone = (torch.empty_like(result) for _ in range(world_size))
+    dist.all_gather([left, right, alone], result)
+    assert torch.equal(left, right)
+    assert not torch.equal(left, alone)
 
 
-def test_another_process_group_takes_effect_in_the_next_step() -> None:
-    (left, a), (right, b), (alone, c) = run_ranks(regrouped, 3)
-    assert_equal_ranks([left, right])
-    assert not torch.equal(left[0], alone[0])
-    assert [a, b, c] == [(2, 4, True), (2, 4, True), (1, 4, True)]
+class LastBucket:
+    def is_last(self) -> bool:
+        return True
 
 
-def own_hook(rank: int, world_size: int) -> int:
-    """A hook of one's own with a state of the package counts its steps as torch's does."""
+@on_ranks(2)
+def test_a_hook_of_ones_own_counts_steps_in_the_state(rank: int) -> None:
     model, state = make_model(4), classic.PowerSGDState(None)
-
     buckets = 0
 
     def hook(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -578,108 +505,86 @@ def own_hook(rank: int, world_size: int) -> int:
         return work.then(lambda done: done.value()[0])
 
     model.register_comm_hook(state, as_hook(hook))
+    other, running = powersgd_model(layers=2)
     for step in range(3):
         backward(model, rank, step)
-    other, running = make_model(2), classic.PowerSGDState(None)
-    other.register_comm_hook(running, classic.powerSGD_hook)
-    for step in range(3):
         backward(other, rank, step)
-    running.maybe_increase_iter(LastBucket())  # type: ignore[arg-type]
-    assert running.iter == 3
+    running.maybe_increase_iter(LastBucket())
+    assert state.iter == running.iter == 3
     assert buckets > 3  # more than one in a step
     with pytest.raises(ValueError, match="0 or more, got -1"):
         running.iter = -1
-    return state.iter
 
 
-class LastBucket:
-    def is_last(self) -> bool:
-        return True
-
-
-def test_a_hook_of_ones_own_counts_steps_in_the_state() -> None:
-    assert run_ranks(own_hook, 2) == [3, 3]
-
-
-def unfrozen(rank: int, world_size: int) -> tuple[int, bool, int]:
+@on_ranks(2)
+def test_a_state_goes_on_when_frozen_layers_are_unfrozen(rank: int) -> None:
     net = nn.Sequential(*[nn.Linear(SIDE, SIDE) for _ in range(3)])
     net[0].requires_grad_(False)
     state = classic.PowerSGDState(None, 2, start_powerSGD_iter=2)
-    model = DistributedDataParallel(net, bucket_cap_mb=0.01)
-    model.register_comm_hook(state, classic.powerSGD_hook)
-    train_only = [backward_trainable(model, rank, step) for step in range(4)]
-    before = state.state_dict()[f"rank{rank}"]["memory"]["residual"]["2.weight"]
-    net[0].requires_grad_(True)
-    again = DistributedDataParallel(net, bucket_cap_mb=0.01)
-    again.register_comm_hook(state, classic.powerSGD_hook)
-    state.iter = 0  # dense again, for the residual to be seen
-    train_only.append(backward_trainable(again, rank, 4))
-    after = state.state_dict()[f"rank{rank}"]["memory"]["residual"]["2.weight"]
-    backward_trainable(again, rank, 5)
-    return state.iter, torch.equal(before, after), len(train_only[-1])
 
+    def residual() -> Tensor:
+        kept: Tensor = state.state_dict()[f"rank{rank}"]["memory"]["residual"]["2.weight"]
+        return kept
 
-def backward_trainable(model: nn.Module, rank: int, step: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + rank)
-    model(torch.randn(8, SIDE, generator=generator)).square().sum().backward()
-    return [one.grad.clone() for one in model.parameters() if one.grad is not None]
-
-
-def test_a_state_goes_on_when_frozen_layers_are_unfrozen() -> None:
-    assert run_ranks(unfrozen, 2) == [(2, True, 6)] * 2
+    for trained, steps in ((4, range(4)), (6, range(4, 6))):
+        model = DistributedDataParallel(net, bucket_cap_mb=0.01)
+        model.register_comm_hook(state, classic.powerSGD_hook)
+        if trained == 6:
+            before, state.iter = residual(), 0  # dense again, for the residual to be seen
+        for step in steps:
+            model.zero_grad()
+            generator = torch.Generator().manual_seed(1000 * step + rank)
+            model(torch.randn(8, SIDE, generator=generator)).square().sum().backward()
+            if step == 4:
+                assert torch.equal(residual(), before)
+        assert sum(parameter.grad is not None for parameter in net.parameters()) == trained
+        net[0].requires_grad_(True)
+    assert state.iter == 2
 
 
 # ---- post-local SGD
 
 
-def local_sgd(rank: int, world_size: int, allreduce: bool, given: bool) -> list[float]:
-    """Distances to the global mean (early, late), to the pair's mean and to the own gradient."""
+@on_ranks(4)
+def test_post_local_sgd_averages_globally_then_locally(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     pair = pairs[rank // 2]
-    model = make_model()
-    state = classic.PostLocalSGDState(None, pair if given else None, 2, allreduce)
-    model.register_comm_hook(state, classic.post_localSGD_hook)
-    results = [backward(model, rank, step) for step in range(4)]
-    everywhere, here = make_model(), make_model(process_group=pair)
-    local = make_model(process_group=pair)
-    assert state.iter == 2
-    with local.no_sync():
-        own = backward(local, rank, 3)
-    return [
-        distance(results[1], backward(everywhere, rank, 1)),
-        distance(results[3], backward(everywhere, rank, 3)),
-        distance(results[3], backward(here, rank, 3)),
-        distance(results[3], own),
-    ]
-
-
-@pytest.mark.parametrize(
-    ("allreduce", "given", "zeros"),
+    everywhere, here, alone = (
+        make_model(),
+        make_model(process_group=pair),
+        make_model(process_group=pair),
+    )
+    early, late = backward(everywhere, rank, 1), backward(everywhere, rank, 3)
+    with alone.no_sync():
+        expected = [early, late, backward(here, rank, 3), backward(alone, rank, 3)]
     # All ranks are on this host: without a subgroup the local mean is the global one.
-    [(True, True, [0, 2]), (False, True, [0, 3]), (True, False, [0, 1])],
-)
-def test_post_local_sgd_averages_globally_then_locally(
-    allreduce: bool, given: bool, zeros: list[int]
-) -> None:
-    for distances in run_ranks(local_sgd, 4, allreduce, given):
+    for allreduce, subgroup, equal in (
+        (True, pair, [True, False, True, False]),
+        (False, pair, [True, False, False, True]),
+        (True, None, [True, True, False, False]),
+    ):
+        model = make_model()
+        state = classic.PostLocalSGDState(None, subgroup, 2, allreduce)
+        model.register_comm_hook(state, classic.post_localSGD_hook)
+        results = [backward(model, rank, step) for step in range(4)]
+        assert state.iter == 2
         # Sums of 4 numbers in two orders differ in the last bits of float32.
-        assert [position for position in range(4) if distances[position] < 1e-5] == zeros
+        compared = zip((results[1], results[3], results[3], results[3]), expected, strict=True)
+        assert [distance(*pair) < 1e-5 for pair in compared] == equal
 
 
-def resumed_local_sgd(rank: int, world_size: int) -> Any:
-    """A state that was saved in the local steps; loaded by torch.load as it is by default."""
-    own = [dist.new_group([one]) for one in range(world_size)][rank]
-    seen = []
-    for subgroup in (own, None):
+@on_ranks(2)
+def test_a_state_of_post_local_sgd_is_saved_and_goes_on(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    for subgroup in (alone, None):
         model = make_model(2)
         state = classic.PostLocalSGDState(None, subgroup, 2)
         model.register_comm_hook(state, classic.post_localSGD_hook)
         for step in range(4):
             expected = backward(model, rank, step)
-        file = io.BytesIO()
-        torch.save({"comm_hook": classic.post_localSGD_hook, "comm_hook_state": state}, file)
-        file.seek(0)
-        loaded = torch.load(file)
+        # Saved in the local steps.
+        saved = {"comm_hook": classic.post_localSGD_hook, "comm_hook_state": state}
+        loaded = through_file(saved)
         again = make_model(2)
         again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
         if subgroup is not None:
@@ -688,29 +593,21 @@ def resumed_local_sgd(rank: int, world_size: int) -> Any:
             loaded["comm_hook_state"].subgroup = subgroup
             again = make_model(2)
             again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
-        result = backward(again, rank, 3)
-        seen.append((loaded["comm_hook_state"].iter, all(map(torch.equal, result, expected))))
-    return seen
+        assert all(map(torch.equal, backward(again, rank, 3), expected))
+        assert loaded["comm_hook_state"].iter == 2
 
 
-def test_a_state_of_post_local_sgd_is_saved_and_goes_on() -> None:
-    assert run_ranks(resumed_local_sgd, 2) == [[(2, True)] * 2] * 2
-
-
-def averaged_periodically(rank: int, world_size: int) -> list[Tensor]:
-    own = [dist.new_group([one]) for one in range(world_size)][rank]
+@on_ranks(2)
+def test_post_local_sgd_works_with_torchs_model_averager(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
     model = make_model()
-    state = classic.PostLocalSGDState(None, own, 2)
+    state = classic.PostLocalSGDState(None, alone, 2)
     model.register_comm_hook(state, classic.post_localSGD_hook)
     averager = PeriodicModelAverager(period=3, warmup_steps=2)
     for step in range(6):
         train(model, rank, range(step, step + 1))
         averager.average_parameters(model.parameters())
-    return [parameter.detach().clone() for parameter in model.parameters()]
-
-
-def test_post_local_sgd_works_with_torchs_model_averager() -> None:
-    assert_equal_ranks(run_ranks(averaged_periodically, 2))
+    assert equal_on_all_ranks(*model.parameters())
 
 
 # ---- what cannot work says so

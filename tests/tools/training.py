@@ -1,8 +1,9 @@
-"""What the distributed tests train: small models, batches keyed by step and rank, schemes."""
+"""Training of the distributed tests: small models, batches keyed by step and rank, schemes."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import pkgutil
 from collections.abc import Callable
 from typing import Any
@@ -127,6 +128,22 @@ def equal_bits(tensors: list[Tensor]) -> bool:
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
+def equal_on_all_ranks(*tensors: Tensor) -> bool:
+    """Whether all ranks have the same finite numbers, bit for bit."""
+    here = flat(tensors)
+    everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, here)
+    return equal_bits(everywhere) and bool(here.isfinite().all())
+
+
+def through_file(value: Any, **options: Any) -> Any:
+    """Returns what ``torch.load`` makes of a saved value."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
 def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, str] | None:
     """Name and text of the exception that a call raises; None if it raises none."""
     try:
@@ -136,7 +153,8 @@ def outcome(call: Callable[..., Any], *args: Any, **options: Any) -> tuple[str, 
     return None
 
 
-def row_of(found: Tensor, mean: Tensor) -> tuple[float, float, float]:
+def row_of(average: Tensor, mean: Tensor) -> tuple[float, float, float]:
     """Error, cosine and norm of an average, beside the mean that it should be."""
-    cosine = float(torch.dot(found.reshape(-1), mean.reshape(-1)) / (found.norm() * mean.norm()))
-    return float((found - mean).norm() / mean.norm()), cosine, float(mean.norm())
+    product = torch.dot(average.reshape(-1), mean.reshape(-1))
+    cosine = float(product / (average.norm() * mean.norm()))
+    return float((average - mean).norm() / mean.norm()), cosine, float(mean.norm())
