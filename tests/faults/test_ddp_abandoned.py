@@ -15,7 +15,7 @@ from commhooks import ZeroOptimizer
 from ddp_core import DistributedDataParallel
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks, loss_of
-from tests.tools.training import averaged, batch, equal_bits, gradients, outcome
+from tests.tools.training import averaged, batch, equal_on_all_ranks, gradients, outcome
 
 LAYERS = 6
 STEPS = 7
@@ -48,7 +48,7 @@ def backward(model: nn.Module, step: int, rank: int, breaks: int = NOWHERE) -> N
 
 
 class Heard(NamedTuple):
-    """What came of training that went on, on one rank."""
+    """Gradients and errors of training that went on, on one rank."""
 
     landed: dict[int, Tensor]  # gradients by step
     error: Any = None
@@ -100,8 +100,8 @@ def hears(results: list[Heard], places: tuple[int, ...], at: int) -> None:
     """All ranks raise in time; until then nothing but means was in ``.grad``."""
     expected = means(len(results))
     for rank, (landed, error, again) in enumerate(results):
-        for step, mine in landed.items():
-            torch.testing.assert_close(mine, expected[step])
+        for step, gradient in landed.items():
+            torch.testing.assert_close(gradient, expected[step])
         # All buckets were sent by a rank that raised after the last: the others land the step.
         raised, late = places[rank] != NOWHERE, 0 in places
         assert list(landed) == [*range(at + (late and not raised))]
@@ -148,26 +148,26 @@ def test_different_places_are_an_error_on_both():
     assert results[0].error == results[1].error  # in the same words
 
 
-def _hooked(rank: int, world_size: int, hook: str, places: tuple[int, ...]) -> Any:
-    model = wrapped()
-    commhooks.register(model, HOOKS[hook])
-    return careless(model, rank, places[rank]).error
-
-
-@pytest.mark.parametrize("places", [(NOWHERE, 2), (2, 4)])
 @pytest.mark.parametrize("hook", ["powersgd", "topk"])
-def test_hooks_with_memory(hook, places):
-    for name, text in run_ranks(_hooked, 2, hook, places):
+@on_ranks(2)
+def test_hooks_with_memory(rank, hook):
+    for places in ((NOWHERE, 2), (2, 4)):
+        model = wrapped(process_group=dist.new_group())
+        commhooks.register(model, HOOKS[hook])
+        name, text = careless(model, rank, places[rank]).error
         assert name in ("CollectiveError", "MismatchError")
         assert f"aborted step {AT} after" in text
         assert "did not within" not in text
 
 
-def _alike(rank: int, world_size: int, hook: str, options: dict[str, Any]) -> int:
+@pytest.mark.parametrize("hook", HOOKS)
+@on_ranks(3)
+def test_ranks_that_raise_alike_go_on_again_and_again(rank, hook):
+    options = {"static_graph": True} if hook == "topk" else {}
     model, plain = wrapped(**options), wrapped(**options)
     if HOOKS[hook] is not None:
-        for one in (model, plain):
-            commhooks.register(one, HOOKS[hook])
+        for replica in (model, plain):
+            commhooks.register(replica, HOOKS[hook])
     keys = []
     store = dist.distributed_c10d._get_default_store()
     for step in range(12):
@@ -178,16 +178,8 @@ def _alike(rank: int, world_size: int, hook: str, options: dict[str, Any]) -> in
         backward(plain, step, rank)
         assert torch.equal(gradients(model), gradients(plain)), step
         keys.append(store.num_keys())
-    return max(keys[6:]) - max(keys[:6])
-
-
-@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["plain", "static"])
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_ranks_that_raise_alike_go_on_again_and_again(hook, options, world_size):
-    grown = run_ranks(_alike, world_size, hook, options)
     # Lanes and lent groups may come and go; two drops per step would be dozens of keys.
-    assert max(grown) <= 2
+    assert max(keys[6:]) - max(keys[:6]) <= 2
 
 
 @on_ranks(2)
@@ -256,7 +248,8 @@ def test_whatever_comes_first_where_ranks_meet_is_an_error(how):
     assert "rank 1 aborted step 0 after" in other[1]
 
 
-def _joined(rank: int, world_size: int) -> Any:
+@on_ranks(2, ignore_warnings=("Detected uneven inputs",))
+def test_a_rank_without_inputs_does_not_raise_with_the_others(rank):
     model = wrapped()
 
     def train() -> None:
@@ -265,37 +258,32 @@ def _joined(rank: int, world_size: int) -> Any:
                 with contextlib.suppress(ArithmeticError):
                     backward(model, step, rank, 2 if step == 2 else NOWHERE)
 
-    return outcome(train)
-
-
-def test_a_rank_without_inputs_does_not_raise_with_the_others():
-    shadow, alone = run_ranks(_joined, 2, ignore_warnings=("Detected uneven inputs",))
-    assert shadow[0] == "CollectiveError"
-    assert alone[0] == "MismatchError"
-
-
-def _sharded(rank: int, world_size: int, in_backward: bool, alike: bool) -> Any:
-    model = wrapped()
-    zero = ZeroOptimizer(model, torch.optim.Adam, lr=1e-2, in_backward=in_backward)
-    for step in range(6):
-        try:
-            backward(model, step, rank, 2 if step == 3 and (alike or rank) else NOWHERE)
-        except ArithmeticError:
-            zero.zero_grad()
-        except RuntimeError as error:
-            return type(error).__name__, str(error)
-        zero.step()
-        zero.zero_grad()
-    return torch.cat([one.detach().flatten() for one in model.parameters()])
+    assert outcome(train)[0] == ("MismatchError" if rank else "CollectiveError")
 
 
 @pytest.mark.parametrize("in_backward", [False, True])
-def test_a_sharded_optimizer(in_backward):
-    other, alone = run_ranks(_sharded, 2, in_backward, False)
-    assert other[0] == "CollectiveError", other
-    assert alone[0] == "MismatchError", alone
-    assert "rank 1 aborted step 3 after" in other[1]
-    assert equal_bits(run_ranks(_sharded, 2, in_backward, True))
+@on_ranks(2)
+def test_a_sharded_optimizer(rank, in_backward):
+    for alike in (True, False):
+        model = wrapped(process_group=dist.new_group())
+        zero = ZeroOptimizer(model, torch.optim.Adam, lr=1e-2, in_backward=in_backward)
+        error = None
+        for step in range(6):
+            try:
+                backward(model, step, rank, 2 if step == 3 and (alike or rank) else NOWHERE)
+            except ArithmeticError:
+                zero.zero_grad()
+            except RuntimeError as raised:
+                error = type(raised).__name__, str(raised)
+                break
+            zero.step()
+            zero.zero_grad()
+        if alike:
+            assert error is None
+            assert equal_on_all_ranks(*model.parameters())
+        else:
+            assert error[0] == ("MismatchError" if rank else "CollectiveError")
+            assert "rank 1 dropped step 3 after" in error[1]
 
 
 def _missing(rank: int, world_size: int) -> Any:
@@ -320,10 +308,10 @@ def test_a_rank_that_never_comes_is_named_after_the_groups_timeout():
     assert "rank 1 did not within 3 s" in text
 
 
-def _other_ranks(rank: int, world_size: int) -> Any:
-    """After the error, the ranks go on in another process group."""
+@on_ranks(2)
+def test_another_process_group_is_a_new_beginning(rank, world_size):
     model, group = wrapped(), dist.new_group()
-    error = careless(model, rank, 2 if rank else NOWHERE).error
+    assert careless(model, rank, 2 if rank else NOWHERE).error is not None
     if rank == 1:  # it came later, and counts its steps from 0
         model = wrapped(process_group=dist.new_group([1], use_local_synchronization=True))
     model.change_group(group)
@@ -332,9 +320,3 @@ def _other_ranks(rank: int, world_size: int) -> Any:
             backward(model, step, rank, 3)
         backward(model, step, rank)
         torch.testing.assert_close(gradients(model), mean)
-    return error
-
-
-def test_another_process_group_is_a_new_beginning():
-    for name, _ in run_ranks(_other_ranks, 2):
-        assert name in ("CollectiveError", "MismatchError")

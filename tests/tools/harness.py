@@ -24,7 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection, get_context
 from multiprocessing.forkserver import ensure_running
@@ -58,7 +58,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class Died:
-    """What a rank that was allowed to die returns: its exit code, negative for a signal."""
+    """The value of a rank that was allowed to die: its exit code, negative for a signal."""
 
     exitcode: int | None
 
@@ -79,7 +79,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class _Job:
-    """What a rank is told."""
+    """A call of a worker on a rank."""
 
     worker: Callable[..., Any]
     rank: int
@@ -88,7 +88,8 @@ class _Job:
     directory: str
     pg_timeout: float
     store: tuple[int, int]  # process and port of a TCPStore; zeros: there is none
-    ignore_warnings: tuple[str, ...] = field(default_factory=tuple)
+    ignore_warnings: tuple[str, ...]
+    stays: bool  # whether the process waits for another job
 
 
 def run_ranks(
@@ -131,13 +132,14 @@ def _run_on(
     pg_timeout: float = 30,
     may_die: Collection[int] = (),
     ignore_warnings: tuple[str, ...] = (),
+    stays: bool = False,
 ) -> None:
     """Runs a worker on ranks that wait for one, with arguments as of ``run_ranks``."""
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         host, store = None, (0, 0)
         if worker.__module__.rpartition(".")[2] in _OVER_TCP:
             host, store = _start_store()
-        common = args, directory, pg_timeout, store, ignore_warnings
+        common = args, directory, pg_timeout, store, ignore_warnings, stays
         try:
             for rank in ranks:
                 rank.stacks = Path(directory, f"stacks{rank.rank}")
@@ -177,7 +179,7 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
             ranks = _waiting.pop(world_size, None)
             ranks = ranks or [_start_rank(rank) for rank in range(world_size)]
             try:
-                _run_on(ranks, test, (arguments,), **options)
+                _run_on(ranks, test, (arguments,), **options, stays=True)
             except BaseException:
                 _end(ranks)
                 raise
@@ -283,7 +285,7 @@ def _receive(rank: _Rank, may_die: Collection[int]) -> None:
 
 
 def _stacks(rank: _Rank) -> str:
-    """Where a hanging rank is."""
+    """The stacks of a hanging rank."""
     if rank.process.pid is None or rank.process.exitcode is not None:
         return f"nowhere: it ended with exit code {rank.process.exitcode}"
     os.kill(rank.process.pid, signal.SIGUSR1)
@@ -315,15 +317,19 @@ def _hold_store(pipe: connection.Connection) -> None:
 
 
 def _main(pipe: connection.Connection) -> None:
-    """Runs jobs, and sends (value, traceback, exception, when) of each."""
-    while True:
-        job = pipe.recv_bytes()
+    """Runs jobs, and sends (value, traceback, exception, when) of each; ends after a failure."""
+    stays = True
+    while stays:
+        pickled = pipe.recv_bytes()
         gc.collect()  # of what the job before has left
         try:
-            message = pickle.dumps((_run(pickle.loads(job)), None, None, 0.0))
+            job = pickle.loads(pickled)
+            stays = job.stays
+            message = pickle.dumps((_run(job), None, None, 0.0))
         except BaseException as error:  # whatever it is, the test has to see it
-            message = _failure_message(error)
+            message, stays = _failure_message(error), False
         pipe.send_bytes(message)
+    pipe.close()
 
 
 def _failure_message(error: BaseException) -> bytes:
