@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from tests.tools.harness import run_ranks
+from tests.tools import models
+from tests.tools.harness import on_ranks
 from tests.tools.training import (
     CONFIGS,
     THOROUGH,
     averaged,
     batch,
     ddp,
-    equal_bits,
+    equal_on_all_ranks,
     gradients,
     mlp,
     parameters,
@@ -41,32 +42,6 @@ ROUNDING = {"bf16": 2.0**-6, "fp16": 2.0**-9}
 # ---- modes
 
 
-class Branches(nn.Module):
-    """Uses one of two branches, another on each rank and in each step; one is never used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.branches = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor, choice: int) -> Tensor:
-        return self.out(self.branches[choice](x))
-
-
-class Embedded(nn.Module):
-    """A sparse embedding and a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding = nn.Embedding(20, 16, sparse=True)
-        self.out = nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.embedding(x))
-
-
 class Waves(nn.Module):
     """A complex and a real parameter."""
 
@@ -78,13 +53,6 @@ class Waves(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out((x.to(torch.complex64) @ self.wave).abs())
-
-
-def _frozen() -> nn.Module:
-    model = mlp()
-    for parameter in model[2].parameters():
-        parameter.requires_grad_(False)
-    return model
 
 
 def _conv() -> nn.Module:
@@ -122,13 +90,13 @@ def _ids(step: int, rank: int) -> tuple[Any, ...]:
 
 MODES = {
     "plain": Mode(),
-    "find_unused": Mode(Branches, _branch_inputs, {"find_unused_parameters": True}),
+    "find_unused": Mode(models.Branches, _branch_inputs, {"find_unused_parameters": True}),
     "static_graph": Mode(options={"static_graph": True}),
     "bucket_view": Mode(options={"gradient_as_bucket_view": True}),
     "no_sync": Mode(micro_batches=4),
     "no_sync_bucket_view": Mode(options={"gradient_as_bucket_view": True}, micro_batches=4),
-    "sparse": Mode(Embedded, _ids),
-    "frozen": Mode(_frozen),
+    "sparse": Mode(models.Embedded, _ids),
+    "frozen": Mode(models.frozen_part),
     "channels_last": Mode(_conv, lambda step, rank: (_image(step, rank),)),
     "half": Mode(dtype=torch.float16),
     "bfloat16": Mode(dtype=torch.bfloat16),
@@ -157,28 +125,9 @@ def _backward(model: nn.Module, mode: Mode, step: int, rank: int) -> None:
             model(*inputs).square().mean().backward()
 
 
-def _train(
-    rank: int, world_size: int, mode_name: str, config: str
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Sums over steps of (applied, true averages), mean residual; then weights after training."""
-    mode = MODES[mode_name]
-    scheme, options = CONFIGS[config]
-    local = mode.model().to(mode.dtype) if mode.dtype != torch.float32 else mode.model()
-    model = mode.model().to(mode.dtype) if mode.dtype != torch.float32 else mode.model()
-    model = ddp(model, **mode.options)
-    hook = commhooks.register(model, scheme, **options)
-    applied, wanted = torch.zeros(()), torch.zeros(())
-    for step in range(STEPS):
-        _backward(model, mode, step, rank)
-        _backward(local, mode, step, rank)
-        applied, wanted = applied + gradients(model), wanted + averaged(gradients(local))
-    held = averaged(residuals(hook, model))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for step in range(STEPS):
-        _backward(model, mode, STEPS + step, rank)
-        sgd.step()
-    hook.close()
-    return applied, wanted, held, parameters(model)
+def _seeded(mode: Mode) -> nn.Module:
+    torch.manual_seed(0)
+    return mode.model().to(mode.dtype) if mode.dtype != torch.float32 else mode.model()
 
 
 def _tolerance(mode: Mode, config: str, wanted: Tensor) -> float:
@@ -194,171 +143,118 @@ def _tolerance(mode: Mode, config: str, wanted: Tensor) -> float:
     return share * float(wanted.abs().max()) * STEPS
 
 
-def _each(rank: int, world_size: int, worker: Callable[..., Any], cases: list[Any]) -> list[Any]:
-    """One case after the other: starting processes takes longer than a case does."""
-    return [worker(rank, world_size, *case) for case in cases]
+def _obeys_the_law(rank: int, name: str, config: str) -> None:
+    mode = MODES[name]
+    scheme, options = CONFIGS[config]
+    local, model = _seeded(mode), ddp(_seeded(mode), **mode.options)
+    hook = commhooks.register(model, scheme, **options)
+    applied, wanted = torch.zeros(()), torch.zeros(())
+    for step in range(STEPS):
+        _backward(model, mode, step, rank)
+        _backward(local, mode, step, rank)
+        applied, wanted = applied + gradients(model), wanted + averaged(gradients(local))
+    held = averaged(residuals(hook, model))
+    assert equal_on_all_ranks(applied), config
+    # DDP drops what is applied to a parameter that no rank used. Only the batched scheme,
+    # which mixes all parameters of a bucket, applies anything to one.
+    used = wanted != 0 if name == "find_unused" else torch.ones_like(wanted).bool()
+    torch.testing.assert_close(
+        (applied + held)[used],
+        wanted[used],
+        rtol=0,
+        atol=_tolerance(mode, config, wanted),
+        msg=lambda text: f"{config}: {text}",
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(STEPS):
+        _backward(model, mode, STEPS + step, rank)
+        optimizer.step()
+    hook.close()
+    assert equal_on_all_ranks(parameters(model)), config
 
 
-def each(worker: Callable[..., Any], world_size: int, cases: list[Any]) -> list[Any]:
-    """For each case what every rank returned."""
-    # DDP's own remarks: on the unused search, strides of gradients, a deprecated call.
-    remarks = ("find_unused", "Grad strides", ".*deprecated")
-    by_rank = run_ranks(_each, world_size, worker, cases, ignore_warnings=remarks, timeout=110)
-    return list(zip(*by_rank, strict=True))
-
-
-def _check(mode_name: str, configs: list[str], world_size: int) -> None:
-    found = each(_train, world_size, [(mode_name, config) for config in configs])
-    for config, results in zip(configs, found, strict=True):
-        applied, wanted, held, weights = results[0]
-        assert equal_bits([result[0] for result in results]), config
-        assert equal_bits([result[3] for result in results]), config
-        assert weights.isfinite().all(), config
-        bound = _tolerance(MODES[mode_name], config, wanted)
-        # DDP drops what is applied to a parameter that no rank used. Only the batched scheme,
-        # which mixes all parameters of a bucket, applies anything to one.
-        used = wanted != 0 if mode_name == "find_unused" else torch.ones_like(wanted).bool()
-        got = (applied + held)[used]
-        torch.testing.assert_close(
-            got, wanted[used], rtol=0, atol=bound, msg=lambda text, name=config: f"{name}: {text}"
-        )
+# DDP's own remarks: on the unused search, strides of gradients, a deprecated call.
+REMARKS = ("find_unused", "Grad strides", ".*deprecated")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_applied_plus_residual_is_the_sum_of_gradients_and_ranks_are_equal(mode):
+@on_ranks(2, ignore_warnings=REMARKS, timeout=110)
+def test_applied_plus_residual_is_the_sum_of_gradients_and_ranks_are_equal(
+    rank: int, mode: str
+) -> None:
     # All schemes meet a mode with every parameter in views of buckets, and one in 16 bits.
     everyone = mode in ("no_sync_bucket_view", "half")
-    _check(mode, [config for config in CONFIGS if everyone or config in THOROUGH], 2)
+    for config in CONFIGS if everyone else sorted(THOROUGH):
+        _obeys_the_law(rank, mode, config)
 
 
 @pytest.mark.parametrize("mode", ["find_unused", "static_graph", "no_sync", "sparse"])
-def test_three_ranks_obey_the_same_law(mode):
-    _check(mode, ["none", "fp16-sum32", "powersgd-late", "batched"], 3)
-
-
-# ---- accumulation
-
-
-def _accumulate(rank: int, world_size: int, config: str) -> tuple[Tensor, Tensor]:
-    scheme, options = CONFIGS[config]
-    gradients_of = []
-    for micro_batches in (4, 1):
-        model = ddp(mlp())
-        hook = commhooks.register(model, scheme, **options)
-        for step in range(STEPS):
-            model.zero_grad()
-            rows = batch(step, rank, 8, 16).chunk(micro_batches)
-            for micro, part in enumerate(rows):
-                last = micro == micro_batches - 1
-                with contextlib.nullcontext() if last else model.no_sync():
-                    model(part).square().sum().backward()
-        gradients_of.append(gradients(model))
-        hook.close()
-    return gradients_of[0], gradients_of[1]
-
-
-# What it may turn into another level, by the distance of two of the largest.
-LEVELS = {"int4": 2 / 7, "int8": 2 / 127, "onebit": 1.0, "eden": 1.0, "topk": 1.0}
-
-
-@pytest.mark.slow
-def test_four_accumulated_batches_equal_one_large_batch():
-    found = each(_accumulate, 2, [(config,) for config in CONFIGS])
-    for config, results in zip(CONFIGS, found, strict=True):
-        for four, one in results:
-            # The sum over 8 rows rounds in another order; a 16-bit cast may turn that into its
-            # last bit, and a low-rank projection carries relative errors of 1e-6 on without growth.
-            share = 2.0**-7 if "16" in config else LEVELS.get(config, 1e-4)
-            bound = share * float(one.abs().max())
-            torch.testing.assert_close(
-                four, one, rtol=0, atol=bound, msg=lambda text, name=config: f"{name}: {text}"
-            )
+@on_ranks(3, ignore_warnings=REMARKS)
+def test_three_ranks_obey_the_same_law(rank: int, mode: str) -> None:
+    for config in ("none", "fp16-sum32", "powersgd-late", "batched"):
+        _obeys_the_law(rank, mode, config)
 
 
 # ---- uneven inputs
 
 
-def _join(rank: int, world_size: int, config: str) -> tuple[Tensor, int, Tensor, Tensor]:
+def _join(rank: int, config: str) -> None:
     scheme, options = CONFIGS[config]
-    model = ddp(mlp())
+    model, local = ddp(mlp()), mlp()
     hook = commhooks.register(model, scheme, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     applied, wanted = torch.zeros(()), torch.zeros(())
     with model.join():
         for step in range(8 if rank == 0 else 5):
-            optimizer.zero_grad()
-            model(batch(step, rank, 4, 16)).square().mean().backward()
+            _backward(model, MODES["plain"], step, rank)
+            _backward(local, MODES["plain"], step, rank)
+            applied, wanted = applied + gradients(model), wanted + gradients(local)
+    assert hook.step == 8, config
+    wanted, held = averaged(wanted), averaged(residuals(hook, model))
+    if rank == 0:
+        bound = _tolerance(MODES["plain"], config, wanted) * 8 / STEPS
+        torch.testing.assert_close(
+            applied + held, wanted, rtol=0, atol=bound, msg=lambda text: f"{config}: {text}"
+        )
+    # A rank that joined did not step by the last gradients; join hands it the other's weights.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with model.join():
+        for step in range(8, 11 if rank == 0 else 9):
+            _backward(model, MODES["plain"], step, rank)
             optimizer.step()
-            applied = applied + gradients(model)
-    local = mlp()
-    for step in range(8 if rank == 0 else 5):
-        local.zero_grad()
-        local(batch(step, rank, 4, 16)).square().mean().backward()
-        wanted = wanted + gradients(local)
-    held = averaged(residuals(hook, model))
-    steps = hook.step
+    for step in range(11, 13):
+        _backward(model, MODES["plain"], step, rank)
+        optimizer.step()
     hook.close()
-    return applied, steps, averaged(wanted), held
+    assert equal_on_all_ranks(parameters(model)), config
+
+
+@on_ranks(2)
+def test_join_with_eight_and_five_batches_loses_nothing_and_ranks_end_equal(rank: int) -> None:
+    for config in ("none", "powersgd", "batched", "fp16-feedback"):
+        _join(rank, config)
 
 
 @pytest.mark.slow
-def test_join_with_eight_and_five_batches_loses_nothing():
-    found = each(_join, 2, [(config,) for config in CONFIGS])
-    for config, results in zip(CONFIGS, found, strict=True):
-        (applied, steps, wanted, held), (_, other_steps, _, _) = results
-        assert (steps, other_steps) == (8, 8), config
-        bound = _tolerance(Mode(), config, wanted) * 8 / STEPS
-        torch.testing.assert_close(
-            applied + held, wanted, rtol=0, atol=bound, msg=lambda text, c=config: f"{c}: {text}"
-        )
-
-
-def _join_and_train(rank: int, world_size: int, config: str) -> Tensor:
-    scheme, options = CONFIGS[config]
-    model = ddp(mlp())
-    hook = commhooks.register(model, scheme, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with model.join():
-        for step in range(8 if rank == 0 else 5):
-            optimizer.zero_grad()
-            model(batch(step, rank, 4, 16)).square().mean().backward()
-            optimizer.step()
-    # The joined rank did not apply the last steps; join hands it the other's weights.
-    for step in range(8, 10):
-        optimizer.zero_grad()
-        model(batch(step, rank, 4, 16)).square().mean().backward()
-        optimizer.step()
-    hook.close()
-    return parameters(model)
-
-
-@pytest.mark.parametrize("config", ["none", "powersgd", "batched", "fp16-feedback"])
-def test_ranks_are_equal_after_join_and_further_training(config):
-    assert equal_bits(run_ranks(_join_and_train, 2, config))
+@on_ranks(2)
+def test_join_with_every_scheme_loses_nothing(rank: int) -> None:
+    for config in CONFIGS:
+        _join(rank, config)
 
 
 # ---- dense is plain DDP
 
 
-def _dense_and_plain(rank: int, world_size: int, options: dict[str, Any]) -> tuple[bool, Tensor]:
-    trained = []
-    for registered in (False, True):
-        model = ddp(mlp(width=33), **options)
-        hook = commhooks.register(model, "none") if registered else None
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        for step in range(5):
-            optimizer.zero_grad()
-            model(batch(step, rank, 8, 33)).square().mean().backward()
-            optimizer.step()
-        trained.append(parameters(model))
-        if hook is not None:
-            hook.close()
-    return torch.equal(*trained), trained[0]
-
-
-@pytest.mark.parametrize("view", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_none_is_plain_ddp_bit_for_bit(world_size, view):
-    results = run_ranks(_dense_and_plain, world_size, {"gradient_as_bucket_view": view})
-    assert [equal for equal, _ in results] == [True] * world_size
-    assert equal_bits([weights for _, weights in results])
+@on_ranks(3)
+def test_none_is_plain_ddp_bit_for_bit(rank: int) -> None:
+    for options in ({}, {"gradient_as_bucket_view": True}):
+        plain, model = (ddp(mlp(width=33), **options) for _ in range(2))
+        hook = commhooks.register(model, "none")
+        for trained in (plain, model):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+            for step in range(5):
+                optimizer.zero_grad()
+                trained(batch(step, rank, 8, 33)).square().mean().backward()
+                optimizer.step()
+        hook.close()
+        assert torch.equal(parameters(plain), parameters(model))
+        assert equal_on_all_ranks(parameters(model))

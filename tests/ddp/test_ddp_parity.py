@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import commhooks
 import ddp_core
 from tests.tools import models
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.models import loss_of
 from tests.tools.training import CONFIGS, THOROUGH, batch, gradients, parameters
 
@@ -140,41 +140,20 @@ def trajectory(cls: type[TorchDDP], case: Case, rank: int, steps: int) -> Iterat
         yield torch.cat([b.reshape(-1).double() for b in model.buffers()] or [torch.zeros(0)])
 
 
-def _follow(rank: int, world_size: int, name: str, steps: int) -> None:
-    case = CASES[name]
-    theirs = trajectory(TorchDDP, case, rank, steps)
-    ours = trajectory(ddp_core.DistributedDataParallel, case, rank, steps)
-    # One after the other: the two models' collectives must not mix.
-    for number, (expected, got) in enumerate(zip(list(theirs), list(ours), strict=True)):
-        what = ("gradients", "absent gradients", "parameters", "buffers")[number % 4]
-        assert torch.equal(expected, got), f"step {number // 4}: {what} differ"
-
-
 # Buckets are rebuilt in the second step, and everything has met everything after some more.
 @pytest.mark.parametrize("name", CASES)
-def test_twelve_steps_have_the_bits_of_torch(name):
-    run_ranks(_follow, 3, name, 12, ignore_warnings=REMARKS)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_fifty_steps_have_the_bits_of_torch(name, world_size):
-    run_ranks(_follow, world_size, name, 50, ignore_warnings=REMARKS, timeout=110)
+@on_ranks(3, ignore_warnings=REMARKS)
+def test_twelve_steps_have_the_bits_of_torch(rank: int, name: str) -> None:
+    case = CASES[name]
+    # One after the other: the two models' collectives must not mix.
+    theirs = list(trajectory(TorchDDP, case, rank, 12))
+    ours = list(trajectory(ddp_core.DistributedDataParallel, case, rank, 12))
+    for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
+        differs = ("gradients", "absent gradients", "parameters", "buffers")[number % 4]
+        assert torch.equal(expected, got), f"step {number // 4}: {differs} differ"
 
 
 # ---- what is done around the step
-
-
-def both(scenario: Callable[..., Any]) -> Callable[..., None]:
-    """Runs a scenario with either class; what it returns has to be equal."""
-
-    def worker(rank: int, world_size: int, *args: Any) -> None:
-        theirs = scenario(TorchDDP, rank, *args)
-        ours = scenario(ddp_core.DistributedDataParallel, rank, *args)
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
-
-    return worker
 
 
 def train(model: nn.Module, rank: int, steps: range, *, lr: float = 0.1) -> list[Tensor]:
@@ -330,19 +309,6 @@ def another_group(cls, rank):
     return [*seen, *(b.double() for b in model.buffers())]
 
 
-def driven_by_a_trainer(cls, rank):
-    """A trainer that calls the reducer itself, between its own forward and backward."""
-    model = cls(net(), bucket_cap_mb=0.01)
-    for step in range(3):
-        model.zero_grad()
-        model.require_backward_grad_sync = False
-        loss = loss_of(model(*rows(step, rank)))
-        model.require_backward_grad_sync = True
-        model.reducer.prepare_for_backward([])
-        loss.backward()
-    return gradients(model)
-
-
 def mesh(cls, rank):
     device_mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     return train(cls(net(), device_mesh=device_mesh), rank, range(3))
@@ -353,7 +319,7 @@ def deep_copy(cls, rank):
     train(model, rank, range(3))
     copied = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
-    return [train(one, rank, range(3, 6)) for one in (model, copied, loaded)]
+    return [train(replica, rank, range(3, 6)) for replica in (model, copied, loaded)]
 
 
 def join(cls, rank, divide, hook):
@@ -551,7 +517,6 @@ SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
         delayed,
         sub_group,
         another_group,
-        driven_by_a_trainer,
         mesh,
         deep_copy,
         join_unused,
@@ -578,20 +543,19 @@ SCENARIOS |= {
 }
 
 
-def _scenario(rank: int, world_size: int, name: str) -> None:
-    scenario, args = SCENARIOS[name]
-    both(scenario)(rank, world_size, *args)
-
-
 # Torch's own class of 2.11 overwrites buffers that its backward pass needs.
 NOT_IN_OLD_TORCH = {"buffer-hook-after"} if Version(torch.__version__) < Version("2.12") else set()
 
 
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_scenario_ends_with_the_bits_of_torch(name):
+@on_ranks(2, ignore_warnings=(*REMARKS, "Detected uneven"))
+def test_a_scenario_ends_with_the_bits_of_torch(rank: int, name: str) -> None:
     if name in NOT_IN_OLD_TORCH:
-        pytest.skip("not in this torch's DistributedDataParallel")
-    run_ranks(_scenario, 2, name, ignore_warnings=(*REMARKS, "Detected uneven"))
+        return
+    scenario, args = SCENARIOS[name]
+    theirs = scenario(TorchDDP, rank, *args)
+    ours = scenario(ddp_core.DistributedDataParallel, rank, *args)
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
 # ---- hooks of commhooks

@@ -318,9 +318,9 @@ MUTANTS: list[Mutant] = [
         "_exchange_zeros",
         (
             "a shadowed first step of a static graph counts as one of the others'",
-            "        usage.join_static_graph()\n",
-            "        usage.join_static_graph()\n        plan.stage = type(plan.stage).NEW\n",
-            "tests/ddp/test_ddp_pairs.py"
+            "        usage.learn_of_others()\n",
+            "        usage.learn_of_others()\n        plan.stage = type(plan.stage).NEW\n",
+            "tests/ddp/test_ddp_graphs.py"
             "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
         ),
     ),
@@ -603,7 +603,7 @@ MUTANTS: list[Mutant] = [
             "everyone takes the model of the first that joined",
             "dist.all_reduce(choice, dist.ReduceOp.MAX, group=group)",
             "dist.all_reduce(choice, dist.ReduceOp.MIN, group=group)",
-            "tests/ddp/test_ddp_pairs.py::test_uneven_inputs_with_every_option_and_buffer_hooks",
+            "tests/ddp/test_ddp_graphs.py::test_uneven_inputs_with_every_option_and_buffer_hooks",
         ),
     ),
     *planted(

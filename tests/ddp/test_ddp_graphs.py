@@ -1,11 +1,10 @@
-"""Options of DistributedDataParallel with ways to use a model, against averaged local gradients."""
+"""Graphs that change, that backward goes through in parts, or that some ranks have no inputs for."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,9 +16,17 @@ from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.checkpoint import checkpoint
 
 from ddp_core import CollectiveError, DistributedDataParallel, MixedPrecision
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.models import Branches, Breaks, SometimesUnused, frozen_part, loss_of
-from tests.tools.training import averaged, batch, gradients, mlp, outcome
+from tests.tools.training import (
+    averaged,
+    batch,
+    equal_on_all_ranks,
+    gradients,
+    mlp,
+    outcome,
+    parameters,
+)
 
 LOW = MixedPrecision(torch.bfloat16, torch.float32, torch.bfloat16)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -35,37 +42,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "low-static": {"mixed_precision": LOW, "static_graph": True},
 }
 
-# ---- ways to come to a loss: (model, batch) -> None, gradients are in .grad afterwards
-
-
-def once(model: nn.Module, x: Tensor) -> None:
-    loss_of(model(x)).backward()
-
-
-def recomputed(model: nn.Module, x: Tensor, *, reentrant: bool) -> None:
-    loss_of(checkpoint(model, x.requires_grad_(), use_reentrant=reentrant)).backward()
-
-
-def penalised(model: nn.Module, x: Tensor) -> None:
-    output = model(x.requires_grad_())
-    (slope,) = torch.autograd.grad(output.float().sum(), x, create_graph=True)
-    (loss_of(output) + slope.square().sum()).backward()
+# ---- ways to come to a loss: gradients are in ``.grad`` afterwards
 
 
 def penalty_only(model: nn.Module, x: Tensor) -> None:
-    output = model(x.requires_grad_())
-    (slope,) = torch.autograd.grad(output.float().sum(), x, create_graph=True)
+    (slope,) = torch.autograd.grad(model(x).float().sum(), x, create_graph=True)
     slope.square().sum().backward()
 
 
 def saliency_first(model: nn.Module, x: Tensor) -> None:
-    output = model(x.requires_grad_())
+    output = model(x)
     torch.autograd.grad(output.sum(), x, retain_graph=True)
     loss_of(output).backward()
 
 
 def attacked_first(model: nn.Module, x: Tensor) -> None:
-    model(x.requires_grad_()).sum().backward(inputs=[x])
+    model(x).sum().backward(inputs=[x])
     assert x.grad is not None
     loss_of(model((x + 0.1 * x.grad.sign()).detach())).backward()
 
@@ -73,13 +65,6 @@ def attacked_first(model: nn.Module, x: Tensor) -> None:
 def functional_first(model: nn.Module, x: Tensor) -> None:
     torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
     loss_of(model(x)).backward()
-
-
-def evaluated_between(model: nn.Module, x: Tensor) -> None:
-    output = model(x)
-    with torch.no_grad():
-        model(2 * x)
-    loss_of(output).backward()
 
 
 def evaluated_within(model: nn.Module, x: Tensor) -> None:
@@ -92,90 +77,35 @@ def evaluated_within(model: nn.Module, x: Tensor) -> None:
     loss_of(output).backward()
 
 
-def two_forwards(model: nn.Module, x: Tensor) -> None:
-    (loss_of(model(x)) + loss_of(model(2 * x))).backward()
+def recomputed(model: nn.Module, x: Tensor) -> None:
+    loss_of(checkpoint(model, x, use_reentrant=True)).backward()
 
 
-WAYS: dict[str, Callable[[nn.Module, Tensor], None]] = {
-    "once": once,
-    "recomputed": lambda model, x: recomputed(model, x, reentrant=False),
-    "recomputed-reentrant": lambda model, x: recomputed(model, x, reentrant=True),
-    "penalised": penalised,
-    "penalty-only": penalty_only,
-    "saliency-first": saliency_first,
-    "attacked-first": attacked_first,
-    "functional-first": functional_first,
-    "evaluated-between": evaluated_between,
-    "evaluated-within": evaluated_within,
-    "two-forwards": two_forwards,
-}
+WAYS = (
+    *(penalty_only, saliency_first, attacked_first),
+    *(functional_first, evaluated_within, recomputed),
+)
 
 
-def same(ours: Tensor, expected: Tensor, *, low: bool) -> bool:
-    # bfloat16 has 8 bits; gradients here are sums of a few dozen products.
-    tolerance = 2.0**-5 if low else 1e-5
-    return float((ours - expected).abs().max()) <= tolerance * float(expected.abs().max())
-
-
-def _ways(rank: int, world_size: int, names: list[str]) -> list[str]:
-    wrong = []
-    for name, way, hooked in itertools.product(names, WAYS, (False, True)):
-        options, accumulates = OPTIONS[name], hooked == ("unused" in name)
+@pytest.mark.slow
+@on_ranks(2, timeout=100)
+def test_every_way_to_a_loss_gives_the_mean(rank: int) -> None:
+    for (name, options), way in itertools.product(OPTIONS.items(), WAYS):
         local = mlp()
         model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.001, **options)
         model.timeline.first = 2  # arrivals of recorded steps take another path
-        if hooked:
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
         for step in range(3):
-            for one in (model, local):
-                one.zero_grad()
-                if accumulates:
-                    with contextlib.nullcontext() if one is local else model.no_sync():
-                        WAYS[way](one, batch(100 + step, rank, 4, 16))
-                WAYS[way](one, batch(step, rank, 4, 16))
-            if not same(gradients(model), averaged(gradients(local)), low="low" in name):
-                wrong.append(f"{name} {way} hooked={hooked} accumulates={accumulates} step={step}")
-    return wrong
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [0, 1])
-def test_every_way_to_a_loss_gives_the_mean(part):
-    for wrong in run_ranks(_ways, 2, list(OPTIONS)[part::2], timeout=100):
-        assert wrong == []
-
-
-# ---- optimizer in backward
-
-
-def _in_backward(rank: int, world_size: int) -> list[str]:
-    wrong = []
-    for (name, options), way in itertools.product(OPTIONS.items(), ("once", "recomputed")):
-        results = []
-        for fused in (False, True):
-            module = mlp()
-            if fused:
-                _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-            model = DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
-            optimizer = None if fused else torch.optim.SGD(model.parameters(), lr=0.1)
-            for step in range(3):
-                if optimizer is not None:
-                    optimizer.zero_grad()
-                with model.no_sync():
-                    WAYS[way](model, batch(100 + step, rank, 4, 16))
-                WAYS[way](model, batch(step, rank, 4, 16))
-                if optimizer is not None:
-                    optimizer.step()
-            results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        if not torch.equal(*results):
-            wrong.append(f"{name} {way}")
-    return wrong
-
-
-@pytest.mark.slow
-def test_an_optimizer_in_backward_steps_as_after_it_with_every_option():
-    for wrong in run_ranks(_in_backward, 2, ignore_warnings=(".*full backward hook",)):
-        assert wrong == []
+            for replica in (model, local):
+                replica.zero_grad()
+                for part in (100 + step, step) if "unused" in name else (step,):
+                    quiet = part >= 100 and replica is model
+                    with model.no_sync() if quiet else contextlib.nullcontext():
+                        way(replica, batch(part, rank, 4, 16).requires_grad_())
+            ours, expected = gradients(model), averaged(gradients(local))
+            # bfloat16 has 8 bits; gradients here are sums of a few dozen products.
+            share = 2.0**-5 if "low" in name else 1e-5
+            bound = share * float(expected.abs().max())
+            assert float((ours - expected).abs().max()) <= bound, (name, way, step)
 
 
 class Broken(nn.Module):
@@ -201,35 +131,33 @@ def test_ranks_stay_equal_when_backward_raises_between_steps_in_backward(rank: i
         loss = loss_of(model(batch(step, rank, 4, 16), breaks))
         with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
             loss.backward()
-    everything = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert torch.equal(averaged(everything), everything)
+    assert equal_on_all_ranks(*model.parameters())
 
 
 # ---- graphs that change
 
 
-def _changed_graph(rank: int, world_size: int, uses: list[tuple[int, int]]) -> tuple[Any, Any]:
-    model = DistributedDataParallel(Branches(), static_graph=True, bucket_cap_mb=0.001)
-    error = None
-    for step, choices in enumerate(uses):
-        model.zero_grad()
-        loss = loss_of(model(batch(step, rank, 4, 16), choices[rank]))
-        error = error or outcome(loss.backward)
-        if error is not None:
-            break
-    return error, model._get_ddp_logging_data()["error"]
+# What the ranks use in each step.
+CHANGES = [[(0, 0), (2, 2)], [(0, 0), (0, 0), (0, 2)], [(1, 1), (0, 1)]]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("uses", [[(0, 0), (2, 2)], [(0, 0), (0, 0), (0, 2)], [(1, 1), (0, 1)]])
-def test_a_static_graph_that_changes_is_an_error_in_that_backward(uses):
-    results = run_ranks(_changed_graph, 2, uses)
-    changed = [rank for rank in range(2) if uses[0][rank] != uses[-1][rank]]
-    for rank, (error, logged) in enumerate(results):
-        assert error is not None
-        assert "Your training graph has changed in this iteration" in error[1]
-        assert error[0] == ("RuntimeError" if rank in changed else CollectiveError.__name__)
-        assert "Your training graph has changed in this iteration" in logged or rank not in changed
+@pytest.mark.parametrize("uses", CHANGES)
+@on_ranks(2)
+def test_a_static_graph_that_changes_is_an_error_in_that_backward(rank, uses):
+    model = DistributedDataParallel(Branches(), static_graph=True, bucket_cap_mb=0.001)
+    errors = []
+    for step, choices in enumerate(uses):
+        model.zero_grad()
+        loss = loss_of(model(batch(step, rank, 4, 16), choices[rank]))
+        errors.append(outcome(loss.backward))
+    assert errors[:-1] == [None] * (len(uses) - 1)
+    name, text = errors[-1]
+    assert "Your training graph has changed in this iteration" in text
+    changed = uses[0][rank] != uses[-1][rank]
+    assert name == ("RuntimeError" if changed else CollectiveError.__name__)
+    logged = model._get_ddp_logging_data()["error"]
+    assert "Your training graph has changed in this iteration" in logged or not changed
 
 
 @pytest.mark.slow
@@ -295,40 +223,33 @@ def _raise(grad: Tensor) -> None:
 # ---- skipped buckets
 
 
-def _skipped(rank: int, world_size: int) -> list[int]:
+@pytest.mark.slow
+@on_ranks(2)
+def test_buckets_are_skipped_where_no_rank_has_a_gradient(rank):
     def count(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
         launched.append(bucket.is_last())
         return default_hooks.allreduce_hook(None, bucket)
 
     launched: list[bool] = []
-    sent = []
-    options = OPTIONS["skipping"]
+    skipped = []
     torch.manual_seed(0)
     local = Branches()
+    options = OPTIONS["skipping"]
     model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.0005, **options)
     model.register_comm_hook(None, count)
     for step, (choice, earlier) in enumerate([(0, 0), (rank, rank), (2, rank), (2, 2), (1, 2)]):
         launched.clear()
-        for one in (model, local):
-            one.zero_grad()
-            with contextlib.nullcontext() if one is local else model.no_sync():
-                loss_of(one(batch(100 + step, rank, 4, 16), earlier)).backward()
-            loss_of(one(batch(step, rank, 4, 16), choice)).backward()
-        for mine, theirs in zip(model.module.parameters(), local.parameters(), strict=True):
-            grad = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
-            expected = averaged(grad)
-            ours = torch.zeros_like(mine) if mine.grad is None else mine.grad
-            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+        for replica in (model, local):
+            replica.zero_grad()
+            with contextlib.nullcontext() if replica is local else model.no_sync():
+                loss_of(replica(batch(100 + step, rank, 4, 16), earlier)).backward()
+            loss_of(replica(batch(step, rank, 4, 16), choice)).backward()
+        expected = averaged(gradients(local))
+        torch.testing.assert_close(gradients(model), expected, rtol=1e-5, atol=1e-7)
         assert launched == [False] * (len(launched) - 1) + [True]
         assert model._get_ddp_logging_data()["num_buckets_reduced"] == len(launched)
-        sent.append(len(launched) < len(model.reducer.buckets))
-    return sent
-
-
-@pytest.mark.slow
-def test_buckets_are_skipped_where_no_rank_has_a_gradient():
-    for sent in run_ranks(_skipped, 2):
-        assert sent == [True, False, False, True, False]
+        skipped.append(len(launched) < len(model.reducer.buckets))
+    assert skipped == [True, False, False, True, False]
 
 
 # ---- uneven inputs
@@ -363,16 +284,15 @@ def _average_buffers(state: None, buffers: dict[str, Tensor]) -> list[Any]:
     ]
 
 
-def _join(rank: int, world_size: int) -> list[str]:
-    wrong = []
+@on_ranks(3, timeout=100)
+def test_uneven_inputs_with_every_option_and_buffer_hooks(rank):
     names = ("unused", "view", "static", "skipping", "static-skipping", "low-unused")
     for number, (name, location) in enumerate(itertools.product(names, (None, _Before, _After))):
         options = OPTIONS[name]
         by_world = bool(number % 2)
         if "static_graph" not in options:
             options = {**options, "find_unused_parameters": True}
-        local = WithBuffers()
-        model = DistributedDataParallel(copy.deepcopy(local), bucket_cap_mb=0.001, **options)
+        model = DistributedDataParallel(WithBuffers(), bucket_cap_mb=0.001, **options)
         model.schedule_comm_hook(1, None, default_hooks.allreduce_hook)
         if location is not None:
             model._register_buffer_comm_hook(None, _average_buffers, location)
@@ -390,17 +310,8 @@ def _join(rank: int, world_size: int) -> list[str]:
                         for parameter in model.parameters():
                             if parameter.grad is not None:
                                 parameter -= 0.01 * parameter.grad
-        everything = torch.cat([p.detach().flatten() for p in model.parameters()])
-        first = everything.clone()
-        dist.broadcast(first, 0)
-        if not torch.equal(first, everything) or model.reducer.launcher.step != 6:
-            wrong.append(f"{name} {location} {by_world}")
-    return wrong
-
-
-def test_uneven_inputs_with_every_option_and_buffer_hooks():
-    for wrong in run_ranks(_join, 3, timeout=100):
-        assert wrong == []
+        assert equal_on_all_ranks(*model.parameters()), (name, location, by_world)
+        assert model.reducer.launcher.step == 6
 
 
 class _Maybe(nn.Module):
@@ -416,23 +327,19 @@ class _Maybe(nn.Module):
         return y
 
 
-def _idle_in_a_static_graph(rank: int, world_size: int, steps: list[list[int]]) -> Tensor:
+# A rank that uses no parameter; one without inputs in the first step; in the first four.
+@pytest.mark.parametrize("steps", [[[4, 4]], [[1, 0], [4, 4]], [[4, 0], [4, 4]]])
+@on_ranks(2, pg_timeout=5)
+def test_a_rank_that_is_idle_at_first_rebuilds_with_the_others(rank, steps):
     model = DistributedDataParallel(_Maybe(), static_graph=True, bucket_cap_mb=0.001)
     for epoch, counts in enumerate(steps):
         with model.join():
             for step in range(counts[rank]):
                 x = batch(10 * epoch + step, rank, 4, 16).requires_grad_()
                 loss_of(model(x, uses=rank == 0 or len(steps) > 1)).backward()
-    averages = averaged(gradients(model)) if len(steps) == 1 else torch.zeros(())
-    buckets = torch.tensor([index for one in model.reducer.buckets for index in one.members])
-    return torch.cat([averages.flatten(), buckets])
-
-
-# A rank that uses no parameter; one without inputs in the first step; in the first four.
-@pytest.mark.parametrize("steps", [[[4, 4]], [[1, 0], [4, 4]], [[4, 0], [4, 4]]])
-def test_a_rank_that_is_idle_at_first_rebuilds_with_the_others(steps):
-    first, second = run_ranks(_idle_in_a_static_graph, 2, steps, pg_timeout=5)
-    assert torch.equal(first, second)
+    members = [index for bucket in model.reducer.buckets for index in bucket.members]
+    assert equal_on_all_ranks(torch.tensor(members))
+    assert len(steps) > 1 or equal_on_all_ranks(gradients(model))
 
 
 # ---- other ranks
@@ -480,9 +387,6 @@ def test_a_hook_follows_to_other_ranks_or_says_that_it_cannot(rank: int, world_s
             assert error is None
         assert model.timeline.every == 1
         loss_of(model(batch(1, rank, 4, 16))).backward()
-        everything = torch.cat([p.detach().flatten() for p in model.parameters()])
-        torch.testing.assert_close(everything, averaged(everything), rtol=0, atol=0)
-        assert not torch.equal(
-            everything, torch.cat([p.detach().flatten() for p in mlp().parameters()])
-        )
+        assert equal_on_all_ranks(*model.parameters())
+        assert not torch.equal(parameters(model), parameters(mlp()))
         assert all(parameter.grad is None for parameter in model.parameters())  # it has stepped
