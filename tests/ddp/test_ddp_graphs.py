@@ -1,4 +1,4 @@
-"""Graphs that change, that backward goes through in parts, or that some ranks have no inputs for."""
+"""Graphs that change, backward passes in parts, and ranks without inputs."""
 
 from __future__ import annotations
 

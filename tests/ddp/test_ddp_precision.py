@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.ddp.test_ddp_steps import Net
 from tests.tools import models
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.models import loss_of
-from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, parameters
+from tests.tools.training import averaged, batch, equal_on_all_ranks, gradients, mlp, parameters
 
 LOW = MixedPrecision(torch.bfloat16, torch.float32)
 
@@ -27,8 +27,8 @@ def wrapped(module: nn.Module, **options: Any) -> DistributedDataParallel:
 
 
 def dtypes(model: nn.Module) -> set[torch.dtype]:
-    found = {parameter.dtype for parameter in model.parameters()}
-    return found | {p.grad.dtype for p in model.parameters() if p.grad is not None}
+    kept = {parameter.dtype for parameter in model.parameters()}
+    return kept | {p.grad.dtype for p in model.parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
@@ -191,21 +191,18 @@ def test_an_update_of_the_low_copies_is_not_lost_in_silence(rank: int) -> None:
     loss_of(model(x)).backward()
 
 
-def _penalty_before(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_penalty_on_the_weights_before_forward_is_refused(rank: int) -> None:
     model = wrapped(mlp(), mixed_precision=LOW)
     x = batch(0, rank, 4, 16)
     penalty = sum(parameter.square().sum() for parameter in model.parameters())
-    with pytest.raises(RuntimeError) as raised:
+    before = "as it was before the forward pass, with full precision"
+    with pytest.raises(RuntimeError, match=before):
         (loss_of(model(x)) + penalty).backward()
-    return str(raised.value)
 
 
-def test_a_penalty_on_the_weights_before_forward_is_refused():
-    for text in run_ranks(_penalty_before, 2):
-        assert "as it was before the forward pass, with full precision" in text
-
-
-def _collected(rank: int, world_size: int) -> Tensor:
+@on_ranks(2)
+def test_graphs_that_are_collected_late_do_no_harm(rank: int) -> None:
     """Old graphs in reference cycles are freed at any time, also while parameters are lowered."""
     model = wrapped(mlp(), mixed_precision=LOW)
     gc.set_threshold(1)
@@ -220,8 +217,4 @@ def _collected(rank: int, world_size: int) -> Tensor:
     finally:
         gc.set_threshold(700)
     assert dtypes(model) == {torch.float32}
-    return parameters(model)
-
-
-def test_graphs_that_are_collected_late_do_no_harm():
-    assert equal_bits(run_ranks(_collected, 2))
+    assert equal_on_all_ranks(parameters(model))

@@ -1,4 +1,4 @@
-"""What the state of a communication hook hears of a step's end."""
+"""Events of a step's end that the state of a communication hook hears of."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
+from commhooks.errors import RegistrationError
 from ddp_core import DistributedDataParallel
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.models import Breaks, loss_of
-from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
+from tests.tools.training import averaged, batch, equal_on_all_ranks, gradients, mlp, outcome
 
 
 class Recorder:
@@ -178,17 +179,13 @@ def test_a_rank_without_inputs_keeps_what_nobody_applies(rank: int, view: bool) 
     assert all(map(torch.equal, kept(), before)), "counts as sent, was not applied"
 
 
-def _refused_on_torchs(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_torchs_join_with_unused_parameters_and_memory_is_refused(rank: int) -> None:
     model = TorchDDP(Net(), find_unused_parameters=True)
     commhooks.register(model, "topk", ratio=0.1)
-    with pytest.raises(commhooks.errors.RegistrationError) as raised, model.join():
+    unaware = "a rank without inputs is not told which parameters no rank has used"
+    with pytest.raises(RegistrationError, match=unaware), model.join():
         one_step(model, 0, rank)
-    return str(raised.value)
-
-
-def test_torchs_join_with_unused_parameters_and_memory_is_refused():
-    for text in run_ranks(_refused_on_torchs, 2):
-        assert "a rank without inputs is not told which parameters no rank has used" in text
 
 
 @pytest.mark.parametrize("how", ["torch", "core", "replicate"])
@@ -241,31 +238,22 @@ def test_a_step_that_fails_at_its_end_is_abandoned(rank: int) -> None:
     assert state.take() == ["abandoned"]
 
 
-def _delayed_joins(rank: int, _: int) -> str:
+def delayed_in(module: nn.Module, prefix: str = "2.") -> dict[str, Any]:
+    """Options that delay the all-reduce of a layer."""
+    named = [(name, p) for name, p in module.named_parameters() if name.startswith(prefix)]
+    return {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": named[0][1]}
+
+
+@on_ranks(1)
+def test_delayed_parameters_that_step_in_backward_or_join_are_refused() -> None:
     module = mlp()
-    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
-    model = DistributedDataParallel(
-        module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
-    )
-    with pytest.raises(RuntimeError) as raised, model.join():
+    model = DistributedDataParallel(module, **delayed_in(module))
+    with pytest.raises(RuntimeError, match="delay_all_reduce_named_params"), model.join():
         pass
-    return str(raised.value)
-
-
-def _delayed_in_backward(rank: int, _: int) -> str:
     module = mlp()
     _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-    delayed = [(name, p) for name, p in module.named_parameters() if name.startswith("2.")]
-    with pytest.raises(ValueError, match="delay_all_reduce") as raised:
-        DistributedDataParallel(
-            module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=delayed[0][1]
-        )
-    return str(raised.value)
-
-
-def test_delayed_parameters_with_an_optimizer_in_backward_are_refused():
-    (text,) = run_ranks(_delayed_in_backward, 1)
-    assert "2.weight, 2.bias run in backward" in text
+    with pytest.raises(ValueError, match=r"delay_all_reduce.*2.weight, 2.bias run in backward"):
+        DistributedDataParallel(module, **delayed_in(module))
 
 
 DELAYED = ["", "compiled", "replaced", "evaluated", "zeroed", "create_graph", "recomputed", "all"]
@@ -305,11 +293,6 @@ def test_delayed_parameters_are_averaged(rank: int, how: str) -> None:
         torch.testing.assert_close(gradients(model).detach(), averaged(gradients(local)))
 
 
-def test_delayed_parameters_and_uneven_inputs_are_refused() -> None:
-    for text in run_ranks(_delayed_joins, 1):
-        assert "delay_all_reduce_named_params" in text
-
-
 class Recomputes(nn.Module):
     """A part is recomputed in an inner backward pass; the outer one raises afterwards, if told."""
 
@@ -323,7 +306,8 @@ class Recomputes(nn.Module):
         return self.last(checkpoint(self.inner, x, use_reentrant=True))
 
 
-def _raises_outside(rank: int, world_size: int) -> Tensor:
+@on_ranks(2)
+def test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank(rank: int) -> None:
     model = DistributedDataParallel(Recomputes(), bucket_cap_mb=0.002)
     hook = commhooks.register(model, "random_k", ratio=0.5)
     counts = []
@@ -336,8 +320,4 @@ def _raises_outside(rank: int, world_size: int) -> Tensor:
             time.sleep(0.05)  # here the exchanges are over at the next forward pass
         counts.append(hook.step)
     assert counts == [1, 1, 2, 3, 3, 4, 5, 5, 6]
-    return gradients(model)
-
-
-def test_a_step_that_raises_after_an_inner_pass_is_no_step_on_any_rank():
-    assert equal_bits(run_ranks(_raises_outside, 2))
+    assert equal_on_all_ranks(gradients(model))

@@ -14,8 +14,8 @@ import commhooks
 import ddp_core
 from ddp_core import AllReduce
 from ddp_core.exchange import _collectives as sparse_sum
-from tests.tools.harness import run_ranks
-from tests.tools.training import equal_bits, flat
+from tests.tools.harness import on_ranks
+from tests.tools.training import flat
 
 
 def as_on_nccl() -> Any:
@@ -30,36 +30,30 @@ def sparse(rank: int, entries: int) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, (9, 3), check_invariants=True)
 
 
-def _sums(rank: int, world_size: int, per_rank: int) -> bool:
+@pytest.mark.parametrize("per_rank", [0, 5])
+@on_ranks(3)
+def test_the_sum_is_gloos(rank: int, per_rank: int) -> None:
     group = dist.group.WORLD
     assert group is not None
-    equal = []
     for op in ("mean", "sum"):
-        mine = sparse(rank, per_rank * rank)
-        expected, summed = mine.clone(), mine.clone()
+        values = sparse(rank, per_rank * rank)
+        expected, summed = values.clone(), values.clone()
         AllReduce(expected, op).issue(group).wait()
         with as_on_nccl():
             work = AllReduce(summed, op).issue(group)
             assert isinstance(work, sparse_sum.SparseSum)
             work.wait()
         assert summed.is_coalesced()
-        equal.append(torch.equal(summed.to_dense(), expected.to_dense()))
-    return all(equal)
+        assert torch.equal(summed.to_dense(), expected.to_dense())
 
 
-@pytest.mark.parametrize("per_rank", [0, 5])
-def test_the_sum_is_gloos(per_rank: int) -> None:
-    assert run_ranks(_sums, 3, per_rank) == [True] * 3
-
-
-def _maximum(rank: int, world_size: int) -> str:
-    with as_on_nccl(), pytest.raises(ValueError, match="can be summed") as caught:
+@on_ranks(1)
+def test_a_maximum_is_refused(rank: int) -> None:
+    with (
+        as_on_nccl(),
+        pytest.raises(ValueError, match="'max'.*can be summed"),
+    ):
         AllReduce(sparse(rank, 2), "max").issue(dist.group.WORLD)
-    return str(caught.value)
-
-
-def test_a_maximum_is_refused() -> None:
-    assert "'max'" in run_ranks(_maximum, 1)[0]
 
 
 class Embedded(nn.Module):
@@ -77,7 +71,19 @@ class Embedded(nn.Module):
         return self.out(inside + self.places(x) if places else inside)
 
 
-def _trained(rank: int, world_size: int, scheme: str | None, options: Any) -> bool:
+@pytest.mark.parametrize("scheme", [None, "fp16", "topk"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+        {"gradient_as_bucket_view": True},
+    ],
+    ids=["plain", "static", "unused", "view"],
+)
+@on_ranks(2)
+def test_training_is_as_on_gloo(rank: int, scheme: str | None, options: dict[str, Any]) -> None:
     def train() -> torch.Tensor:
         model = ddp_core.DistributedDataParallel(Embedded(), bucket_cap_mb=1e-4, **options)
         if scheme is not None:
@@ -93,44 +99,24 @@ def _trained(rank: int, world_size: int, scheme: str | None, options: Any) -> bo
 
     expected = train()
     with as_on_nccl():
-        return equal_bits([expected, train()])
+        assert torch.equal(expected, train())
 
 
-@pytest.mark.parametrize("scheme", [None, "fp16", "topk"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"gradient_as_bucket_view": True},
-    ],
-    ids=["plain", "static", "unused", "view"],
-)
-def test_training_is_as_on_gloo(scheme: str | None, options: dict[str, Any]) -> None:
-    assert run_ranks(_trained, 2, scheme, options) == [True, True]
-
-
-def _shared_values(rank: int, world_size: int, scheme: str | None, torchs: bool) -> bool:
-    """Whether two embeddings whose sum is used get the gradients of dense ones."""
-    grads = []
-    for is_sparse in (True, False):
-        model = Embedded()
-        model.words.sparse = model.places.sparse = is_sparse
-        make = nn.parallel.DistributedDataParallel if torchs else ddp_core.DistributedDataParallel
-        ddp = make(model)
-        if scheme is not None:
-            commhooks.register(ddp, scheme)
-        ids = torch.randint(0, 20, (6,), generator=torch.Generator().manual_seed(rank))
-        ddp(ids, True).square().mean().backward()
-        grads.append(flat([model.words.weight.grad, model.places.weight.grad]))
-    return torch.allclose(*grads)
-
-
-@pytest.mark.parametrize(
-    ("scheme", "torchs"), [(None, False), ("none", False), ("none", True)], ids=str
-)
-def test_gradients_that_share_their_values_are_averaged_once(
-    scheme: str | None, torchs: bool
-) -> None:
-    assert run_ranks(_shared_values, 2, scheme, torchs) == [True, True]
+@on_ranks(2)
+def test_gradients_that_share_their_values_are_averaged_once(rank: int) -> None:
+    for scheme, wrap in (
+        (None, ddp_core.DistributedDataParallel),
+        ("none", ddp_core.DistributedDataParallel),
+        ("none", nn.parallel.DistributedDataParallel),
+    ):
+        grads = []
+        for is_sparse in (True, False):
+            model = Embedded()
+            model.words.sparse = model.places.sparse = is_sparse
+            ddp = wrap(model)
+            if scheme is not None:
+                commhooks.register(ddp, scheme)
+            ids = torch.randint(0, 20, (6,), generator=torch.Generator().manual_seed(rank))
+            ddp(ids, True).square().mean().backward()
+            grads.append(flat([model.words.weight.grad, model.places.weight.grad]))
+        assert torch.allclose(*grads)

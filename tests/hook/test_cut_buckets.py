@@ -18,8 +18,16 @@ from commhooks.hook._engine import Engine
 from commhooks.wrappers._base import Wrapper
 from ddp_core import simulate
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_ranks
-from tests.tools.training import batch, equal_bits, gradients, mlp, residuals
+from tests.tools.harness import on_ranks
+from tests.tools.training import (
+    averaged,
+    batch,
+    equal_bits,
+    equal_on_all_ranks,
+    gradients,
+    mlp,
+    residuals,
+)
 
 LIMITED = [name for name in BUILT_IN if commhooks.make(name).traits.max_bucket_numel < sys.maxsize]
 MOST = 16 * 16  # a weight of the model; its bias has a part of its own
@@ -86,46 +94,36 @@ def test_a_cut_bucket_gives_what_small_buckets_give(name: str) -> None:
     ],
     ids=["plain", "static", "unused", "view"],
 )
-def test_modes_of_both_classes(core: bool, options: dict[str, Any]) -> None:
-    results = run_ranks(_in_mode, 2, core, options)
-    assert all(right for right, _ in results)
-    assert equal_bits([values for _, values in results])
-
-
-def _in_mode(rank: int, world_size: int, core: bool, options: Any) -> tuple[bool, torch.Tensor]:
-    """Trains with parts of one weight each; the sum of what is sent and kept is the gradient."""
+@on_ranks(2)
+def test_modes_of_both_classes(
+    rank: int, world_size: int, core: bool, options: dict[str, Any]
+) -> None:
+    """With parts of one weight each, the sum of what is sent and kept is the gradient."""
     model = _model(core, 25, options)
     hook = commhooks.register(model, Small(commhooks.make("topk", ratio=0.1)))
     before = residuals(hook, model)
-    right = True
     for step in range(3):
         model.zero_grad()
         model(batch(step, rank, 4, 16)).square().mean().backward()
         local = mlp()
         local.load_state_dict(model.module.state_dict())
         local(batch(step, rank, 4, 16)).square().mean().backward()
-        total = before + gradients(local)
         after = residuals(hook, model)
-        sent = total - after
-        torch.distributed.all_reduce(sent)
-        right &= torch.allclose(sent / world_size, gradients(model), atol=1e-7)
+        sent = averaged(before + gradients(local) - after)
+        assert torch.allclose(sent, gradients(model), atol=1e-7)
         before = after
-    return right, gradients(model)
+    assert equal_on_all_ranks(gradients(model))
 
 
-def _coalesced(rank: int, world_size: int) -> tuple[torch.Tensor, int]:
+@on_ranks(2)
+def test_coalesced_buckets_are_cut_too(rank: int) -> None:
     scheme = Small(commhooks.make("topk", ratio=0.1, coalesce=True))
     model = _model(True, 1e-3, {})
     hook = commhooks.register(model, scheme)
     for step in range(3):
         model(batch(step, rank, 4, 16)).square().mean().backward()
-    return gradients(model), len(hook.report().query("step == 2"))
-
-
-def test_coalesced_buckets_are_cut_too() -> None:
-    results = run_ranks(_coalesced, 2)
-    assert equal_bits([values for values, _ in results])
-    assert {rows for _, rows in results} == {6}  # three weights, three biases
+    assert equal_on_all_ranks(gradients(model))
+    assert len(hook.report().query("step == 2")) == 6  # three weights, three biases
 
 
 def test_a_large_parameter_is_a_part_of_its_own() -> None:
@@ -138,18 +136,16 @@ def test_a_large_parameter_is_a_part_of_its_own() -> None:
     assert ranks.buckets == [("a", "b"), ("c",), ("d",)]
 
 
-def _timeline(rank: int, world_size: int) -> list[int]:
+@on_ranks(1)
+def test_the_timeline_has_the_rounds_of_all_parts(rank: int) -> None:
     model = _model(True, 25, {})
     commhooks.register(model, Small(commhooks.make("topk", ratio=0.1)))
     model(batch(0, rank, 4, 16)).square().mean().backward()
-    return [len(bucket.rounds) for bucket in model.timeline.steps[-1].buckets]
+    assert [len(bucket.rounds) for bucket in model.timeline.steps[-1].buckets] == [6]
 
 
-def test_the_timeline_has_the_rounds_of_all_parts() -> None:
-    assert run_ranks(_timeline, 1) == [[6]]
-
-
-def _outside_of_backward(rank: int, world_size: int) -> int:
+@on_ranks(2)
+def test_parts_outside_of_backward_are_one_step() -> None:
     """Hands a bucket to the hook itself, as hosts without a backward pass do."""
     model = mlp()
     hook = commhooks.HookState(Small(commhooks.make("topk", ratio=0.1)), model)
@@ -157,11 +153,7 @@ def _outside_of_backward(rank: int, world_size: int) -> int:
         values = list(model.parameters())
         buffer = torch.cat([value.detach().reshape(-1) for value in values])
         hook.start(ddp_core.GradBucket(0, buffer, values)).wait()
-    return hook.step
-
-
-def test_parts_outside_of_backward_are_one_step() -> None:
-    assert run_ranks(_outside_of_backward, 2) == [3, 3]
+    assert hook.step == 3
 
 
 @dataclass(frozen=True)
