@@ -51,7 +51,7 @@ def test_the_sum_is_gloos(rank: int, per_rank: int) -> None:
 def test_a_maximum_is_refused(rank: int) -> None:
     with (
         as_on_nccl(),
-        pytest.raises(ValueError, match="'max'.*can be summed"),
+        pytest.raises(ValueError, match=r"'max'.*can be summed"),
     ):
         AllReduce(sparse(rank, 2), "max").issue(dist.group.WORLD)
 

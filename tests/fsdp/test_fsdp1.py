@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -32,28 +33,28 @@ def _unit(strategy: str, original: bool = True) -> FullyShardedDataParallel:
 
 def _flat(model: FullyShardedDataParallel) -> Tensor:
     units = FullyShardedDataParallel.fsdp_modules(model)
-    flats: list[Any] = [one._handle.flat_param for one in units if one._handle is not None]
+    flats: list[Any] = [unit._handle.flat_param for unit in units if unit._handle is not None]
     grads = [flat._saved_grad_shard if flat.grad is None else flat.grad for flat in flats]
     return torch.cat([grad.reshape(-1).float() for grad in grads])
 
 
-def _matches(rank: int, world_size: int, strategy: str, name: str, original: bool) -> float:
-    plain, ours = _unit(strategy, original), _unit(strategy, original)
-    hook = commhooks.register(ours, name)
-    for model in (plain, ours):
-        backward(model, 0, rank)
-    assert hook.step == 1
-    assert {row.bucket for row in hook.ledger._rows} >= {0, 1, 2}
-    wanted, found = _flat(plain), _flat(ours)
-    return float((found - wanted).norm() / wanted.norm())
+def _error(ours: FullyShardedDataParallel, plain: FullyShardedDataParallel) -> float:
+    """Relative distance of two models' gradients."""
+    wanted = _flat(plain)
+    return float((_flat(ours) - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-@pytest.mark.parametrize("original", [True, False])
-def test_the_mean_arrives(strategy: str, original: bool) -> None:
-    for name, most in (("none", 0.0), ("int8", 0.02)):
-        ranks = run_ranks(_matches, 2, strategy, name, original, ignore_warnings=QUIET)
-        assert max(ranks) <= most
+@on_ranks(2, ignore_warnings=QUIET)
+def test_the_mean_arrives(rank: int, strategy: str) -> None:
+    for original, (name, most) in product((True, False), (("none", 0.0), ("int8", 0.02))):
+        plain, ours = _unit(strategy, original), _unit(strategy, original)
+        hook = commhooks.register(ours, name)
+        for model in (plain, ours):
+            backward(model, 0, rank)
+        assert hook.step == 1
+        assert {row.bucket for row in hook.ledger._rows} >= {0, 1, 2}
+        assert _error(ours, plain) <= most
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -71,8 +72,7 @@ def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing(rank: int) -> None:
             ours = _unit(strategy)
             ours.register_comm_hook(dist.group.WORLD, hook)
             backward(ours, 0, rank)
-            wanted, found = _flat(plain), _flat(ours)
-            assert least <= float((found - wanted).norm() / wanted.norm()) <= most
+            assert least <= _error(ours, plain) <= most
     for state, refused in (
         (None, commhooks.allreduce_hook),
         (commhooks.PowerSGDState(None), commhooks.powerSGD_hook),
@@ -96,14 +96,13 @@ def test_the_mean_arrives_from_memory_of_a_schemes_own(rank: int) -> None:
         commhooks.register(chosen, commhooks.PerParameter(rules, default=commhooks.make("none")))
         for model in (plain, ours, kept, chosen):
             backward(model, 0, rank)
-        wanted, found, near, other = map(_flat, (plain, ours, kept, chosen))
-        assert torch.equal(wanted, found)
-        assert 0 < float((near - wanted).norm() / wanted.norm()) < 0.4
-        assert 0 < float((other - wanted).norm() / wanted.norm()) < 0.02
-        exact = (other == wanted).sum()
+        assert _error(ours, plain) == 0
+        assert 0 < _error(kept, plain) < 0.4
+        assert 0 < _error(chosen, plain) < 0.02
+        exact = (_flat(chosen) == _flat(plain)).sum()
         dist.all_reduce(exact)
-        biases = [one for name, one in model_of().named_parameters() if name.endswith("bias")]
-        assert exact >= sum(one.numel() for one in biases)
+        biases = [value for name, value in model_of().named_parameters() if "bias" in name]
+        assert exact >= sum(value.numel() for value in biases)
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -120,34 +119,30 @@ def test_whole_gradients_have_no_padding(rank: int) -> None:
     assert hook.step == 1
 
 
-def _run(rank: int, world_size: int, host: str, state: dict[str, Any] | None) -> dict[str, Any]:
-    model: Any = DistributedDataParallel(model_of()) if host == "ddp" else _unit("FULL_SHARD")
-    hook = commhooks.register(model, "int4", block=64)
-    if state is not None:
-        hook.load_state_dict(state)
-        return hook.state_dict(gather=True)
-    for step in range(2):
-        backward(model, step, rank)
-    return hook.state_dict(gather=True)
-
-
-@pytest.mark.parametrize(("first", "second"), [("ddp", "fsdp1"), ("fsdp1", "ddp")])
-def test_what_one_host_saves_another_loads(first: str, second: str) -> None:
-    saved = run_ranks(_run, 3, first, None, ignore_warnings=QUIET)[0]
-    loaded = run_ranks(_run, 3, second, saved, ignore_warnings=QUIET)[0]
-    for key in ("rank0", "rank1", "rank2"):
-        wanted, found = (
-            {
-                name: value
-                for name, value in one[key]["memory"]["residual"].items()
-                if "#" not in name
-            }
-            for one in (saved, loaded)
-        )
-        assert list(wanted) == list(found)
-        for name, value in wanted.items():
-            assert value.any()
-            assert torch.equal(found[name], value)
+@on_ranks(3, ignore_warnings=QUIET)
+def test_what_one_host_saves_another_loads(rank: int) -> None:
+    for hosts in (("ddp", "fsdp1"), ("fsdp1", "ddp")):
+        states = []
+        for host in hosts:
+            model: Any = (
+                DistributedDataParallel(model_of()) if host == "ddp" else _unit("FULL_SHARD")
+            )
+            hook = commhooks.register(model, "int4", block=64)
+            if states:
+                hook.load_state_dict(states[0])
+            else:
+                for step in range(2):
+                    backward(model, step, rank)
+            state = [hook.state_dict(gather=True)]
+            dist.broadcast_object_list(state)
+            states += state
+        for key in ("rank0", "rank1", "rank2"):
+            saved, loaded = (state[key]["memory"]["residual"] for state in states)
+            names = [name for name in saved if "#" not in name]
+            assert names == [name for name in loaded if "#" not in name]
+            for name in names:
+                assert saved[name].any()
+                assert torch.equal(saved[name], loaded[name])
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -206,8 +201,8 @@ def test_what_cannot_run_is_refused(rank: int) -> None:
         commhooks.register(_unit("FULL_SHARD"), "auto")
     with pytest.raises(RegistrationError, match="for models of FSDP2"):
         commhooks.register(_unit("FULL_SHARD"), "int8", replicate_group=dist.group.WORLD)
-    one = dist.new_group([rank], use_local_synchronization=True)
-    groups: Any = (dist.group.WORLD, one)
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    groups: Any = (dist.group.WORLD, alone)
     hybrid = FullyShardedDataParallel(
         model_of(),
         groups,
@@ -248,29 +243,24 @@ def test_a_pass_after_one_that_raised_is_an_error(rank: int, strategy: str) -> N
     assert hook.step == 1
 
 
-def _beside(rank: int, world_size: int) -> list[str]:
-    errors = []
-    for trained in (False, True):
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_loss_beside_a_whole_unit_is_an_error(rank: int) -> None:
+    """The parameters of a sharded one are flat pieces outside of it, which no layer takes."""
+    for trained, text in (
+        (False, "without a forward pass of FullyShardedDataParallel"),
+        (True, "after this step's gradients were averaged"),
+    ):
         model = _unit("NO_SHARD")
         commhooks.register(model, "int8")
         if trained:
             with model.no_sync():
                 backward(model, 0, rank)
-            penalty = sum(one.square().sum() for one in model.parameters())
+            penalty = sum(value.square().sum() for value in model.parameters())
             (model(torch.randn(4, 33)).square().sum() + penalty).backward()
         layer = model.get_submodule("_fsdp_wrapped_module.0._fsdp_wrapped_module")
         loss = layer(torch.randn(4, 33)).square().sum()
-        with pytest.raises(HookNotAttachedError) as error:
+        with pytest.raises(HookNotAttachedError, match=text):
             loss.backward()
-        errors.append(str(error.value))
-    return errors
-
-
-def test_a_loss_beside_a_whole_unit_is_an_error() -> None:
-    """The parameters of a sharded one are flat pieces outside of it, which no layer takes."""
-    for first, later in run_ranks(_beside, 2, ignore_warnings=QUIET):
-        assert "without a forward pass of FullyShardedDataParallel" in first
-        assert "after this step's gradients were averaged" in later
 
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])

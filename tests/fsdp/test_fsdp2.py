@@ -30,6 +30,7 @@ from commhooks.fsdp import gather_parameters, replicate
 from commhooks.schemes import Dense
 from commhooks.wrappers import AveragedFeedback
 from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import equal_on_all_ranks
 
 # With feedback: over steps, what is sent and what is kept add up to the gradients.
 SHARDED = {
@@ -78,7 +79,36 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _native(rank: int, world_size: int, policy: dict[str, torch.dtype], accumulate: int) -> None:
+def equal(gradients: dict[str, Tensor], others: dict[str, Tensor]) -> None:
+    """Asserts that gradients have the same bits."""
+    assert list(gradients) == list(others)
+    for name, value in gradients.items():
+        assert torch.equal(value, others[name]), name
+
+
+def worst_error(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    """The largest relative error of a parameter's gradient."""
+    return max(float((gradients[key] - exact[key]).norm() / exact[key].norm()) for key in exact)
+
+
+def _distance(gradients: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    return float(torch.cat([(gradients[key] - exact[key]).view(-1) for key in exact]).norm())
+
+
+@pytest.mark.parametrize(
+    ("policy", "accumulate"),
+    [
+        ({}, 1),
+        ({}, 2),
+        ({"reduce_dtype": torch.bfloat16}, 1),
+        ({"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, 1),
+    ],
+    ids=["plain", "accumulated", "reduce", "param"],
+)
+@on_ranks(3)
+def test_none_has_the_bits_of_fsdp2_itself(
+    rank: int, policy: dict[str, torch.dtype], accumulate: int
+) -> None:
     plain, ours = (sharded(model_of(), mp_policy=MixedPrecisionPolicy(**policy)) for _ in range(2))
     hook = commhooks.register(ours, "none")
     for step in range(2):
@@ -87,39 +117,11 @@ def _native(rank: int, world_size: int, policy: dict[str, torch.dtype], accumula
                 model.set_requires_gradient_sync(turn == accumulate - 1)  # type: ignore[operator]
                 backward(model, accumulate * step + turn, rank)
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        for (name, one), other in zip(
-            gradients(plain).items(), gradients(ours).values(), strict=True
-        ):
-            assert torch.equal(one, other), name
+        equal(gradients(plain), gradients(ours))
     assert hook.step == 2
     assert hook.calls == 2 * 3  # one for each layer with parameters
     # The last row is of the verdict: whether all shards are finite.
     assert {row.bucket for row in hook.ledger._rows} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_none_has_the_bits_of_fsdp2_itself(world_size: int, accumulate: int) -> None:
-    run_ranks(_native, world_size, {}, accumulate)
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"reduce_dtype": torch.bfloat16},
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    ],
-    ids=["reduce", "param"],
-)
-def test_none_has_the_bits_of_fsdp2_itself_in_mixed_precision(
-    policy: dict[str, torch.dtype],
-) -> None:
-    run_ranks(_native, 2, policy, 1)
-
-
-def _add_up(rank: int, world_size: int, name: str, options: dict[str, Any]) -> float:
-    exact, ours = sharded(model_of()), sharded(model_of())
-    return _lost(rank, exact, ours, commhooks.register(ours, name, **options))
 
 
 def _lost(rank: int, exact: nn.Module, ours: nn.Module, hook: commhooks.HookState) -> float:
@@ -145,9 +147,10 @@ def _lost(rank: int, exact: nn.Module, ours: nn.Module, hook: commhooks.HookStat
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_what_is_sent_and_what_is_kept_are_the_gradients(name: str) -> None:
-    for worst in run_ranks(_add_up, 3, name, SHARDED[name]):
-        assert worst < 1e-3
+@on_ranks(3)
+def test_what_is_sent_and_what_is_kept_are_the_gradients(rank: int, name: str) -> None:
+    exact, ours = sharded(model_of()), sharded(model_of())
+    assert _lost(rank, exact, ours, commhooks.register(ours, name, **SHARDED[name])) < 1e-3
 
 
 def partly_frozen() -> nn.Sequential:
@@ -157,36 +160,27 @@ def partly_frozen() -> nn.Sequential:
     return model
 
 
-def _some_frozen(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_frozen_parameters_are_left_out_of_buckets_and_states(rank: int) -> None:
     ours = sharded(partly_frozen())
     hook = commhooks.register(ours, "int4", block=64)
-    lost = _lost(rank, sharded(partly_frozen()), ours, hook)
+    assert _lost(rank, sharded(partly_frozen()), ours, hook) < 1e-3
     ddp = DistributedDataParallel(partly_frozen())
     other = commhooks.register(ddp, "int4", block=64)
     other.load_state_dict(hook.state_dict(gather=True))
     backward(ddp, other.step, rank)
     hook.load_state_dict(other.state_dict(gather=True))
     assert hook.step == 5
-    return lost
-
-
-def test_frozen_parameters_are_left_out_of_buckets_and_states() -> None:
-    for worst in run_ranks(_some_frozen, 2):
-        assert worst < 1e-3
 
 
 def _columns(parameter: nn.Parameter) -> Shard | None:
     return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 2 == 0 else None
 
 
-def _by_columns(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_parameters_may_be_cut_along_their_columns(rank: int) -> None:
     models = [sharded(model_of((33, 64, 66, 7)), shard_placement_fn=_columns) for _ in range(2)]
-    return _lost(rank, *models, commhooks.register(models[1], "int4", block=64))
-
-
-def test_parameters_may_be_cut_along_their_columns() -> None:
-    for worst in run_ranks(_by_columns, 2):
-        assert worst < 1e-3
+    assert _lost(rank, *models, commhooks.register(models[1], "int4", block=64)) < 1e-3
 
 
 @dataclass(frozen=True)
@@ -213,24 +207,18 @@ def test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives(rank: int) ->
             torch.testing.assert_close(found[name], value)
 
 
-def _rounded_once(rank: int, world_size: int, name: str) -> tuple[float, float]:
-    exact, ours = sharded(model_of()), sharded(model_of())
-    ddp = DistributedDataParallel(model_of())
-    commhooks.register(ours, name, error_feedback=False)
-    commhooks.register(ddp, name, error_feedback=False)
-    for model in (exact, ours, ddp):
-        backward(model, 0, rank)
-    wanted, once = gradients(exact), gradients(ours)
-    twice = {key.removeprefix("module."): value for key, value in gradients(ddp).items()}
-    flat = [torch.cat([one[key].view(-1) for key in wanted]) for one in (wanted, once, twice)]
-    return float((flat[1] - flat[0]).norm()), float((flat[2] - flat[0]).norm())
-
-
-@pytest.mark.parametrize("name", ["int8", "int4", "onebit"])
-def test_a_shard_is_rounded_once(name: str) -> None:
-    ranks = run_ranks(_rounded_once, 2, name)
-    for once, twice in ranks:
-        assert 0 < once < 0.9 * twice
+@on_ranks(2)
+def test_a_shard_is_rounded_once(rank: int) -> None:
+    for name in ("int8", "int4", "onebit"):
+        exact, ours = sharded(model_of()), sharded(model_of())
+        ddp = DistributedDataParallel(model_of())
+        for model in (ours, ddp):
+            commhooks.register(model, name, error_feedback=False)
+        for model in (exact, ours, ddp):
+            backward(model, 0, rank)
+        wanted, once = gradients(exact), gradients(ours)
+        twice = {key.removeprefix("module."): value for key, value in gradients(ddp).items()}
+        assert 0 < _distance(once, wanted) < 0.9 * _distance(twice, wanted)
 
 
 class _Infinite(torch.autograd.Function):
@@ -273,23 +261,19 @@ def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any(rank: int)
     assert hook.skipped_steps == 2
 
 
-def _divided(rank: int, world_size: int, force_sum: bool) -> float:
-    plain, ours = sharded(model_of()), sharded(model_of())
-    commhooks.register(ours, "int8")
-    for model in (plain, ours):
-        for module in model.modules():
-            if hasattr(module, "set_gradient_divide_factor"):
-                module.set_gradient_divide_factor(5.0)
-                module.set_force_sum_reduction_for_comms(True if model is plain else force_sum)
-        backward(model, 0, rank)
-    wanted, found = gradients(plain), gradients(ours)
-    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
-
-
-@pytest.mark.parametrize("force_sum", [False, True])
-def test_the_divide_factor_of_fsdp2_holds(force_sum: bool) -> None:
-    # Gloo itself takes no factor without ``force_sum``: the reference has it.
-    assert max(run_ranks(_divided, 2, force_sum)) < 0.02
+@on_ranks(2)
+def test_the_divide_factor_of_fsdp2_holds(rank: int) -> None:
+    for force_sum in (False, True):
+        plain, ours = sharded(model_of()), sharded(model_of())
+        commhooks.register(ours, "int8")
+        for model in (plain, ours):
+            for module in model.modules():
+                if hasattr(module, "set_gradient_divide_factor"):
+                    module.set_gradient_divide_factor(5.0)
+                    # Gloo itself takes no factor without ``force_sum``: the reference has it.
+                    module.set_force_sum_reduction_for_comms(True if model is plain else force_sum)
+            backward(model, 0, rank)
+        assert worst_error(gradients(ours), gradients(plain)) < 0.02
 
 
 def _trained(model: nn.Module, rank: int, first: int, steps: int) -> dict[str, Tensor]:
@@ -373,26 +357,19 @@ def test_a_resumed_run_continues_bit_for_bit(rank: int) -> None:
     wanted = _trained(whole, rank, 3, 2)
     half, other = _hook_on("fsdp2")
     other.load_state_dict(state)
-    found = _trained(half, rank, 3, 2)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    equal(_trained(half, rank, 3, 2), wanted)
 
 
-def _between(rank: int, world_size: int, name: str) -> float:
+@on_ranks(4)
+def test_between_nodes_any_scheme_averages(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
-    hook = commhooks.register(ours, name, replicate_group=mesh["replicate"])
-    for model in (native, ours):
-        backward(model, 0, rank)
-    wanted, found = gradients(native), gradients(ours)
-    assert hook.step == 1
-    if name == "none":
-        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
-    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
-
-
-@pytest.mark.parametrize(("name", "most"), [("none", 0.0), ("int8", 0.03), ("powersgd", 1.0)])
-def test_between_nodes_any_scheme_averages(name: str, most: float) -> None:
-    assert max(run_ranks(_between, 4, name)) <= most
+    for name, most in (("none", 0.0), ("int8", 0.03), ("powersgd", 1.0)):
+        native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
+        hook = commhooks.register(ours, name, replicate_group=mesh["replicate"])
+        for model in (native, ours):
+            backward(model, 0, rank)
+        assert hook.step == 1
+        assert worst_error(gradients(ours), gradients(native)) <= most
 
 
 @on_ranks(4)
@@ -428,24 +405,27 @@ def test_between_nodes_what_was_not_sent_is_kept_and_saved(rank: int, world_size
     assert again[1].step == 3
     for model in (ours, again[0]):
         backward(model, 3, rank)
-    wanted, found = gradients(ours), gradients(again[0])
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    equal(gradients(ours), gradients(again[0]))
 
 
-def _refused(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_what_cannot_run_is_refused_with_what_to_do(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-    messages = []
-    cases: list[tuple[nn.Module, str, dict[str, Any]]] = [
-        (sharded(model_of()), "powersgd", {}),
-        (sharded(model_of()), "auto", {"candidates": ["powersgd"]}),
-        (sharded(model_of()), "int8", {"layout": "shape"}),
-        (sharded(model_of(), mesh), "int8", {"replicate_group": mesh["replicate"]}),
-        (DistributedDataParallel(model_of()), "int8", {"replicate_group": mesh["shard"]}),
+    cases: list[tuple[nn.Module, str, dict[str, Any], str]] = [
+        (sharded(model_of()), "powersgd", {}, "TwoPhase"),
+        (sharded(model_of()), "auto", {"candidates": ["powersgd"]}, "TwoPhase"),
+        (sharded(model_of()), "int8", {"layout": "shape"}, "layout"),
+        (
+            sharded(model_of(), mesh),
+            "int8",
+            {"replicate_group": mesh["replicate"]},
+            'mesh."shard".',
+        ),
+        (DistributedDataParallel(model_of()), "int8", {"replicate_group": mesh["shard"]}, "FSDP2"),
     ]
-    for model, name, options in cases:
-        with pytest.raises(RegistrationError) as raised:
+    for model, name, options, text in cases:
+        with pytest.raises(RegistrationError, match=text):
             commhooks.register(model, name, **options)
-        messages.append(str(raised.value))
     model = sharded(model_of())
     with pytest.raises(commhooks.errors.OptionError, match="did you mean 'candidates'"):
         commhooks.register(model, "auto", candidate=["int8"])
@@ -460,21 +440,6 @@ def _refused(rank: int, world_size: int) -> list[str]:
     commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="already has the hook"):
         commhooks.register(model, "int8")
-    commhooks.register(sharded(model_of()), "int8").call_monitor.suppressed = True
-    for module in model.modules():
-        if hasattr(module, "set_custom_reduce_scatter"):
-            from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-
-            module.set_custom_reduce_scatter(DefaultReduceScatter())
-    with pytest.raises(commhooks.errors.HookNotAttachedError, match="another reduction"):
-        backward(model, 0, rank)
-    return messages
-
-
-def test_what_cannot_run_is_refused_with_what_to_do() -> None:
-    parts = ["TwoPhase", "TwoPhase", "layout", 'mesh["shard"]', "FSDP2"]
-    for message, part in zip(run_ranks(_refused, 2)[0], parts, strict=True):
-        assert part in message
 
 
 class _Branches(nn.Module):
@@ -517,72 +482,54 @@ def test_activation_checkpointing_counts_one_step(rank: int, world_size: int) ->
     for step in range(2):
         for model in (plain, ours):
             backward(model, step, rank)
-        found = gradients(ours)
-        assert all(torch.equal(found[name], value) for name, value in gradients(plain).items())
+        equal(gradients(ours), gradients(plain))
     assert hook.step == 2
 
 
-def _two_dimensions(rank: int, world_size: int, name: str) -> tuple[float, dict[str, Any]]:
+@on_ranks(4, ignore_warnings=(".*returned a view tensor",))
+def test_tensor_parallelism_beside_it(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
-    models = []
-    for _ in range(2):
-        model = model_of((33, 64, 7))
-        parallelize_module(model, mesh["tp"], plan)
-        models.append(sharded(model, mesh["dp"]))
-    hook = commhooks.register(models[1], name, **({"block": 64} if name == "int4" else {}))
-    for model in models:
-        backward(model, 0, mesh["dp"].get_local_rank())
-    wanted, found = map(gradients, models)
-    if name == "none":
-        assert all(torch.equal(wanted[key], found[key]) for key in wanted)
-    worst = max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
-    return worst, hook.state_dict()
+    for name, most in (("none", 0.0), ("int8", 0.03), ("int4", 0.4)):
+        exact, ours = (
+            sharded(parallelize_module(model_of((33, 64, 7)), mesh["tp"], plan), mesh["dp"])
+            for _ in range(2)
+        )
+        hook = commhooks.register(ours, name, **({"block": 64} if name == "int4" else {}))
+        for model in (exact, ours):
+            backward(model, 0, mesh["dp"].get_local_rank())
+        assert worst_error(gradients(ours), gradients(exact)) <= most
+    # Half of the rows are on each rank of the other dimension, under a key of its own.
+    kept = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]["0.weight"]
+    assert kept.shape == (32, 33)
+    pair = [torch.empty_like(kept) for _ in range(2)]
+    dist.all_gather(pair, kept.contiguous(), group=mesh["tp"].get_group())
+    assert not torch.equal(*pair)
 
 
-@pytest.mark.parametrize(("name", "most"), [("none", 0.0), ("int8", 0.03), ("int4", 0.4)])
-def test_tensor_parallelism_beside_it(name: str, most: float) -> None:
-    ranks = run_ranks(_two_dimensions, 4, name, ignore_warnings=(".*returned a view tensor",))
-    assert max(worst for worst, _ in ranks) <= most
-    if name == "int4":
-        kept = [
-            state[f"rank{rank}"]["memory"]["residual"]["0.weight"]
-            for rank, (_, state) in enumerate(ranks)
-        ]
-        # Half of the rows are on each rank of the other dimension, under a key of its own.
-        assert all(one.shape == (32, 33) for one in kept)
-        assert not torch.equal(kept[0], kept[1])
-
-
-def _gathered(rank: int, world_size: int) -> float:
+@on_ranks(2)
+def test_gathered_parameters_are_rounded_alike_on_all_ranks(rank: int) -> None:
     exact, ours = sharded(model_of()), sharded(model_of())
-    before = [one.full_tensor().clone() for one in ours.parameters()]  # type: ignore[attr-defined]
+    before = [value.full_tensor().clone() for value in ours.parameters()]  # type: ignore[attr-defined]
     gathered = gather_parameters(ours)
     outputs = []
     for model in (exact, ours):
         backward(model, 0, rank)
-        inputs = torch.ones(2, 33)
-        outputs.append(model(inputs).detach())
-    wanted, found = map(gradients, (exact, ours))
+        outputs.append(model(torch.ones(2, 33)).detach())
+    wanted, average = map(gradients, (exact, ours))
     # Rounded for computing only; the owners' shards stay.
-    for one, parameter in zip(before, ours.parameters(), strict=True):
-        assert torch.equal(one, parameter.full_tensor())  # type: ignore[attr-defined]
+    for value, parameter in zip(before, ours.parameters(), strict=True):
+        assert torch.equal(value, parameter.full_tensor())  # type: ignore[attr-defined]
     assert gather_parameters(sharded(model_of()), "bf16").scheme == commhooks.make("bf16")
     assert gather_parameters(sharded(model_of()), "int8").scheme == gathered.scheme
-    everyone = [torch.empty_like(outputs[1]) for _ in range(world_size)]
-    dist.all_gather(everyone, outputs[1])
-    assert all(torch.equal(one, outputs[1]) for one in everyone)
+    assert equal_on_all_ranks(outputs[1])
     assert not torch.equal(outputs[0], outputs[1])
     sent, dense = gathered.ledger.payload_bytes, gathered.ledger.dense_bytes
     assert sent < 0.3 * dense
     for options in ({}, {"error_feedback": False}, {"error_feedback": False, "rotate": False}):
         with pytest.raises(RegistrationError, match="different weights"):
             gather_parameters(ours, commhooks.make("int4", rounding="stochastic", **options))
-    return max(float((found[key] - wanted[key]).norm() / wanted[key].norm()) for key in wanted)
-
-
-def test_gathered_parameters_are_rounded_alike_on_all_ranks() -> None:
-    assert max(run_ranks(_gathered, 2)) < 0.05
+    assert worst_error(average, wanted) < 0.05
 
 
 @on_ranks(4)
@@ -598,9 +545,7 @@ def test_parameters_are_gathered_among_the_ranks_that_have_their_shards(
     backward(model, 0, rank)
     assert gathered.calls > 0
     output = model(torch.ones(2, 33)).detach()
-    everyone = [torch.empty_like(output) for _ in range(world_size)]
-    dist.all_gather(everyone, output)
-    assert all(torch.equal(one, output) for one in everyone)
+    assert equal_on_all_ranks(output)
 
 
 @pytest.mark.skipif(

@@ -17,7 +17,7 @@ from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp import gather_parameters
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 
 
 def _modules(model: nn.Module) -> list[Any]:
@@ -116,31 +116,26 @@ def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
         commhooks.register(model, "int8", replicate_group=mesh["one"])
 
 
-def _stale(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_an_optimizer_of_parameters_that_were_replaced_is_refused(rank: int) -> None:
     """An optimizer keeps parameters that ``assign=True`` has taken out of the model."""
-    if world_size == 2:
-        model = sharded(model_of())
-        hook = commhooks.register(model, "int8")
-    else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = sharded(model_of(), mesh["shard"])
-        hook = commhooks.register(model, "int8", replicate_group=mesh["replicate"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model, 0, rank)
-    optimizer.step()
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-    backward(model, 1, rank)
-    for _ in range(2):
-        torch.optim.SGD(model.parameters(), lr=0.1).step()  # another one hides nothing
-        with pytest.raises(HookNotAttachedError, match=r"SGD\.step: the model has other param"):
-            optimizer.step()
-    assert hook.step == 2
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_an_optimizer_of_parameters_that_were_replaced_is_refused(world_size: int) -> None:
-    run_ranks(_stale, world_size)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for model, options in (
+        (sharded(model_of()), {}),
+        (sharded(model_of(), mesh["shard"]), {"replicate_group": mesh["replicate"]}),
+    ):
+        hook = commhooks.register(model, "int8", **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, 0, rank)
+        optimizer.step()
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.load_state_dict(state, assign=True)
+        backward(model, 1, rank)
+        for _ in range(2):
+            torch.optim.SGD(model.parameters(), lr=0.1).step()  # another one hides nothing
+            with pytest.raises(HookNotAttachedError, match=r"SGD\.step: the model has other param"):
+                optimizer.step()
+        assert hook.step == 2
 
 
 @on_ranks(2)

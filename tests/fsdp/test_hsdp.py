@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import CheckpointError, MismatchError, RegistrationError
 from commhooks.fsdp import replicate
-from tests.fsdp.test_fsdp2 import backward, gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, equal, gradients, model_of, sharded
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
 
@@ -44,8 +44,8 @@ def _hooks_on(kind: str, mesh: Any, model: nn.Module) -> tuple[nn.Module, list[A
         return model, [commhooks.register(model, "int4", **INT4)]
     model = sharded(model, mesh["shard"])
     hooks = []
-    for one in kind.split(" and "):
-        place = {} if one == "inside" else {"replicate_group": mesh["replicate"]}
+    for level in kind.split(" and "):
+        place = {} if level == "inside" else {"replicate_group": mesh["replicate"]}
         hooks.append(commhooks.register(model, "int4", **INT4, **place))
     return model, hooks
 
@@ -107,13 +107,13 @@ def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -
     assert inside.engine.seed != between.engine.seed
 
 
-def _scaled(rank: int, world_size: int) -> tuple[list[float], list[int]]:
+@on_ranks(4)
+def test_what_a_loss_scaler_skips_the_hook_skips_on_every_rank(rank: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
     hook = commhooks.register(model, "int4", replicate_group=mesh["replicate"], **INT4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
-    scales, skipped = [], []
     for step in range(3):
         optimizer.zero_grad()
         # The last rows are of the second shard, and as large as float32 allows.
@@ -123,15 +123,8 @@ def _scaled(rank: int, world_size: int) -> tuple[list[float], list[int]]:
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        scales.append(scaler.get_scale())
-        skipped.append(hook.skipped_steps)
-    return scales, skipped
-
-
-def test_what_a_loss_scaler_skips_the_hook_skips_on_every_rank() -> None:
-    for scales, skipped in run_ranks(_scaled, 4):
-        assert scales == [2.0**10] * 3
-        assert skipped == [1, 1, 1]
+        assert scaler.get_scale() == 2.0**10
+        assert hook.skipped_steps == 1
 
 
 @on_ranks(4)
@@ -276,32 +269,29 @@ def test_states_of_one_shard_are_not_enough() -> None:
     run_ranks(_half, 2, saved_on("2x2", 4, gather=False))
 
 
-def _resume(rank: int, world_size: int, names: list[str]) -> list[str]:
-    failed = []
+def _resumes(rank: int, names: list[str]) -> None:
     for name in names:
         whole, hook = _hook_on("2x2", name)
         _trained(whole, rank, 0, 2)
         states = [hook.state_dict(gather=gather) for gather in (False, True)]
         wanted = _trained(whole, rank, 2, 2)
-        for gather, state in enumerate(states):
+        for state in states:
             half, other = _hook_on("2x2", name)
             other.load_state_dict(state)
-            found = _trained(half, rank, 2, 2)
-            if not all(torch.equal(found[key], value) for key, value in wanted.items()):
-                failed.append(f"{name}, gather={bool(gather)}")
+            equal(_trained(half, rank, 2, 2), wanted)
             other.close()
         hook.close()
-    return failed
 
 
-def test_a_run_on_the_same_mesh_continues_bit_for_bit() -> None:
-    assert run_ranks(_resume, 4, ["int4", "powersgd", "onebit_adam"]) == [[]] * 4
+@on_ranks(4)
+def test_a_run_on_the_same_mesh_continues_bit_for_bit(rank: int) -> None:
+    _resumes(rank, ["int4", "powersgd", "onebit_adam"])
 
 
 @pytest.mark.slow
-def test_a_run_with_any_scheme_continues_bit_for_bit_on_the_same_mesh() -> None:
-    names = [name for name in BUILT_IN if name not in ("gossip", "noop")]
-    assert run_ranks(_resume, 4, names, timeout=300) == [[]] * 4
+@on_ranks(4, timeout=300)
+def test_a_run_with_any_scheme_continues_bit_for_bit_on_the_same_mesh(rank: int) -> None:
+    _resumes(rank, [name for name in BUILT_IN if name not in ("gossip", "noop")])
 
 
 def _anew(rank: int, world_size: int, host: str, state: Any) -> dict[str, Any]:
@@ -352,19 +342,17 @@ def test_momenta_are_carried_over_as_residuals_are() -> None:
     _check_equal(_mean(saved, "onebit_adam.momentum"), _mean(loaded, "onebit_adam.momentum"))
 
 
-def _to(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(4)
+def test_one_rank_gets_the_state_of_the_mesh(rank: int) -> None:
     model, hook = _hook_on("2x2")
     _trained(model, rank, 0, 1)
     with pytest.raises(ValueError, match="is a rank of the hook's 2"):
         hook.state_dict(gather=True, dst=2)
-    return hook.state_dict(gather=True, dst=1)
-
-
-def test_one_rank_gets_the_state_of_the_mesh() -> None:
-    states = run_ranks(_to, 4)
-    assert [bool(state) for state in states] == [False, False, True, False]
-    assert states[2]["world_size"] == 2
-    assert {"rank0", "rank2"} <= states[2].keys()
+    state = hook.state_dict(gather=True, dst=1)
+    assert bool(state) == (rank == 2)
+    if rank == 2:
+        assert state["world_size"] == 2
+        assert {"rank0", "rank2"} <= state.keys()
 
 
 def _with_dcp(rank: int, world_size: int, host: str, folder: str, load: bool) -> Any:

@@ -24,8 +24,9 @@ from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp import gather_parameters
 from tests.fsdp.test_fsdp1 import QUIET
-from tests.fsdp.test_fsdp2 import backward, gradients, model_of, sharded
-from tests.tools.harness import on_ranks, run_ranks
+from tests.fsdp.test_fsdp2 import backward, equal, gradients, model_of, sharded
+from tests.tools.harness import on_ranks
+from tests.tools.training import averaged
 
 
 class Raises(torch.autograd.Function):
@@ -95,41 +96,33 @@ def _unsharded_root() -> nn.Module:
     return model
 
 
-def _adds_up(rank: int, world_size: int, build: Callable[[], nn.Module]) -> tuple[float, int]:
-    """Returns by how much what was applied and what is kept differ from the gradients."""
+@pytest.mark.parametrize(
+    ("build", "steps"),
+    [(_two_roots, 3), (_zeros_at_first, 6), (_together, 3), (_unsharded_root, 3)],
+)
+@on_ranks(2)
+def test_nothing_is_lost_or_sent_twice(
+    rank: int, build: Callable[[], nn.Module], steps: int
+) -> None:
+    if build is _zeros_at_first and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        return  # up to torch 2.11 FSDP2 reduces no zeros
     exact, ours = build(), build()
     hook = commhooks.register(ours, "int4", block=64)
     missing: dict[str, Tensor] = {}
     for step in range(3):
         for model in (exact, ours):
             backward(model, step, rank)
-        for (name, wanted), found in zip(
-            gradients(exact).items(), gradients(ours).values(), strict=True
-        ):
-            missing[name] = missing.get(name, torch.zeros_like(wanted)) + wanted - found
+        average = gradients(ours)
+        for name, wanted in gradients(exact).items():
+            missing[name] = missing.get(name, torch.zeros_like(wanted)) + wanted - average[name]
     kept = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
-    worst = 0.0
     for name, value in missing.items():
-        mean = kept[name].clone()
-        dist.all_reduce(mean)
-        mean /= world_size
+        mean = averaged(kept[name])
         assert mean.any(), name
-        worst = max(worst, float((value - mean).norm() / mean.norm()))
+        assert float((value - mean).norm() / mean.norm()) < 1e-3
     buckets = {row.bucket for row in hook.ledger._rows}
     assert buckets == set(range(len(buckets))), "a group of parameters counts twice"
-    return worst, hook.step
-
-
-@pytest.mark.parametrize(
-    ("build", "steps"),
-    [(_two_roots, 3), (_zeros_at_first, 6), (_together, 3), (_unsharded_root, 3)],
-)
-def test_nothing_is_lost_or_sent_twice(build: Callable[[], nn.Module], steps: int) -> None:
-    if build is _zeros_at_first and not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
-        pytest.skip("up to torch 2.11 FSDP2 reduces no zeros")
-    for worst, counted in run_ranks(_adds_up, 2, build):
-        assert worst < 1e-3
-        assert counted == steps
+    assert hook.step == steps
 
 
 needs_reset = pytest.mark.skipif(
@@ -140,7 +133,7 @@ needs_reset = pytest.mark.skipif(
 @needs_reset
 @on_ranks(2)
 def test_a_backward_pass_that_raised_changes_no_later_step(rank: int) -> None:
-    found = []
+    results = []
     for fails in (False, True):
         model = sharded(model_of())
         hook = commhooks.register(model, "int4", block=64)
@@ -157,16 +150,16 @@ def test_a_backward_pass_that_raised_changes_no_later_step(rank: int) -> None:
             for parameter in model.parameters():
                 parameter.grad = None
         backward(model, 1, rank)
-        found.append(gradients(model))
+        results.append(gradients(model))
         assert hook.step == 2
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    equal(*results)
 
 
 @needs_reset
 @pytest.mark.parametrize("replicated", [False, True])
 @on_ranks(2)
 def test_a_pass_after_one_that_raised_needs_a_reset(rank: int, replicated: bool) -> None:
-    found = []
+    results = []
     for fails in (False, True):
         model: Any = model_of()
         if replicated:
@@ -185,9 +178,9 @@ def test_a_pass_after_one_that_raised_needs_a_reset(rank: int, replicated: bool)
             model.reset_iter_state()
         model.zero_grad()
         backward(model, 1, rank)
-        found.append(gradients(model))
+        results.append(gradients(model))
         assert hook.step == 2
-    assert all(torch.equal(found[0][name], value) for name, value in found[1].items())
+    equal(*results)
 
 
 @on_ranks(2, ignore_warnings=(".*",))
@@ -198,8 +191,7 @@ def test_a_compiled_model_counts_its_steps(rank: int) -> None:
     for step in range(3):
         backward(plain, step, rank)
         backward(compiled, step, rank)
-        wanted, found = gradients(plain), gradients(ours)
-        assert all(torch.equal(found[name], value) for name, value in wanted.items())
+        equal(gradients(ours), gradients(plain))
     assert hook.step == 3
 
 
@@ -249,15 +241,15 @@ def test_the_divide_factor_stands_for_all_ranks_also_between_nodes(rank: int) ->
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
     commhooks.register(ours, "none", replicate_group=mesh["replicate"])
-    found = []
+    results = []
     for model in (native, ours):
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(5.0)
                 module.set_force_sum_reduction_for_comms(True)
         backward(model, 0, rank)
-        found.append(gradients(model))
-    assert all(torch.equal(found[1][name], value) for name, value in found[0].items())
+        results.append(gradients(model))
+    equal(*results)
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -290,7 +282,8 @@ def _unit(module: nn.Module, **options: Any) -> nn.Module:
     )
 
 
-def _checkpointed(rank: int, world_size: int) -> tuple[float, int]:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_unit_that_is_reduced_twice_loses_nothing(rank: int, world_size: int) -> None:
     models = [_Twice(recomputes=True) for _ in range(2)]
     for model in models:
         for name, layer in list(model.named_children()):
@@ -310,21 +303,14 @@ def _checkpointed(rank: int, world_size: int) -> tuple[float, int]:
     parts = [torch.empty_like(missing) for _ in range(world_size)]
     dist.all_gather(parts, missing)
     kept = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
-    mean = torch.cat([kept["layer.weight"].view(-1), kept["layer.bias"]])
-    dist.all_reduce(mean)
-    mean /= world_size
-    return float((torch.cat(parts) - mean).norm() / mean.norm()), hook.step
-
-
-def test_a_unit_that_is_reduced_twice_loses_nothing() -> None:
-    for worst, steps in run_ranks(_checkpointed, 2, ignore_warnings=QUIET):
-        assert worst < 1e-3
-        assert steps == 6
+    mean = averaged(torch.cat([kept["layer.weight"].view(-1), kept["layer.bias"]]))
+    assert float((torch.cat(parts) - mean).norm() / mean.norm()) < 1e-3
+    assert hook.step == 6
 
 
 @on_ranks(2, ignore_warnings=QUIET)
 def test_units_that_are_not_sharded_beside_others_that_are(rank: int) -> None:
-    found = []
+    results = []
     for hooked in (False, True):
         model = model_of()
         model[0] = _unit(model[0], sharding_strategy=ShardingStrategy.NO_SHARD)
@@ -332,8 +318,8 @@ def test_units_that_are_not_sharded_beside_others_that_are(rank: int) -> None:
         if hooked:
             commhooks.register(whole, "none")
         backward(whole, 0, rank)
-        found.append([None if one.grad is None else one.grad for one in whole.parameters()])
-    for one, other in zip(*found, strict=True):
+        results.append([None if one.grad is None else one.grad for one in whole.parameters()])
+    for one, other in zip(*results, strict=True):
         assert (one is None) == (other is None)
         assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
 
@@ -359,8 +345,8 @@ def test_parameters_that_are_gathered_ahead_are_waited_for() -> None:
     for handle in [one.unshard(async_op=True) for one in modules]:
         assert handle is not None
         handle.wait()
-    for wanted, found in zip(exact, model.parameters(), strict=True):
-        assert float((found.detach() - wanted).norm()) < 0.02 * float(wanted.norm())
+    for wanted, results in zip(exact, model.parameters(), strict=True):
+        assert float((results.detach() - wanted).norm()) < 0.02 * float(wanted.norm())
 
 
 @on_ranks(4)
@@ -374,28 +360,25 @@ def test_parameters_that_stay_on_a_part_of_the_ranks_have_the_same_bits(rank: in
         models.append(model)
     for model in models:
         backward(model, 0, rank)
-    wanted, found = map(gradients, models)
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    equal(*map(gradients, models))
 
 
-def _compared(rank: int, world_size: int) -> list[Any]:
+@on_ranks(3)
+def test_bytes_are_compared_with_those_of_the_hosts_own_collective(
+    rank: int, world_size: int
+) -> None:
     model = sharded(model_of())
     hook = commhooks.register(model, "none")
     backward(model, 0, rank)
     rows = hook.report()
-    said = hook.summary()
+    rows = rows[rows.dense_bytes > 0]  # the last one is of the verdict, one number
+    assert (rows.wire_bytes == rows.dense_wire_bytes).all()
+    assert (rows.exposed_s > 0).all()
+    assert "where a dense reduce-scatter sends" in hook.summary()
+    assert "as much" in hook.summary()
     collectives = commhooks.Collectives("none")
     whole = torch.ones(world_size, 1000)
     collectives.reduce_scatter(torch.empty(1000), whole)
     collectives.all_gather(whole, torch.ones(1000))
-    return [rows, said, collectives.report()]
-
-
-def test_bytes_are_compared_with_those_of_the_hosts_own_collective() -> None:
-    for rows, said, calls in run_ranks(_compared, 3):
-        rows = rows[rows.dense_bytes > 0]  # the last one is of the verdict, one number
-        assert (rows.wire_bytes == rows.dense_wire_bytes).all()
-        assert (rows.exposed_s > 0).all()
-        assert "where an uncompressed reduce-scatter sends" in said
-        assert "as much" in said
-        assert (calls.wire_bytes == calls.dense_wire_bytes).all()
+    calls = collectives.report()
+    assert (calls.wire_bytes == calls.dense_wire_bytes).all()
