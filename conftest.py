@@ -54,7 +54,6 @@ VARIANTS = {
     "tests/fsdp/test_hsdp.py::test_a_gathered_state_has_whole_parameters": 2,
     "tests/fsdp/test_hsdp.py::test_a_mesh_loads_what_other_hosts": 2,
     "tests/fsdp/test_hsdp.py::test_factors_of_other_pieces": 3,
-    "tests/hook/test_lanes.py::test_36_buckets_of_two_rounds": 2,
     "tests/checkpoint/test_old_states.py::test_a_state_of_format_2_goes_on": 2,
     "tests/hosts/test_other_hosts.py::test_residuals_arrive": 5,
     "tests/checkpoint/test_other_ranks.py::test_ranks_go_on_without_one": 2,

@@ -30,8 +30,16 @@ from ddp_core import (
 )
 from ddp_core.exchange._lane_groups import _pools
 from ddp_core.exchange._shared_store import group_store
-from tests.tools.harness import run_ranks
-from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import (
+    batch,
+    ddp,
+    equal_on_all_ranks,
+    gradients,
+    mlp,
+    outcome,
+    parameters,
+)
 
 BUCKETS = 36
 TINY = 0.2  # KiB a bucket: less than any of the layers below, so each is a bucket of its own
@@ -100,7 +108,7 @@ def _pauses(model, rank):
 # ---- order
 
 
-def _train_with_delays(rank, world_size, steps):
+def _delays(rank, world_size, steps):
     model = ddp(_layers(), TINY)
     _pauses(model, rank)
     scheme = Jitter(commhooks.make("powersgd", rank=1), share=0.02)
@@ -112,24 +120,15 @@ def _train_with_delays(rank, world_size, steps):
         optimizer.step()
     rounds = {(row.bucket, row.round) for row in hook.ledger._rows if row.step == steps - 1}
     hook.close()
-    return parameters(model), len(rounds)
+    assert len(rounds) == 2 * BUCKETS
+    assert equal_on_all_ranks(parameters(model))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world_size", "steps"),
-    [
-        (2, 40),
-        (4, 20),
-        pytest.param(2, 500, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
-        pytest.param(4, 500, marks=[pytest.mark.slow, pytest.mark.timeout(300)]),
-    ],
-)
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("world_size", "steps"), [(2, 500), (4, 500)])
 def test_36_buckets_of_two_rounds_with_random_delays_finish_with_equal_bits(world_size, steps):
-    results = run_ranks(_train_with_delays, world_size, steps, timeout=280)
-    assert [rounds for _, rounds in results] == [2 * BUCKETS] * world_size
-    assert equal_bits([weights for weights, _ in results])
-    assert results[0][0].isfinite().all()
+    run_ranks(_delays, world_size, steps, timeout=280)
 
 
 def _average(tensor, rounds):
@@ -156,7 +155,12 @@ def _run_by(driver, task):
         lanes.close()
 
 
-def _works_meanwhile(rank, world_size, driver):
+DRIVERS = pytest.mark.parametrize("driver", ["lanes", "here", "streams"])
+
+
+@DRIVERS
+@on_ranks(2)
+def test_work_is_done_while_the_collective_is_under_way(rank, world_size, driver):
     """Rank 1 begins each round when rank 0 has done its work beside the collective."""
     store, order = group_store(dist.group.WORLD), []
 
@@ -174,60 +178,48 @@ def _works_meanwhile(rank, world_size, driver):
             order.append(f"result {round}")
         return tensor
 
-    return float(_run_by(driver, _task(exchange(), 0, world_size, 2))), order
-
-
-DRIVERS = pytest.mark.parametrize("driver", ["lanes", "here", "streams"])
+    assert float(_run_by(driver, _task(exchange(), 0, world_size, 2))) == 0.5
+    assert order == ["work 0", "result 0", "work 1", "result 1"]
 
 
 @DRIVERS
-def test_work_is_done_while_the_collective_is_under_way(driver):
-    order = ["work 0", "result 0", "work 1", "result 1"]
-    assert run_ranks(_works_meanwhile, 2, driver) == [(0.5, order)] * 2
-
-
-def _collective_ends_first(rank, world_size, driver):
+@on_ranks(2)
+def test_an_exchange_goes_on_when_its_work_is_done_too(world_size, driver):
     tensor, resumed = torch.ones(1), threading.Event()
-    found = []
+    early = []
 
     def work():
         deadline = time.monotonic() + 20
         while float(tensor) == 1.0 and time.monotonic() < deadline:
             time.sleep(1e-3)
-        found.append(resumed.wait(0.2))
+        early.append(resumed.wait(0.2))
 
     def exchange():
         sum_ = yield from overlapped(AllReduce(tensor, "sum"), work)
         resumed.set()
         return sum_
 
-    return float(_run_by(driver, _task(exchange(), 0, world_size, 1))), found
+    assert float(_run_by(driver, _task(exchange(), 0, world_size, 1))) == 2.0
+    assert early == [False]
 
 
 @DRIVERS
-def test_an_exchange_goes_on_when_its_work_is_done_too(driver):
-    assert run_ranks(_collective_ends_first, 2, driver) == [(2.0, [False])] * 2
-
-
-def _work_fails(rank, world_size, driver):
+@on_ranks(2)
+def test_work_that_fails_is_a_failure_of_the_scheme(world_size, driver):
     def work():
         raise ValueError("no room")
 
     def exchange():
         return (yield from overlapped(AllReduce(torch.ones(1)), work))
 
-    with pytest.raises(RuntimeError) as caught:
+    failed = "the scheme failed in step 0, bucket 3, round 0: ValueError: no room"
+    with pytest.raises(RuntimeError, match=failed):
         _run_by(driver, _task(exchange(), 3, world_size, 1))
-    return str(caught.value)
 
 
-@DRIVERS
-def test_work_that_fails_is_a_failure_of_the_scheme(driver):
-    for message in run_ranks(_work_fails, 2, driver):
-        assert "the scheme failed in step 0, bucket 3, round 0: ValueError: no room" in message
-
-
-def _mixed_rounds(rank, world_size, rounds):
+@on_ranks(3)
+def test_buckets_with_fewer_rounds_pass_their_turn(rank, world_size):
+    rounds = [(7 * bucket) % 4 for bucket in range(40)]  # 0, 3, 2, 1, ...
     lanes = Lanes(dist.group.WORLD, rounds=max(rounds))
     chance = random.Random(rank)
     futures = []
@@ -235,70 +227,50 @@ def _mixed_rounds(rank, world_size, rounds):
         time.sleep(chance.random() * 2e-3)
         tensor = torch.tensor([float(rank + bucket)])
         futures.append(lanes.run(_task(_average(tensor, count), bucket, world_size, 3)))
-    values = [float(future.wait()) for future in futures]
+    expected = [bucket + (1.0 if count else rank) for bucket, count in enumerate(rounds)]
+    assert [float(future.wait()) for future in futures] == pytest.approx(expected)
     lanes.close()
-    return values
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_buckets_with_fewer_rounds_pass_their_turn(world_size):
-    rounds = [(7 * bucket) % 4 for bucket in range(40)]  # 0, 3, 2, 1, ...
-    for rank, values in enumerate(run_ranks(_mixed_rounds, world_size, rounds)):
-        mean = (world_size - 1) / 2
-        want = [bucket + (mean if count else rank) for bucket, count in enumerate(rounds)]
-        assert values == pytest.approx(want)
 
 
 def _one_row():
     yield ReduceScatter(torch.ones(1))  # one row per rank is needed
 
 
-def _run_here(rank, world_size):
+@on_ranks(2)
+def test_an_exchange_that_the_caller_waits_for_runs_between_others(rank, world_size):
     lanes = Lanes(dist.group.WORLD, rounds=2)
     before = lanes.run(_task(_average(torch.tensor([float(rank)]), 2), 0, world_size, 2))
     rows = []
     task = _task(_average(torch.tensor([4.0 * rank]), 2), 1, world_size, 2)
     task.record = rows.append
     here = lanes.run_here(task)
-    done_at_once = here.done()
+    assert here.done()
     with pytest.raises(RuntimeError, match="reduce_scatter failed in step 0, bucket 2, round 0"):
         lanes.run_here(_task(_one_row(), 2, world_size, 1)).wait()
     after = lanes.run(_task(_average(torch.tensor([float(rank)]), 2), 3, world_size, 2))
-    values = [float(future.wait()) for future in (before, here, after)]
-    ordered = all(
-        row.resumed <= row.yielded <= row.issued <= row.done <= row.finished for row in rows
-    )
+    assert [float(future.wait()) for future in (before, here, after)] == [0.5, 2.0, 0.5]
     lanes.close()
-    return done_at_once, values, len(rows), ordered
+    assert len(rows) == 2
+    for row in rows:
+        assert row.resumed <= row.yielded <= row.issued <= row.done <= row.finished
 
 
-def test_an_exchange_that_the_caller_waits_for_runs_between_others():
-    assert run_ranks(_run_here, 2) == [(True, [0.5, 2.0, 0.5], 2, True)] * 2
-
-
-def _closed_in_flight(rank, world_size):
+@on_ranks(3)
+def test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it(rank, world_size):
     lanes = Lanes(dist.group.WORLD, rounds=2)
     for bucket in range(20):
         future = lanes.run(_task(_average(torch.ones(1), 2), bucket, world_size, 2))
     time.sleep(0.2 * rank)  # its first collective completes for the others only now
     lanes.close()
-    return future.done() and future.value().item()
+    assert future.done()
+    assert future.value().item() == 1.0
 
 
-def test_closing_ends_what_is_under_way_for_the_other_ranks_wait_for_it():
-    assert run_ranks(_closed_in_flight, 3) == [1.0] * 3
-
-
-def _lane_timeouts(rank, world_size):
-    lanes = Lanes(dist.group.WORLD, rounds=3)
-    timeouts = [group_timeout(lane.group) for lane in lanes._lanes]
-    lanes.close()
-    return timeouts
-
-
+@on_ranks(2, pg_timeout=17)
 def test_every_lane_has_the_timeout_of_the_callers_group():
-    timeouts = run_ranks(_lane_timeouts, 2, pg_timeout=17)
-    assert timeouts == [[timedelta(seconds=17)] * 3] * 2
+    lanes = Lanes(dist.group.WORLD, rounds=3)
+    assert [group_timeout(lane.group) for lane in lanes._lanes] == [timedelta(seconds=17)] * 3
+    lanes.close()
 
 
 # ---- errors
@@ -309,62 +281,45 @@ def _one_backward(model, rank, step):
     model(batch(step, rank, 4, 8)).square().sum().backward()
 
 
-def _train_into_error(rank, world_size, scheme):
+def _fails(rank, scheme):
+    """The error of the first two steps, where there is one."""
     model = ddp(_layers(4), TINY)
     hook = commhooks.register(model, scheme)
     errors = [outcome(_one_backward, model, rank, step) for step in range(2)]
     begin = time.monotonic()
     hook.close()
     hook.close()
-    names = [thread.name for thread in threading.enumerate()]
-    return errors, time.monotonic() - begin, names
+    assert time.monotonic() - begin < 2
+    assert "commhooks-lanes" not in [thread.name for thread in threading.enumerate()]
+    return errors
 
 
-def test_more_rounds_than_declared_is_an_error_on_every_rank():
-    for errors, _, _ in run_ranks(_train_into_error, 2, TwoRounds(extra_round=True)):
-        assert "RoundsError" in errors[0][1]
-        assert "declares rounds=2" in errors[0][1]
+@on_ranks(2)
+def test_more_rounds_than_declared_is_an_error_on_every_rank(rank):
+    _, text = _fails(rank, TwoRounds(extra_round=True))[0]
+    assert "RoundsError" in text
+    assert "declares rounds=2" in text
 
 
-@pytest.mark.parametrize("bucket", [0, 2])
-def test_an_exception_in_round_two_names_step_bucket_and_round(bucket):
-    for errors, _, _ in run_ranks(_train_into_error, 2, TwoRounds(raise_in_bucket=bucket)):
-        assert errors[0] is None
-        assert "this scheme cannot go on" in errors[1][1]
-        assert "ValueError" in errors[1][1]
-        where = 0 if bucket == 0 else 3 - bucket  # buckets come in reverse order of the layers
-        assert f"step 1, bucket {where}, round 1" in errors[1][1]
-
-
-def test_an_exception_reaches_every_bucket_of_a_coalesced_step():
-    scheme = commhooks.make(TwoRounds(raise_in_bucket=0), coalesce=True)
-    for errors, _, _ in run_ranks(_train_into_error, 2, scheme, timeout=20):
-        assert errors[0] is None
-        assert "step 1, bucket 0, round 1" in errors[1][1]
-
-
-def test_lanes_close_quickly_and_twice_after_an_exception():
-    for _, seconds, names in run_ranks(_train_into_error, 2, TwoRounds(raise_in_bucket=0)):
-        assert seconds < 2
-        assert "commhooks-lanes" not in names
-
-
-def _train_on_after_error(rank, world_size):
-    model = ddp(_layers(4), TINY)
-    hook = commhooks.register(model, TwoRounds(raise_in_bucket=0))
-    errors = [outcome(_one_backward, model, rank, step) for step in range(2)]
-    new = ddp(_layers(4), TINY)
-    again = commhooks.register(new, "powersgd")
-    _one_backward(new, rank, 2)
+@on_ranks(2, timeout=40)
+def test_an_exception_in_round_two_names_step_bucket_and_round_and_lanes_close(rank):
+    coalesced = commhooks.make(TwoRounds(raise_in_bucket=0), coalesce=True)
+    # Buckets come in reverse order of the layers; of a coalesced step all fail.
+    for scheme, bucket in (
+        (TwoRounds(raise_in_bucket=0), 0),
+        (TwoRounds(raise_in_bucket=2), 1),
+        (coalesced, 0),
+    ):
+        first, second = _fails(rank, scheme)
+        assert first is None
+        assert "ValueError" in second[1]
+        assert "this scheme cannot go on" in second[1]
+        assert f"step 1, bucket {bucket}, round 1" in second[1]
+    model = ddp(_layers(4), TINY)  # another one trains all the same
+    hook = commhooks.register(model, "powersgd")
+    _one_backward(model, rank, 2)
     hook.close()
-    again.close()
-    return errors[1] is not None, parameters(new)
-
-
-def test_another_model_trains_after_an_exception_in_one():
-    results = run_ranks(_train_on_after_error, 2)
-    assert [failed for failed, _ in results] == [True, True]
-    assert equal_bits([weights for _, weights in results])
+    assert equal_on_all_ranks(gradients(model))
 
 
 # ---- teardown
@@ -375,7 +330,9 @@ def _pool():
     return (0, 0) if pool is None else (len(pool.all), len(pool.free))
 
 
-def _what_is_left(rank, world_size, close):
+@pytest.mark.parametrize("close", [True, False])
+@on_ranks(2)
+def test_a_hook_leaves_no_thread_and_its_group_to_the_next(rank, close):
     def count():
         dist.barrier()
         threads = [t for t in threading.enumerate() if t.name == "commhooks-lanes"]
@@ -387,29 +344,22 @@ def _what_is_left(rank, world_size, close):
         model(batch(0, rank, 4, 16)).sum().backward()
         return model, hook
 
-    counts = [count()]
+    assert count() == (0, 0, 0)
     for _ in range(2):
         model, hook = train()
-        counts.append(count())
+        assert count() == (1, 1, 0)
         if close:
             hook.close()
             hook.close()
         del model, hook
         gc.collect()
-        counts.append(count())
-    return counts
+        assert count() == (0, 1, 1)
 
 
-@pytest.mark.parametrize("close", [True, False])
-def test_a_hook_leaves_no_thread_and_its_group_to_the_next(close):
-    unused, in_use, left = (0, 0, 0), (1, 1, 0), (0, 1, 1)
-    for counts in run_ranks(_what_is_left, 2, close):
-        assert counts == [unused, in_use, left, in_use, left]
-
-
-def _many_groups(rank, world_size, times):
-    """Each time: a group, two steps, and everything dropped at once."""
-    for number in range(times):
+@on_ranks(2)
+def test_a_group_may_end_right_after_its_last_collective(rank, world_size):
+    """A group that is released by one of its own threads aborts the process."""
+    for number in range(15):
         group = dist.new_group(list(range(world_size)))
         model = ddp(mlp(), process_group=group)
         hook = commhooks.register(model, "none")
@@ -420,36 +370,21 @@ def _many_groups(rank, world_size, times):
         del model, hook
         dist.destroy_process_group(group)
         del group
-    return times
 
 
-def test_a_group_may_end_right_after_its_last_collective():
-    # A group that is released by one of its own threads aborts the process.
-    assert run_ranks(_many_groups, 2, 15) == [15, 15]
-
-
-def _open_and_close(rank, world_size, times):
-    for _ in range(times):
-        commhooks.register(ddp(mlp()), "powersgd").close()
-    return times
-
-
+@on_ranks(4)
 def test_lanes_may_close_right_after_they_opened():
     # Without a barrier one time in a few hundred fails: a rank closes while another connects.
-    assert run_ranks(_open_and_close, 4, 40) == [40] * 4
+    for _ in range(40):
+        commhooks.register(ddp(mlp()), "powersgd").close()
 
 
-def _step_after_close(rank, world_size):
+@on_ranks(2)
+def test_a_step_after_close_is_a_clear_error(rank):
     model = ddp(mlp())
-    hook = commhooks.register(model, "powersgd")
-    hook.close()
-    return outcome(lambda: model(batch(0, rank, 4, 16)).sum().backward())
-
-
-def test_a_step_after_close_is_a_clear_error():
-    for error in run_ranks(_step_after_close, 2):
-        assert error is not None
-        assert "the hook was closed" in error[1]
+    commhooks.register(model, "powersgd").close()
+    error = outcome(lambda: model(batch(0, rank, 4, 16)).sum().backward())
+    assert "the hook was closed" in error[1]
 
 
 EXIT_PATHS = {
@@ -519,19 +454,19 @@ def _ends(directory):
         timeout=120,
         check=True,
     )
-    found = {}
+    ends = {}
     for line in done.stdout.splitlines():
         number, rank, code = map(int, line.split())
         text = Path(directory, f"{number}-{rank}").read_text()
-        found.setdefault(list(EXIT_PATHS)[number], []).append((code, text))
-    return found
+        ends.setdefault(list(EXIT_PATHS)[number], []).append((code, text))
+    return ends
 
 
 @pytest.mark.slow
 def test_a_process_ends_cleanly_whatever_it_leaves_open(tmp_path):
-    found = _ends(tmp_path)
-    assert list(found) == list(EXIT_PATHS)
-    for path, ranks in found.items():
+    ends = _ends(tmp_path)
+    assert list(ends) == list(EXIT_PATHS)
+    for path, ranks in ends.items():
         for got, text in ranks:
             assert got == (3 if path == "uncaught exception" else 0), (path, text)
             assert not any(word in text.lower() for word in ("traceback", "abort", "terminate"))

@@ -1,4 +1,4 @@
-"""What PyTorch's pages on hooks and DDP show runs with one prefix of the imports exchanged.
+"""Snippets of PyTorch's pages on hooks and DDP run with one prefix of the imports exchanged.
 
 No ``from __future__ import annotations`` here: DistributedDataParallel refuses such hooks.
 """
@@ -23,7 +23,8 @@ from commhooks.ddp_comm_hooks import default_hooks as default
 from commhooks.ddp_comm_hooks import post_localSGD_hook as post_localSGD
 from commhooks.ddp_comm_hooks import powerSGD_hook as powerSGD
 from commhooks.ddp_comm_hooks import quantization_hooks as quantization
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import equal_on_all_ranks
 
 CLASSES = {"torch": DistributedDataParallel, "ddp_core": ddp_core.DistributedDataParallel}
 
@@ -58,82 +59,24 @@ def sgd(ddp: nn.Module, steps: range) -> list[torch.Tensor]:
     return [one.detach().clone() for one in ddp.parameters()]
 
 
-def is_equal_everywhere(tensors: list[torch.Tensor]) -> bool:
-    flat = torch.cat([one.reshape(-1) for one in tensors])
-    everyone = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, flat)
-    return all(map(torch.equal, everyone, everyone[1:])) and bool(flat.isfinite().all())
-
-
 # ---- a hook is registered, a few steps are trained
 
 Register = Callable[[Any, Any], None]  # of a model, and a process group
 
 
-def default_allreduce(ddp: Any, process_group: Any) -> None:
-    ddp.register_comm_hook(process_group, default.allreduce_hook)
-
-
-def default_fp16(ddp: Any, process_group: Any) -> None:
-    ddp.register_comm_hook(process_group, default.fp16_compress_hook)
-
-
-def default_bf16(ddp: Any, process_group: Any) -> None:
-    ddp.register_comm_hook(process_group, default.bf16_compress_hook)
-
-
-def wrapped_fp16(ddp: Any, process_group: Any) -> None:
-    state = powerSGD.PowerSGDState(
-        process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=2
-    )
-    ddp.register_comm_hook(state, default.fp16_compress_wrapper(powerSGD.powerSGD_hook))
-
-
-def wrapped_bf16(ddp: Any, process_group: Any) -> None:
-    state = powerSGD.PowerSGDState(
-        process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=2
-    )
-    ddp.register_comm_hook(state, default.bf16_compress_wrapper(powerSGD.powerSGD_hook))
-
-
-def layerwise_powersgd(ddp: Any, process_group: Any) -> None:
-    state = powerSGD.PowerSGDState(
+def powersgd_state(process_group: Any, **options: Any) -> powerSGD.PowerSGDState:
+    return powerSGD.PowerSGDState(
         process_group=process_group,
         matrix_approximation_rank=1,
         start_powerSGD_iter=2,
-        min_compression_rate=0.5,
+        **options,
     )
-    ddp.register_comm_hook(state, powerSGD.powerSGD_hook)
 
 
-def batched_powersgd(ddp: Any, process_group: Any) -> None:
-    state = powerSGD.PowerSGDState(
-        process_group=process_group, matrix_approximation_rank=1, start_powerSGD_iter=2
-    )
-    ddp.register_comm_hook(state, powerSGD.batched_powerSGD_hook)
-
-
-def per_tensor(ddp: Any, process_group: Any) -> None:
-    ddp.register_comm_hook(process_group, quantization.quantization_pertensor_hook)
-
-
-def per_channel(ddp: Any, process_group: Any) -> None:
-    ddp.register_comm_hook(process_group, quantization.quantization_perchannel_hook)
-
-
-def post_local_sgd(ddp: Any, process_group: Any) -> None:
-    state = post_localSGD.PostLocalSGDState(
+def local_sgd_state(process_group: Any) -> post_localSGD.PostLocalSGDState:
+    return post_localSGD.PostLocalSGDState(
         process_group=process_group, subgroup=None, start_localSGD_iter=2
     )
-    ddp.register_comm_hook(state, post_localSGD.post_localSGD_hook)
-
-
-def by_type(ddp: Any, process_group: Any) -> None:
-    register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp, process_group)
-
-
-def by_value(ddp: Any, process_group: Any) -> None:
-    DDPCommHookType.ALLREDUCE.value(model=ddp, state=process_group)
 
 
 def encode_and_decode(ddp: Any, process_group: Any) -> None:
@@ -149,32 +92,49 @@ def builtin(ddp: Any, process_group: Any) -> None:
     ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
 
 
-EVERYWHERE_EQUAL: list[Register] = [
-    default_allreduce, default_fp16, default_bf16, wrapped_fp16, wrapped_bf16, layerwise_powersgd,
-    batched_powersgd, per_tensor, per_channel, post_local_sgd, by_type, by_value,
-    encode_and_decode, builtin,
-]  # fmt: skip
+EVERYWHERE_EQUAL: dict[str, Register] = {
+    "allreduce": lambda ddp, group: ddp.register_comm_hook(group, default.allreduce_hook),
+    "fp16": lambda ddp, group: ddp.register_comm_hook(group, default.fp16_compress_hook),
+    "bf16": lambda ddp, group: ddp.register_comm_hook(group, default.bf16_compress_hook),
+    "wrapped in fp16": lambda ddp, group: ddp.register_comm_hook(
+        powersgd_state(group), default.fp16_compress_wrapper(powerSGD.powerSGD_hook)
+    ),
+    "wrapped in bf16": lambda ddp, group: ddp.register_comm_hook(
+        powersgd_state(group), default.bf16_compress_wrapper(powerSGD.powerSGD_hook)
+    ),
+    "PowerSGD": lambda ddp, group: ddp.register_comm_hook(
+        powersgd_state(group, min_compression_rate=0.5), powerSGD.powerSGD_hook
+    ),
+    "batched": lambda ddp, group: ddp.register_comm_hook(
+        powersgd_state(group), powerSGD.batched_powerSGD_hook
+    ),
+    "per tensor": lambda ddp, group: ddp.register_comm_hook(
+        group, quantization.quantization_pertensor_hook
+    ),
+    "per channel": lambda ddp, group: ddp.register_comm_hook(
+        group, quantization.quantization_perchannel_hook
+    ),
+    "local SGD": lambda ddp, group: ddp.register_comm_hook(
+        local_sgd_state(group), post_localSGD.post_localSGD_hook
+    ),
+    "by type": lambda ddp, group: register_ddp_comm_hook(DDPCommHookType.FP16_COMPRESS, ddp, group),
+    "by value": lambda ddp, group: DDPCommHookType.ALLREDUCE.value(model=ddp, state=group),
+    "encode and decode": encode_and_decode,
+    "built in": builtin,
+}
 
 
-def registered(rank: int, world_size: int) -> list[str]:
-    """The snippets after which ranks differ, or the gradient is far from the mean."""
-    failed = []
-    for name, ddp_class in CLASSES.items():
-        for register in EVERYWHERE_EQUAL:
+@on_ranks(2, timeout=100)
+def test_documented_hooks_average() -> None:
+    for ddp_class in CLASSES.values():
+        for name, register in EVERYWHERE_EQUAL.items():
             ddp = ddp_class(SimpleModel())
             register(ddp, dist.group.WORLD)
-            if not is_equal_everywhere([one for n in range(3) for one in step(ddp, n)]):
-                failed.append(f"{name}, {register.__name__}")
+            assert equal_on_all_ranks(*(grad for n in range(3) for grad in step(ddp, n))), name
     for kind in DDPCommHookType:  # every one of them, with the model's own group
         ddp = DistributedDataParallel(SimpleModel())
         kind.value(model=ddp, state=None)
-        if is_equal_everywhere(step(ddp, 0)) == (kind is DDPCommHookType.NOOP):
-            failed.append(str(kind))
-    return failed
-
-
-def test_documented_hooks_average() -> None:
-    assert run_ranks(registered, 2, timeout=100) == [[], []]
+        assert equal_on_all_ranks(*step(ddp, 0)) == (kind is not DDPCommHookType.NOOP), kind
 
 
 @on_ranks(2)
@@ -201,7 +161,7 @@ def test_other_snippets_run(rank: int) -> None:
 
         # Uneven inputs: rank 1 has one more.
         ddp = ddp_class(nn.Linear(1, 1, bias=False))
-        default_fp16(ddp, None)
+        ddp.register_comm_hook(None, default.fp16_compress_hook)
         with ddp.join():
             for _ in range(5):
                 for one in [torch.tensor([1]).float() for _ in range(10 + rank)]:
@@ -224,10 +184,7 @@ def test_other_snippets_run(rank: int) -> None:
 
         # Local SGD with an averager.
         ddp = ddp_class(SimpleModel())
-        state = post_localSGD.PostLocalSGDState(
-            process_group=None, subgroup=None, start_localSGD_iter=2
-        )
-        ddp.register_comm_hook(state, post_localSGD.post_localSGD_hook)
+        ddp.register_comm_hook(local_sgd_state(None), post_localSGD.post_localSGD_hook)
         opt = PostLocalSGDOptimizer(
             optim=torch.optim.SGD(ddp.parameters(), lr=0.01),
             averager=PeriodicModelAverager(period=2, warmup_steps=2),
@@ -236,7 +193,7 @@ def test_other_snippets_run(rank: int) -> None:
             opt.zero_grad()
             step(ddp, number)
             opt.step()
-        assert is_equal_everywhere(list(ddp.parameters()))
+        assert equal_on_all_ranks(*ddp.parameters())
 
 
 # ---- the page's checkpoint: rank 0 saves the hook and its state, all ranks load them
@@ -264,41 +221,39 @@ def registered_again(ddp_class: Any, checkpoint: Checkpoint) -> Any:
     return new
 
 
-def documented_checkpoint(rank: int, world_size: int, folder: str) -> dict[str, Any]:
-    """What comes of it for each class: before training, after it, and gathered."""
-    seen: dict[str, Any] = {}
-    for name, ddp_class in CLASSES.items():
+@on_ranks(2)
+def test_the_documented_checkpoint_of_rank_0_loads_on_all(rank: int, tmp_path: Path) -> None:
+    """Before training, after it, and gathered."""
+    text = "PowerSGDState: the state loaded was saved by rank 0 of 2 alone. It lacks the residuals"
+    path = str(tmp_path / "checkpoint")
+    for ddp_class in CLASSES.values():
         torch.manual_seed(0)
         ddp = ddp_class(SimpleModel())
         hook, state = powerSGD.powerSGD_hook, powerSGD.PowerSGDState(None, start_powerSGD_iter=2)
         ddp.register_comm_hook(state, hook)
-        checkpoint = saved_by_rank_0(ddp, hook, state, f"{folder}/{name}")
-        new = registered_again(ddp_class, checkpoint)
+        new = registered_again(ddp_class, saved_by_rank_0(ddp, hook, state, path))
         straight = sgd(ddp, range(5))
-        seen[f"{name}, untrained"] = all(map(torch.equal, sgd(new, range(5)), straight))
+        assert all(map(torch.equal, sgd(new, range(5)), straight))
 
         # rank 0's residual, which is in the file, and this rank's, which is not
-        checkpoint = saved_by_rank_0(ddp, hook, state, f"{folder}/{name}")
+        checkpoint = saved_by_rank_0(ddp, hook, state, path)
         assert checkpoint["comm_hook"] is hook
         loaded = checkpoint["comm_hook_state"]
         new = registered_again(ddp_class, checkpoint)
-        residuals = {name: one.clone() for name, one in residual_of(state, rank).items()}
-        assert any(bool(one.any()) for one in residuals.values())
-        kept = residual_of(loaded, rank)
-        expected = {name: one * (rank == 0) for name, one in residuals.items()}
-        torch.testing.assert_close(kept, expected, rtol=0, atol=0)
+        residuals = {name: value.clone() for name, value in residual_of(state, rank).items()}
+        assert any(bool(value.any()) for value in residuals.values())
+        expected = {name: value * (rank == 0) for name, value in residuals.items()}
+        torch.testing.assert_close(residual_of(loaded, rank), expected, rtol=0, atol=0)
         torch.testing.assert_close(factors_of(loaded, rank), factors_of(state, rank))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            equal = is_equal_everywhere(sgd(new, range(5, 8)))
-        seen[f"{name}, alone"] = equal, loaded.iter, [str(one.message) for one in caught]
+            assert equal_on_all_ranks(*sgd(new, range(5, 8)))
+        assert loaded.iter == 8
+        assert [str(each.message).startswith(text) for each in caught] == [True] * (rank == 0)
 
-        everyone = state.gathered()
-        checkpoint = saved_by_rank_0(ddp, hook, everyone, f"{folder}/{name}")
-        new = registered_again(ddp_class, checkpoint)
+        new = registered_again(ddp_class, saved_by_rank_0(ddp, hook, state.gathered(), path))
         straight = sgd(ddp, range(5, 8))
-        seen[f"{name}, gathered"] = all(map(torch.equal, sgd(new, range(5, 8)), straight))
-    return seen
+        assert all(map(torch.equal, sgd(new, range(5, 8)), straight))
 
 
 def residual_of(state: Any, rank: int) -> dict[str, torch.Tensor]:
@@ -307,14 +262,3 @@ def residual_of(state: Any, rank: int) -> dict[str, torch.Tensor]:
 
 def factors_of(state: Any, rank: int) -> dict[str, torch.Tensor]:
     return state.state_dict()[f"rank{rank}"]["memory"]["powersgd.q"]
-
-
-def test_the_documented_checkpoint_of_rank_0_loads_on_all(tmp_path: Path) -> None:
-    text = "PowerSGDState: the state loaded was saved by rank 0 of 2 alone. It lacks the residuals"
-    for rank, seen in enumerate(run_ranks(documented_checkpoint, 2, str(tmp_path))):
-        for name in CLASSES:
-            assert seen[f"{name}, untrained"] is True
-            assert seen[f"{name}, gathered"] is True
-            equal, steps, said = seen[f"{name}, alone"]
-            assert (equal, steps) == (True, 8)
-            assert [one.startswith(text) for one in said] == [True] * (rank == 0)

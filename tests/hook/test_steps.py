@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 import ddp_core
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.models import Breaks
 from tests.tools.training import averaged, batch, gradients, outcome, residuals
 
@@ -90,9 +90,9 @@ def _train(
     hook = commhooks.register(model, scheme, **SCHEMES[scheme])
     applied = total = torch.zeros(1, dtype=torch.float64)
     for step in range(7):
-        for one in (model, reference):
-            one.zero_grad(set_to_none=not zero)
-            one(batch(step, rank, 4, 16), **of_step(step)).square().sum().backward()
+        for trained in (model, reference):
+            trained.zero_grad(set_to_none=not zero)
+            trained(batch(step, rank, 4, 16), **of_step(step)).square().sum().backward()
         applied = applied + gradients(model)
         total = total + averaged(gradients(reference))
     missing = applied + averaged(residuals(hook, model)) - total
@@ -100,31 +100,21 @@ def _train(
     return hook.step, missing.norm() / total.norm()
 
 
-def _all_scenarios(rank: int, _: int, cls: str, scheme: str) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        name: _train(rank, cls, scheme, name) for name in SCENARIOS if name != "static_graph_idle"
-    }
-    # Gradients of zeros instead of none: what is left alone is told by what was written.
-    found["idle, zeroed"] = _train(rank, cls, scheme, "idle", zero=True)
-    found["idle_view, zeroed"] = _train(rank, cls, scheme, "idle_view", zero=True)
-    found["static_graph_idle"] = _train(rank, cls, scheme, "static_graph_idle")
-    return found
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks(2, timeout=90, ignore_warnings=(".*find_unused_parameters.*",))
 def test_applied_and_residual_sum_to_the_gradients_of_the_steps_counted(
-    cls: str, scheme: str
+    rank: int, cls: str, scheme: str
 ) -> None:
-    for found in run_ranks(
-        _all_scenarios, 2, cls, scheme, timeout=90, ignore_warnings=(".*find_unused_parameters.*",)
-    ):
-        for name, (steps, missing) in found.items():
-            assert steps == 7, name
-            assert missing < 1e-5, name  # sums of float32 over seven steps
+    # Gradients of zeros instead of none: what is left alone is told by what was written.
+    zeroed = [(name, True) for name in ("idle", "idle_view")]
+    for name, zero in [*((name, False) for name in SCENARIOS), *zeroed]:
+        steps, missing = _train(rank, cls, scheme, name, zero=zero)
+        assert steps == 7, name
+        assert missing < 1e-5, name  # sums of float32 over seven steps
 
 
-def _abandons(rank: int, _: int, cls: str, scheme: str) -> Any:
+def _abandons(rank: int, cls: str, scheme: str) -> Any:
     """Two steps, one that raises, two steps; ours goes on, torch's next forward says why not."""
     model = CLASSES[cls](Net(), bucket_cap_mb=CAP_MB)
     hook = commhooks.register(model, scheme, **SCHEMES[scheme])
@@ -151,36 +141,34 @@ def _abandons(rank: int, _: int, cls: str, scheme: str) -> Any:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_step_whose_backward_raised_is_dropped(scheme: str) -> None:
-    for steps, seen, missing in run_ranks(_abandons, 2, "ours", scheme):
-        assert seen == ["ArithmeticError", "ArithmeticError"]
-        assert steps == 5
-        assert missing < 1e-5
+@on_ranks(2)
+def test_a_step_whose_backward_raised_is_dropped(rank: int, scheme: str) -> None:
+    steps, seen, missing = _abandons(rank, "ours", scheme)
+    assert seen == ["ArithmeticError", "ArithmeticError"]
+    assert steps == 5
+    assert missing < 1e-5
 
 
-def test_torchs_class_refuses_to_go_on_and_the_state_can_be_saved() -> None:
-    for steps, seen, missing in run_ranks(_abandons, 2, "torch", "topk"):
-        assert seen[0] == "ArithmeticError"
-        assert "Expected to have finished reduction in the prior iteration" in seen[1]
-        assert steps == 2
-        assert missing < 1e-5
+@on_ranks(2)
+def test_torchs_class_refuses_to_go_on_and_the_state_can_be_saved(rank: int) -> None:
+    steps, seen, missing = _abandons(rank, "torch", "topk")
+    assert seen[0] == "ArithmeticError"
+    assert "Expected to have finished reduction in the prior iteration" in seen[1]
+    assert steps == 2
+    assert missing < 1e-5
 
 
-def _changes_group(rank: int, _: int) -> Any:
+@on_ranks(2)
+def test_a_model_that_moves_to_another_group_without_its_hook_is_an_error(rank: int) -> None:
     model = CLASSES["torch"](Net())
     hook = commhooks.register(model, "int8")
     model(batch(0, rank, 4, 16)).sum().backward()
     model._update_process_group(dist.new_group([0, 1]))
     error = outcome(lambda: model(batch(1, rank, 4, 16)).sum().backward())
     hook.close()
+    assert error is not None
+    assert "another process group" in error[1]
     dist.barrier()  # nobody ends while another still connects
-    return error
-
-
-def test_a_model_that_moves_to_another_group_without_its_hook_is_an_error() -> None:
-    for error in run_ranks(_changes_group, 2):
-        assert error is not None
-        assert "another process group" in error[1]
 
 
 class _Piece:
