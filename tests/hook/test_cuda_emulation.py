@@ -1,4 +1,4 @@
-"""What a GPU needs of hooks and of the reducer, with every mode that it meets; on the CPU."""
+"""Hooks and the reducer on a pretended GPU, in every mode that it meets."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -62,14 +62,14 @@ def test_a_page_runs_on_two_ranks(page, tmp_path):
     assert run_ranks(_runs, 2, page, str(tmp_path), ignore_warnings=(".*",)) == [True, True]
 
 
-def _recipe(rank: int, world_size: int, host: str, scheme: str | None) -> Any:
-    """The gradient after the lines of the page, and that of all tokens at once."""
+@pytest.mark.parametrize("scheme", [None, "none", "int8"])
+@pytest.mark.parametrize("host", ["torch", "core"])
+@on_ranks(2)
+def test_means_over_tokens_are_those_of_all_tokens_at_once(rank, host, scheme):
+    """With the lines of the page; the reference is the gradient of all tokens at once."""
     lengths = [[5, 0, 8], [3, 40, 0]]  # by rank; the pass that averages is empty on one of them
-    (code,) = [
-        block
-        for block in BLOCK.findall((ROOT / "docs/guides/hold.md").read_text())
-        if "all_reduce(total)" in block
-    ]
+    blocks = BLOCK.findall((ROOT / "docs/guides/hold.md").read_text())
+    (code,) = [block for block in blocks if "all_reduce(total)" in block]
     draw = torch.Generator().manual_seed(rank)
     batches = [torch.randn(length, 64, generator=draw) for length in lengths[rank]]
     batches.insert(0, torch.zeros(5, 64))  # counts, and its gradient is 0
@@ -86,17 +86,9 @@ def _recipe(rank: int, world_size: int, host: str, scheme: str | None) -> Any:
     torch.distributed.all_gather_object(everyone, torch.cat(batches))
     dense.load_state_dict(net.state_dict())
     dense(torch.cat(everyone)).square().mean(1).mean().backward()
-    pairs = zip(net.parameters(), dense.parameters(), strict=True)
-    return [(one.grad, two.grad) for one, two in pairs]
-
-
-@pytest.mark.parametrize("scheme", [None, "none", "int8"])
-@pytest.mark.parametrize("host", ["torch", "core"])
-def test_means_over_tokens_are_those_of_all_tokens_at_once(host, scheme):
-    for found in run_ranks(_recipe, 2, host, scheme):
-        for ours, dense in found:
-            allowed = 0.05 if scheme == "int8" else 1e-5
-            assert float((ours - dense).norm() / dense.norm()) < allowed
+    allowed = 0.05 if scheme == "int8" else 1e-5
+    for ours, exact in zip(net.parameters(), dense.parameters(), strict=True):
+        assert float((ours.grad - exact.grad).norm() / exact.grad.norm()) < allowed
 
 
 def _script(rank: int, world_size: int, page: str) -> str:

@@ -14,8 +14,8 @@ import commhooks
 import ddp_core
 from ddp_core import AllReduce, Lanes, Task
 from ddp_core.exchange._lane_groups import _pools
-from tests.tools.harness import run_ranks
-from tests.tools.training import batch, equal_bits, mlp, outcome
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import batch, equal_bits, equal_on_all_ranks, gradients, mlp
 
 TINY = 0.2  # KiB a bucket: several buckets
 
@@ -37,25 +37,24 @@ def _train(place, group, scheme, steps=2, **options):
 SCHEMES = {"powersgd": {"rank": 1}, "int8": {}, "sdp4bit": {"local_size": 2}, "topk": {}}
 
 
-def _train_in_detail(rank, world_size):
-    found = {}
-    ranks = list(range(world_size))
-    for level in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
-        dist.set_debug_level(level)
-        group = dist.new_group(ranks)
-        wrapper = type(group._get_backend(torch.device("cpu"))).__name__
-        assert (wrapper == "_ProcessGroupWrapper") == (level == dist.DebugLevel.DETAIL)
-        for name, options in SCHEMES.items():
-            hook, grads = _train(rank, group, name, 3, **options)
-            hook.close()
-            found.setdefault(name, []).append(grads)
-    return found
-
-
-def test_schemes_of_several_rounds_train_where_every_collective_is_checked():
-    results = run_ranks(_train_in_detail, 2, pg_timeout=15)
-    for name in SCHEMES:
-        assert equal_bits([grads for found in results for grads in found[name]]), name
+@on_ranks(2, pg_timeout=15)
+def test_schemes_of_several_rounds_train_where_every_collective_is_checked(rank, world_size):
+    results = {name: [] for name in SCHEMES}
+    try:
+        for level in (dist.DebugLevel.OFF, dist.DebugLevel.DETAIL):
+            dist.set_debug_level(level)
+            group = dist.new_group(list(range(world_size)))
+            wrapper = type(group._get_backend(torch.device("cpu"))).__name__
+            assert (wrapper == "_ProcessGroupWrapper") == (level == dist.DebugLevel.DETAIL)
+            for name, options in SCHEMES.items():
+                hook, grads = _train(rank, group, name, 3, **options)
+                hook.close()
+                results[name].append(grads)
+    finally:
+        dist.set_debug_level(dist.DebugLevel.OFF)
+    for name, grads in results.items():
+        assert equal_bits(grads), name
+        assert equal_on_all_ranks(*grads), name
 
 
 # ---- again and again
@@ -114,7 +113,9 @@ def _sum(tensor):
     return (yield AllReduce(tensor, "sum"))
 
 
-def _spoil(rank, world_size, how):
+@pytest.mark.parametrize("how", ["failed", "no answer", "one more", "nothing"])
+@on_ranks(2)
+def test_a_group_with_something_left_over_on_one_rank_is_not_lent_again(rank, world_size, how):
     def run(lanes):
         return lanes.run(Task(_sum(torch.ones(1)), 0, 0, 4, world_size, 2))
 
@@ -129,16 +130,10 @@ def _spoil(rank, world_size, how):
             first.completed += 1
     lanes.close()
     lanes = Lanes(dist.group.WORLD, rounds=2)
-    value = float(run(lanes).wait())
-    same = lanes._lent[0] is first
-    left = len(_pools[dist.group.WORLD].all)
+    assert float(run(lanes).wait()) == 4.0
+    assert (lanes._lent[0] is first) == (how == "nothing")
+    assert len(_pools[dist.group.WORLD].all) == 1
     lanes.close()
-    return same, left, value
-
-
-@pytest.mark.parametrize("how", ["failed", "no answer", "one more", "nothing"])
-def test_a_group_with_something_left_over_on_one_rank_is_not_lent_again(how):
-    assert run_ranks(_spoil, 2, how) == [(how == "nothing", 1, 4.0)] * 2
 
 
 # ---- a child of os.fork()
@@ -203,23 +198,13 @@ class Managed(dist.ProcessGroup):
         return self._group.rank()
 
 
-def _train_managed(rank, world_size, scheme):
+@on_ranks(2)
+def test_a_scheme_of_one_round_runs_on_a_group_that_torch_does_not_know(rank):
     group = Managed(dist.group.WORLD)
     model = ddp_core.DistributedDataParallel(mlp())
-    found = outcome(commhooks.register, model, scheme, process_group=group)
-    if found is None:
-        model(batch(0, rank, 4, 16)).square().sum().backward()
-        return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    return found
-
-
-def test_a_scheme_of_one_round_runs_on_a_group_that_torch_does_not_know():
-    assert equal_bits(run_ranks(_train_managed, 2, "fp16"))
-
-
-def test_a_scheme_of_more_rounds_says_that_it_cannot_run_there():
-    for name, text in run_ranks(_train_managed, 2, "powersgd"):
-        assert name == "RuntimeError"
-        assert "several rounds" in text
-        assert "Managed" in text
-        assert "one round" in text
+    commhooks.register(model, "fp16", process_group=group)
+    model(batch(0, rank, 4, 16)).square().sum().backward()
+    assert equal_on_all_ranks(gradients(model))
+    model = ddp_core.DistributedDataParallel(mlp())
+    with pytest.raises(RuntimeError, match=r"(?s)(?=.*several rounds)(?=.*Managed).*one round"):
+        commhooks.register(model, "powersgd", process_group=group)

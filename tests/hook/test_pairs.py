@@ -8,7 +8,6 @@ import sys
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,17 +16,23 @@ from ddp_core import AllGather, AllToAll
 from ddp_core.exchange import _collectives as collectives
 from ddp_core.exchange import _pairs as pairs
 from ddp_core.exchange._pairs import Pairs, on_gloo
-from tests.tools.harness import run_ranks
-from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, outcome, parameters
 
 SHAPES = ((), (0,), (1,), (1001,), (3, 5))
 
 
-def _exchange(rank: int, world_size: int) -> list[bool]:
-    group = dist.group.WORLD
-    assert group is not None
+@on_ranks(4)
+def test_rows_arrive_where_they_belong(rank: int, world_size: int) -> None:
+    for ranks in (1, 3, world_size):
+        members = range(ranks)
+        group = dist.new_group(list(members))
+        if rank < ranks:
+            _rows_arrive(rank, ranks, group)
+
+
+def _rows_arrive(rank: int, world_size: int, group: dist.ProcessGroup) -> None:
     assert on_gloo(group, torch.empty(0))
-    right = []
     for dtype in (torch.uint8, torch.float32, torch.bfloat16):
         for shape in SHAPES:
             rows = [torch.full(shape, 10 * rank + i).to(dtype) for i in range(world_size)]
@@ -37,24 +42,16 @@ def _exchange(rank: int, world_size: int) -> list[bool]:
                 assert isinstance(work, Pairs)
             works[1].wait()
             works[0].get_future().wait()
-            expected = torch.stack(
-                [torch.full(shape, 10 * i + rank).to(dtype) for i in range(world_size)]
-            )
-            right.append(torch.equal(to_all.result(), expected))
-            expected = torch.stack([torch.full(shape, 10 * i).to(dtype) for i in range(world_size)])
-            right.append(torch.equal(gather.result(), expected))
-    return right
+            senders = [torch.full(shape, 10 * i).to(dtype) for i in range(world_size)]
+            assert torch.equal(gather.result(), torch.stack(senders))
+            sent = [torch.full(shape, 10 * i + rank).to(dtype) for i in range(world_size)]
+            assert torch.equal(to_all.result(), torch.stack(sent))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_rows_arrive_where_they_belong(world_size: int) -> None:
-    for right in run_ranks(_exchange, world_size):
-        assert all(right)
-
-
-def _as_on_nccl(rank: int, world_size: int) -> tuple[list[bool], set[torch.dtype]]:
-    """Moves rows by the collectives that NCCL runs; also the types that it is given."""
-    right, types = [], set()
+@on_ranks(2)
+def test_what_is_only_moved_travels_as_bytes(rank: int, world_size: int) -> None:
+    """By the collectives that NCCL runs."""
+    types = set()
     all_gather, all_to_all = collectives._all_gather, dist.all_to_all_single
 
     def noting(collective: Any) -> Any:
@@ -90,14 +87,8 @@ def _as_on_nccl(rank: int, world_size: int) -> tuple[list[bool], set[torch.dtype
                 expected = torch.stack(everyone)
                 if isinstance(request, AllToAll):
                     expected = expected[:, rank]
-                right.append(torch.equal(request.result(), expected))
-    return right, types
-
-
-def test_what_is_only_moved_travels_as_bytes() -> None:
-    for right, types in run_ranks(_as_on_nccl, 2):
-        assert all(right)
-        assert types == {torch.uint8}
+                assert torch.equal(request.result(), expected)
+    assert types == {torch.uint8}
 
 
 def _parts(rank: int, world_size: int) -> list[list[int]]:
@@ -125,7 +116,8 @@ def test_parts_of_the_ranks_exchange_among_themselves() -> None:
     ]
 
 
-def _two_levels(rank: int, world_size: int) -> torch.Tensor:
+@on_ranks(4)
+def test_two_levels_of_four_ranks_agree_bit_for_bit(rank: int) -> None:
     model = ddp(mlp())
     hook = commhooks.register(model, "sdp4bit", local_size=2, between_block=64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -135,11 +127,7 @@ def _two_levels(rank: int, world_size: int) -> torch.Tensor:
         (model(x) - x.roll(1, 1)).square().mean().backward()
         optimizer.step()
     assert hook.report()["round"].max() == 3
-    return parameters(model)
-
-
-def test_two_levels_of_four_ranks_agree_bit_for_bit() -> None:
-    assert equal_bits(run_ranks(_two_levels, 4))
+    assert equal_on_all_ranks(parameters(model))
 
 
 def _other_nodes(rank: int, world_size: int) -> Any:
@@ -154,7 +142,8 @@ def test_ranks_that_count_nodes_differently_are_told() -> None:
         assert "ranks of a node" in error[1]
 
 
-def _many(rank: int, world_size: int) -> list[int]:
+@on_ranks(2)
+def test_messages_of_many_collectives_are_not_mixed_up(rank: int) -> None:
     """Fifty gathers that are all under way: each gets its own rank's answer."""
     group = dist.group.WORLD
     assert group is not None
@@ -162,13 +151,8 @@ def _many(rank: int, world_size: int) -> list[int]:
     futures = [request.issue(group).get_future() for request in requests]
     for future in reversed(futures):
         future.wait()
-    return [int(request.result()[1 - rank, 7]) for request in requests]
-
-
-def test_messages_of_many_collectives_are_not_mixed_up() -> None:
-    mine, theirs = run_ranks(_many, 2)
-    assert mine == [100 + i for i in range(50)]
-    assert theirs == list(range(50))
+    answers = [int(request.result()[1 - rank, 7]) for request in requests]
+    assert answers == [100 * (1 - rank) + i for i in range(50)]
 
 
 def _orphan(rank: int, world_size: int) -> Any:
@@ -189,8 +173,9 @@ def test_a_peer_that_is_gone_is_an_error_not_a_hang() -> None:
     assert left == "RuntimeError"
 
 
-def _through_the_host(rank: int, world_size: int) -> bool:
-    """Sends what Gloo could not read itself, as tensors of a GPU."""
+@on_ranks(4)
+def test_gloo_sends_a_gpus_tensors_through_the_host(rank: int) -> None:
+    """As Gloo could not read them itself."""
     group = dist.group.WORLD
     assert pairs.carried_by_host(group, torch.device("cuda"))
     assert not pairs.carried_by_host(group, torch.device("cpu"))
@@ -211,13 +196,10 @@ def _through_the_host(rank: int, world_size: int) -> bool:
     ):
         work = request.issue(group)
         work.wait()
-    own = request.result().untyped_storage().data_ptr()
     expected = torch.tensor([[10.0 * peer, rank] for peer in partner])
-    return torch.equal(request.result(), expected) and bool(sent) and own not in sent
-
-
-def test_gloo_sends_a_gpus_tensors_through_the_host() -> None:
-    assert run_ranks(_through_the_host, 4) == [True] * 4
+    assert torch.equal(request.result(), expected)
+    assert sent
+    assert request.result().untyped_storage().data_ptr() not in sent
 
 
 _ENDS_AT_ONCE = """
