@@ -130,7 +130,7 @@ def test_documented_hooks_average() -> None:
         for name, register in EVERYWHERE_EQUAL.items():
             ddp = ddp_class(SimpleModel())
             register(ddp, dist.group.WORLD)
-            assert equal_on_all_ranks(*(grad for n in range(3) for grad in step(ddp, n))), name
+            assert equal_on_all_ranks(*[grad for n in range(3) for grad in step(ddp, n)]), name
     for kind in DDPCommHookType:  # every one of them, with the model's own group
         ddp = DistributedDataParallel(SimpleModel())
         kind.value(model=ddp, state=None)
