@@ -90,26 +90,23 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def _alone(
-    rank: int, world_size: int, places: tuple[int, ...], options: dict[str, Any], at: int
-) -> Heard:
-    return careless(wrapped(**options), rank, places[rank], at)
-
-
-def hears(results: list[Heard], places: tuple[int, ...], at: int) -> None:
-    """All ranks raise in time; until then nothing but means was in ``.grad``."""
-    expected = means(len(results))
-    for rank, (landed, error, again) in enumerate(results):
-        for step, gradient in landed.items():
-            torch.testing.assert_close(gradient, expected[step])
-        # All buckets were sent by a rank that raised after the last: the others land the step.
-        raised, late = places[rank] != NOWHERE, 0 in places
-        assert list(landed) == [*range(at + (late and not raised))]
-        assert error[0] == ("MismatchError" if raised else "CollectiveError"), error
-        assert again[0] == "MismatchError", again  # until the process ends
-        assert f"aborted step {at} after" in error[1]
-        assert "resume from the last" in error[1]
-        assert "did not within" not in error[1]
+def hears(rank: int, places: tuple[int, ...], at: int, **options: Any) -> str:
+    """All ranks raise in time; until then nothing but means was in ``.grad``. Returns the error."""
+    ranks = len(places)
+    landed, error, again = careless(wrapped(**options), rank, places[rank], at)
+    expected = means(ranks)
+    for step, gradient in landed.items():
+        torch.testing.assert_close(gradient, expected[step])
+    # All buckets were sent by a rank that raised after the last: the others land the step.
+    raised, late = places[rank] != NOWHERE, 0 in places
+    assert list(landed) == [*range(at + (late and not raised))]
+    assert error[0] == ("MismatchError" if raised else "CollectiveError"), error
+    assert again[0] == "MismatchError", again  # until the process ends
+    assert f"dropped step {at} after" in error[1]
+    assert "resume from the last" in error[1]
+    assert "did not within" not in error[1]
+    text: str = error[1]
+    return text
 
 
 @pytest.mark.parametrize(
@@ -123,29 +120,31 @@ def hears(results: list[Heard], places: tuple[int, ...], at: int) -> None:
     ids=["plain", "unused", "static", "view"],
 )
 @pytest.mark.parametrize("breaks", [LAYERS - 2, 1, 0], ids=["early", "late", "after"])
-def test_a_rank_that_goes_on_alone_is_an_error_on_all(options, breaks):
-    places = (NOWHERE, breaks)
-    results = run_ranks(_alone, 2, places, options, AT, ignore_warnings=("find_unused",))
-    hears(results, places, AT)
+@on_ranks(2, ignore_warnings=("find_unused",))
+def test_a_rank_that_goes_on_alone_is_an_error_on_all(rank, options, breaks):
+    hears(rank, (NOWHERE, breaks), AT, **options)
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_the_same_before_and_after_buckets_are_rebuilt(at):
-    hears(run_ranks(_alone, 2, (2, NOWHERE), {}, at), (2, NOWHERE), at)
+@on_ranks(2)
+def test_the_same_before_and_after_buckets_are_rebuilt(rank, at):
+    hears(rank, (2, NOWHERE), at)
 
 
 @pytest.mark.parametrize(
     "places",
     [(2, NOWHERE, 2), (NOWHERE, 2, NOWHERE), (2, 4, NOWHERE), (1, 4, 4), (4, 1, 3)],
 )
-def test_three_ranks_that_raise_not_alike(places):
-    hears(run_ranks(_alone, 3, places, {}, AT), places, AT)
+@on_ranks(3)
+def test_three_ranks_that_raise_not_alike(rank, places):
+    hears(rank, places, AT)
 
 
-def test_different_places_are_an_error_on_both():
-    results = run_ranks(_alone, 2, (2, 4), {}, AT)
-    hears(results, (2, 4), AT)
-    assert results[0].error == results[1].error  # in the same words
+@on_ranks(2)
+def test_different_places_are_an_error_on_both_in_the_same_words(rank):
+    texts = [""] * 2
+    dist.all_gather_object(texts, hears(rank, (2, 4), AT), group=dist.new_group())
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("hook", ["powersgd", "topk"])

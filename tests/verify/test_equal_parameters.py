@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import (
@@ -26,8 +27,9 @@ from ddp_core import MixedPrecision
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.hosts.test_tensor_parallel import _build
 from tests.shelf import BUILT_IN
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.training import mlp
+from tests.verify.test_verify import findings
 
 KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
 DTYPES = [
@@ -43,9 +45,9 @@ def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
     sizes = [(), (0,), (3, 5), (_CHUNK + 9,), (7,), (2, 3, 4)]
     some = [torch.randn(size, generator=generator).mul(50).to(dtype) for size in sizes]
     tensors = [some[3], torch.ones(3, dtype=torch.int32), *some, some[2].t()]
-    kept = [one.clone() for one in tensors]
+    kept = [tensor.clone() for tensor in tensors]
     before = hashes_of(tensors)
-    assert all(torch.equal(one, two) for one, two in zip(tensors, kept, strict=True))
+    assert all(map(torch.equal, tensors, kept))
     assert before.tolist() == hashes_of(kept).tolist()
     # In row-major order, wherever entries lie.
     assert hashes_of([some[2].t().contiguous()]) == hashes_of([some[2].t()])
@@ -98,11 +100,11 @@ class _Part(nn.Module):
         return self.layers(x)  # type: ignore[no-any-return]
 
 
-def _moved(rank: int, world_size: int, kind: str, action: Any) -> tuple[list[Any], str]:
+def _moved(rank: int, kind: str, action: Any) -> tuple[Any, str]:
+    """The hook and its warnings after four steps, in the third of which parameters differ."""
     ddp = KINDS[kind](_Part(), bucket_cap_mb=0.001)
     hook = commhooks.register(ddp, "int8", verify=Verification(2, action))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    text = ""
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         ddp.module.alone.fill_(rank)
@@ -113,39 +115,39 @@ def _moved(rank: int, world_size: int, kind: str, action: Any) -> tuple[list[Any
             if step == 2 and rank == 2:
                 ddp.module.frozen[0] = 1.0
             optimizer.zero_grad()
-            try:
-                with torch.enable_grad():
-                    ddp(torch.randn(4, 16)).square().mean().backward()
-            except VerificationError as error:
-                return [], str(error)
+            with torch.enable_grad():
+                ddp(torch.randn(4, 16)).square().mean().backward()
             optimizer.step()
-        assert hook.verification is not None
         hook.verification.report()
-        text = "\n".join(str(one.message) for one in caught)
-    return [one[:5] for one in hook.verification.findings], text
+    return hook, "\n".join(str(each.message) for each in caught)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_parameter_that_differs_is_named_with_its_ranks(kind: str) -> None:
-    for rank, (found, text) in enumerate(run_ranks(_moved, 3, kind, "warn")):
-        assert found == [
-            (2, -1, "frozen", "parameters differ", (2,)),
-            (2, -1, "layers.2.weight", "parameters differ", (1,)),
-        ]
-        first = "step 2, rank 2, parameter 'frozen': before this step it has other bits here than "
-        assert (f"{first}on ranks 0, 1: which agree." in text) == (rank != 1)
+@on_ranks(3)
+def test_the_first_parameter_that_differs_is_named_with_its_ranks(rank: int, kind: str) -> None:
+    hook, text = _moved(rank, kind, "warn")
+    assert findings(hook) == [
+        (2, -1, "frozen", "parameters differ", (2,)),
+        (2, -1, "layers.2.weight", "parameters differ", (1,)),
+    ]
+    first = "step 2, rank 2, parameter 'frozen': before this step it has other bits here than "
+    assert (f"{first}on ranks 0, 1: which agree." in text) == (rank != 1)
 
 
-def test_with_raise_every_rank_raises_where_parameters_differ() -> None:
-    texts = [text for _, text in run_ranks(_moved, 3, "core", "raise")]
+@on_ranks(3)
+def test_with_raise_every_rank_raises_where_parameters_differ(rank: int) -> None:
+    with pytest.raises(VerificationError) as caught:
+        _moved(rank, "core", "raise")
     second = "step 2, rank 1, parameter 'layers.2.weight': before this step it has, and 1 more"
-    assert f"{second} parameters have, other bits here than on ranks 0, 2" in texts[0]
+    assert f"{second} parameters have, other bits here than on ranks 0, 2" in str(caught.value)
+    texts: list[Any] = [None] * 3
+    dist.all_gather_object(texts, str(caught.value))
     assert texts == [texts[0]] * 3
 
 
 @on_ranks(2, ignore_warnings=(".*deprecated",))
 def test_parameters_are_compared_in_full_precision_and_before_they_are_stepped(rank: int) -> None:
-    """Nothing is found where nothing differs, in whatever form parameters are within backward."""
+    """In whatever form parameters are within backward."""
     low = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for mode in ("precision", "in backward"):
         options = {"mixed_precision": low} if mode == "precision" else {}
@@ -168,55 +170,43 @@ def test_parameters_are_compared_in_full_precision_and_before_they_are_stepped(r
                 warnings.simplefilter("ignore" if step == 3 else "error", RuntimeWarning)
                 ddp(torch.randn(4, 16)).float().square().mean().backward()
             optimizer.step()
-        assert hook.verification is not None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             hook.verification.report()
-        found = [one[:5] for one in hook.verification.findings]
-        assert found == [(3, -1, "2.weight", "parameters differ", (1,))], (mode, found)
+        assert findings(hook) == [(3, -1, "2.weight", "parameters differ", (1,))], mode
         hook.close()
 
 
-def _meshes(rank: int, world_size: int) -> list[list[Any]]:
-    """Replicas on a mesh: those of a shard, and those of a rank of tensor parallelism."""
-    found = []
+@on_ranks(4, ignore_warnings=("commhooks:",))
+def test_replicas_of_a_shard_are_compared_with_each_other(rank: int) -> None:
+    """Those of a shard, and those of a rank of tensor parallelism."""
     for names in (("replicate", "shard"), ("dp", "tp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         model: nn.Module
+        options: dict[str, Any] = {}
         if names[1] == "tp":
             model = CoreDDP(_build(mesh), device_mesh=mesh["dp"])
-            options: dict[str, Any] = {}
+            moved, named = "module.2.weight", "2.weight"
         else:
             model = sharded(model_of((33, 64, 7)), mesh["shard"])
             options = {"replicate_group": mesh["replicate"]}
+            moved, named = "2.weight", "2.weight#1"
         hook = commhooks.register(model, "int8", verify=1, **options)
         for step in range(2):
             backward(model, step, rank // 2)
             if step == 0 and rank == 3:
-                weight: Any = dict(model.named_parameters())["2.weight" if options else NAME]
+                weight: Any = dict(model.named_parameters())[moved]
                 getattr(weight, "_local_tensor", weight).data[0, 0] += 1.0
-        assert hook.verification is not None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            hook.verification.report()
-        found.append([one[:5] for one in hook.verification.findings])
+        hook.verification.report()
+        assert findings(hook) == [(1, -1, named, "parameters differ", (1,))] * (rank % 2)
         hook.close()
-    return found
-
-
-NAME = "module.2.weight"
-
-
-def test_replicas_of_a_shard_are_compared_with_each_other() -> None:
-    for rank, found in enumerate(run_ranks(_meshes, 4)):
-        for one, name in zip(found, ("2.weight#1", "2.weight"), strict=True):
-            assert one == [(1, -1, name, "parameters differ", (1,))] * (rank % 2)
 
 
 # ---- once, on request
 
 
-def _asked(rank: int, world_size: int) -> None:
+@on_ranks(3, ignore_warnings=("torch.quantize_per_tensor.* deprecated",))
+def test_verify_equal_names_what_differs(rank: int) -> None:
     module = nn.Sequential(mlp(16, 2), nn.BatchNorm1d(16))
     ddp = CoreDDP(module)
     hook = commhooks.register(ddp, "int8")
@@ -280,8 +270,3 @@ def test_verify_equal_refuses_what_no_two_ranks_have(rank: int) -> None:
     ask = partial(hook.switch, "fp16") if rank else hook.verify_equal
     with pytest.raises(MismatchError, match="call differs between ranks"):
         ask()
-
-
-def test_verify_equal_names_what_differs() -> None:
-    quiet = ("torch.quantize_per_tensor.* deprecated",)
-    run_ranks(_asked, 3, ignore_warnings=quiet)
