@@ -154,6 +154,7 @@ def test_parts_outside_of_backward_are_one_step() -> None:
         buffer = torch.cat([value.detach().reshape(-1) for value in values])
         hook.start(ddp_core.GradBucket(0, buffer, values)).wait()
     assert hook.step == 3
+    assert set(hook.report()["step"]) == {0, 1, 2}
 
 
 @dataclass(frozen=True)
