@@ -231,7 +231,7 @@ def as_matrix(columns: Tensor) -> Tensor:
 def predicted_second_step(
     first: list[Tensor], means: list[list[Tensor]], rank: int
 ) -> list[Tensor]:
-    """What PowerSGD gives in its second step, from its first result and the plain averages.
+    """Predicts PowerSGD's second step from its first result and the plain averages.
 
     All is linear in the mean, so the ranks' residuals only matter by their mean, M1 - G1; the warm
     start is the row space of G1.

@@ -44,13 +44,13 @@ def _train(rank: int, world_size: int, breaks: bool, scheme: str | None) -> Any:
     eager = DistributedDataParallel(Net(breaks=breaks), **options)
     model = DistributedDataParallel(Net(breaks=breaks), **options)
     if scheme is not None:
-        for one in (eager, model):
-            commhooks.register(one, scheme)
+        for replica in (eager, model):
+            commhooks.register(replica, scheme)
     compiled = torch.compile(model, backend=aot_eager if breaks else "aot_eager")
     model.timeline.every = 1
     for step in range(5):
-        for one, called in ((eager, eager), (model, compiled)):
-            one.zero_grad()
+        for replica, called in ((eager, eager), (model, compiled)):
+            replica.zero_grad()
             F.softplus(called(batch(step, rank, 8, WIDTH))).mean().backward()
         torch.testing.assert_close(gradients(model), gradients(eager), rtol=1e-5, atol=1e-7)
     frame = model.timeline.frame()
@@ -87,7 +87,7 @@ def _joins_a_compiled_model(rank: int, world_size: int, cases: list[Any]) -> Non
         torch._dynamo.reset()
         options = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20], **options}
         first, second = (DistributedDataParallel(Net(), **options) for _ in range(2))
-        hook, again = (commhooks.register(one, "int8") for one in (first, second))
+        hook, again = (commhooks.register(model, "int8") for model in (first, second))
         for step in range(saved_at):
             F.softplus(first(batch(step, rank, 8, WIDTH))).mean().backward()
         compiled = torch.compile(second, backend=aot_eager)
@@ -113,9 +113,9 @@ def _compiled_module(rank: int, world_size: int) -> Any:
     eager = DistributedDataParallel(Net(), **options)
     model = DistributedDataParallel(torch.compile(Net(), backend="aot_eager"), **options)
     for step in range(3):
-        for one in (eager, model):
-            one.zero_grad()
-            F.softplus(one(batch(step, rank, 8, WIDTH))).mean().backward()
+        for replica in (eager, model):
+            replica.zero_grad()
+            F.softplus(replica(batch(step, rank, 8, WIDTH))).mean().backward()
         torch.testing.assert_close(gradients(model), gradients(eager), rtol=1e-5, atol=1e-7)
     return len(model.reducer.buckets)
 

@@ -252,8 +252,8 @@ def test_the_step_after_a_broken_backward_is_right(
 ) -> None:
     model, plain = wrapped(Fragile(), **options), wrapped(Fragile(), **options)
     if hooked:
-        for one in (model, plain):
-            commhooks.register(one, "fp16")
+        for replica in (model, plain):
+            commhooks.register(replica, "fp16")
     for step in range(5):
         for breaks in (step in (0, 3), False):
             model.zero_grad()

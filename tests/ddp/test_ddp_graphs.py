@@ -184,8 +184,8 @@ def test_gradients_that_would_stay_local_are_an_error(rank: int) -> None:
 def test_a_parameter_that_was_frozen_and_is_trained_is_an_error(rank: int) -> None:
     model = DistributedDataParallel(frozen_part())
     compiled = torch.compile(DistributedDataParallel(frozen_part()), backend="aot_eager")
-    for step, one in enumerate((model, copy.deepcopy(model), model, compiled)):
-        loss_of(one(batch(step, rank, 4, 16))).backward()
+    for step, called in enumerate((model, copy.deepcopy(model), model, compiled)):
+        loss_of(called(batch(step, rank, 4, 16))).backward()
     model.module.requires_grad_(True)
     error = outcome(loss_of(model(batch(1, rank, 4, 16))).backward)
     assert error is not None
@@ -201,8 +201,8 @@ def test_marks_of_no_sync_survive_a_raised_step(rank: int) -> None:
         copy.deepcopy(local), find_unused_parameters=True, bucket_cap_mb=0.0005
     )
     for step in range(3):
-        for one in (model, local):
-            one.zero_grad()
+        for replica in (model, local):
+            replica.zero_grad()
         with model.no_sync():  # a branch that the synchronised passes do not use
             loss_of(model(batch(100 + step, rank, 4, 16), 2)).backward()
         loss_of(local(batch(100 + step, rank, 4, 16), 2)).backward()
@@ -210,8 +210,8 @@ def test_marks_of_no_sync_survive_a_raised_step(rank: int) -> None:
         output.register_hook(_raise)
         with pytest.raises(ArithmeticError):
             loss_of(output).backward()
-        for one in (model, local):
-            loss_of(one(batch(step, rank, 4, 16), 0)).backward()
+        for replica in (model, local):
+            loss_of(replica(batch(step, rank, 4, 16), 0)).backward()
         torch.testing.assert_close(gradients(model), averaged(gradients(local)))
         assert model.module.never.grad is None
 
@@ -361,7 +361,7 @@ class Follows:
 @pytest.mark.slow
 @on_ranks(2, ignore_warnings=(".*full backward hook",))
 def test_a_hook_follows_to_other_ranks_or_says_that_it_cannot(rank: int, world_size: int) -> None:
-    alone = [dist.new_group([one]) for one in range(world_size)][rank]
+    alone = [dist.new_group([member]) for member in range(world_size)][rank]
     for hook, state in (
         (None, None),
         (Follows.hook, Follows()),

@@ -84,9 +84,9 @@ def test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between(
 
 
 def _gathered(tensor: Tensor) -> list[Tensor]:
-    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, tensor)
-    return found
+    everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, tensor)
+    return everywhere
 
 
 class Branches(nn.Module):
@@ -432,7 +432,7 @@ def test_a_pass_of_which_one_half_is_inside_is_an_error(rank: int) -> None:
 
 @on_ranks(2)
 def test_torchs_class_follows_the_forward_pass_without_a_word(rank: int) -> None:
-    """What torch's class does in both cases, which the design page says."""
+    """In both cases, which the design page says."""
     model, local = TorchDDP(mlp()), mlp()
     loss = loss_of(model(batch(0, rank, 4, 16)))
     with model.no_sync():

@@ -49,13 +49,13 @@ def test_mixed_precision_computes_low_and_leaves_full_precision(
         loss_of(output).backward()
         low = copy.deepcopy(reference).to(torch.bfloat16)
         loss_of(low(batch(step, rank, 2, 3, 8, 8).bfloat16())).backward()
-        for (name, mine), theirs in zip(
+        for (name, parameter), reference_parameter in zip(
             ddp.module.named_parameters(), low.parameters(), strict=True
         ):
-            assert mine.dtype == mine.grad.dtype == torch.float32
-            expected = theirs.grad.to(wire) * 0.5
+            assert parameter.dtype == parameter.grad.dtype == torch.float32
+            expected = reference_parameter.grad.to(wire) * 0.5
             dist.all_reduce(expected)
-            assert torch.equal(mine.grad, expected.float()), name
+            assert torch.equal(parameter.grad, expected.float()), name
     assert {b.dtype for b in ddp.module.buffers() if b.is_floating_point()} == {torch.bfloat16}
     with torch.no_grad():
         ddp(batch(9, rank, 2, 3, 8, 8))

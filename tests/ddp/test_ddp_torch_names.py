@@ -115,7 +115,7 @@ def _warnings_of(kind: Any, options: dict[str, Any]) -> list[tuple[str, type, st
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         kind(mlp(), **options)
-    return [(str(one.message), one.category, one.filename) for one in caught]
+    return [(str(warning.message), warning.category, warning.filename) for warning in caught]
 
 
 @on_ranks(1)
@@ -151,10 +151,10 @@ def test_torchs_warnings_log_lines_and_logged_errors_are_ours_too(rank: int) -> 
         if callable(hook):
             hook.__annotations__["bucket"] = int
         data = []
-        for one in (torchs, model):
-            assert outcome(one.register_comm_hook, None, hook) is not None
-            told = one._get_ddp_logging_data()
-            data.append((told["has_error"], told["error"]))
+        for model_of_class in (torchs, model):
+            assert outcome(model_of_class.register_comm_hook, None, hook) is not None
+            logged = model_of_class._get_ddp_logging_data()
+            data.append((logged["has_error"], logged["error"]))
         assert data[0] == data[1]
         assert data[0][0] == 1
 

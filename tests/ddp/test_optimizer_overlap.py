@@ -64,11 +64,11 @@ def train(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor
         x = torch.randn(3, 4, 6, 6, generator=generator).to(memory_format=torch.channels_last)
         model(x).square().sum().backward()
         step()
-    return [one.detach().clone() for one in model.parameters()]
+    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def overlapped(rank: int, world_size: int) -> list[str]:
-    """Where the parameters are not those of the optimizer that steps after backward."""
+    """Lists cases whose parameters are not those of the optimizer that steps after backward."""
     warnings.simplefilter("ignore")  # torch's own, of its functional optimizers
     differ = []
     for ddp_class in CLASSES:
@@ -112,7 +112,7 @@ def zero_overlapped(rank: int, world_size: int) -> Any:
             refuses(default.allreduce_hook, model, zero)
     torchs.dist = types.SimpleNamespace(**{**vars(dist), "get_backend": lambda group: "nccl"})
     warnings.simplefilter("ignore")
-    found = []
+    trained = []
     for make, hook, state in (
         (torchs.hook_with_zero_step, torch_default.allreduce_hook, None),
         (zero_hook.hook_with_zero_step, default.allreduce_hook, None),
@@ -125,8 +125,8 @@ def zero_overlapped(rank: int, world_size: int) -> Any:
             model.parameters(), _FunctionalSGD, lr=0.01, overlap_with_ddp=True
         )
         model.register_comm_hook(state, make(hook, model, zero))
-        found.append(train(model, rank, lambda: None, steps=5))
-    return found
+        trained.append(train(model, rank, lambda: None, steps=5))
+    return trained
 
 
 def test_torchs_overlap_of_zero_steps_by_what_a_hook_returns() -> None:

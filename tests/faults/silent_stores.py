@@ -44,7 +44,7 @@ _PATIENCE = 60.0  # seconds, after which a rank counts as hanging
 
 
 class Case(NamedTuple):
-    """What falls silent, and when."""
+    """A host that falls silent, and the moment."""
 
     fault: str
     kind: str
@@ -53,10 +53,10 @@ class Case(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """How long a rank waited, and what it was told."""
+    """Seconds that a rank waited, and the error that it met."""
 
     seconds: float
-    told: str
+    text: str
 
 
 def cases(count: int, seed: int) -> list[Case]:
@@ -118,7 +118,7 @@ def _rank(
     if case.moment == "step" and case.fault == "process" and rank == 0:
         time.sleep(timeout + 2 * MORE)  # the other one waits
         os._exit(0)
-    begin, told = time.monotonic(), "no error"
+    begin, message = time.monotonic(), "no error"
     try:
         if case.moment == "register":
             commhooks.register(model, case.scheme, **options)
@@ -134,10 +134,10 @@ def _rank(
         elif case.moment == "wait_for_all_ranks":
             wait_for_all_ranks("a call", dist.group.WORLD)  # type: ignore[arg-type]
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     if hook is not None:
         hook.close()
-    pipe.send(Wait(time.monotonic() - begin, told))
+    pipe.send(Wait(time.monotonic() - begin, message))
 
 
 def _enter(process: int) -> None:
@@ -172,8 +172,8 @@ def run(case: Case, timeout: float = TIMEOUT) -> list[Wait]:
         ranks, pipes = [], []
         for rank in range(2):
             ours, theirs = _context.Pipe()
-            told = case, rank, holders[rank], port, timeout, theirs
-            ranks.append(_context.Process(target=_rank, args=told, daemon=True))
+            arguments = case, rank, holders[rank], port, timeout, theirs
+            ranks.append(_context.Process(target=_rank, args=arguments, daemon=True))
             ranks[-1].start()
             stack.callback(ranks[-1].kill)
             theirs.close()
@@ -213,13 +213,13 @@ def main() -> int:
         chosen = cases(asked.cases, asked.seed)
         for case, waits in zip(chosen, pool.map(run, chosen), strict=True):
             everything += waits
-            for one in waits:
-                late = " LATE" * (one.seconds > TIMEOUT + MORE)
+            for wait in waits:
+                late = " LATE" * (wait.seconds > TIMEOUT + MORE)
                 print(f"{case.fault:8} {case.kind:6} {case.scheme:9} {case.moment:13}"
-                      f"{one.seconds:6.1f} s{late}  {one.told[:90]!r}",
+                      f"{wait.seconds:6.1f} s{late}  {wait.text[:90]!r}",
                       flush=True)  # fmt: skip
-    late = [one for one in everything if one.seconds > TIMEOUT + MORE]
-    worst = max(one.seconds for one in everything) - TIMEOUT
+    late = [wait for wait in everything if wait.seconds > TIMEOUT + MORE]
+    worst = max(wait.seconds for wait in everything) - TIMEOUT
     print(
         f"{len(chosen)} cases, {len(everything)} ranks: the longest wait was {worst:+.1f} s over "
         f"the timeout of {TIMEOUT:g} s; {len(late)} took more than {MORE:g} s over it"

@@ -57,26 +57,26 @@ def _step(model: Any, rank: int) -> None:
 
 
 def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
-    model, found = CLASSES["core"](mlp()), {}
+    model, errors = CLASSES["core"](mlp()), {}
     with _silent():
-        found["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd"))
+        errors["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd"))
     hook = commhooks.register(model, "powersgd")
     other = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     _step(model, rank)
     with _silent():
         _step(model, rank)  # which needs no store
-        found["switch"] = _ends_in_time(lambda: hook.switch("int8"))
-        found["state_dict"] = _ends_in_time(lambda: hook.state_dict(gather=True))
-        found["change_group"] = _ends_in_time(lambda: hook.change_group(other))
+        errors["switch"] = _ends_in_time(lambda: hook.switch("int8"))
+        errors["state_dict"] = _ends_in_time(lambda: hook.state_dict(gather=True))
+        errors["change_group"] = _ends_in_time(lambda: hook.change_group(other))
     hook.switch("int8")  # all may call again
     _step(model, rank)
-    return found
+    return errors
 
 
 @pytest.mark.slow
 def test_a_call_that_waits_for_the_store_ends_at_the_timeout() -> None:
-    for found in run_ranks(_meet_nobody, 2, pg_timeout=TIMEOUT):
-        for call, text in found.items():
+    for errors in run_ranks(_meet_nobody, 2, pg_timeout=TIMEOUT):
+        for call, text in errors.items():
             assert text.startswith(SilentStoreError.__name__), (call, text)
             assert "has not answered for 3 s" in text, (call, text)
 
@@ -111,4 +111,4 @@ def test_a_step_ends_in_time_where_rank_0_holds_the_store(fault: str) -> None:
     waits = silent_stores.run(silent_stores.Case(fault, "core", "powersgd", "step"), TIMEOUT)
     for wait in waits:
         assert TIMEOUT - 1 < wait.seconds < TIMEOUT + MORE, wait
-        assert wait.told.startswith("CollectiveError: the exchange failed in step 3"), wait
+        assert wait.text.startswith("CollectiveError: the exchange failed in step 3"), wait

@@ -181,11 +181,11 @@ def _on_fewer_ranks(rank: int, world_size: int, state: dict[str, Any] | None) ->
 def test_a_state_loads_on_fewer_ranks() -> None:
     saved = run_ranks(_on_fewer_ranks, 3, None, ignore_warnings=QUIET)[0]
     loaded = run_ranks(_on_fewer_ranks, 2, saved, ignore_warnings=QUIET)[0]
-    wanted, found = mean_residual(saved), mean_residual(loaded)
-    assert list(wanted) == list(found)
+    wanted, kept = mean_residual(saved), mean_residual(loaded)
+    assert list(wanted) == list(kept)
     for name, value in wanted.items():
         assert value.any()
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(kept[name], value, rtol=1e-6, atol=1e-7)
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -297,13 +297,13 @@ def _convolution(rank: int, world_size: int, order: torch.memory_format) -> dict
 
 
 def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None:
-    wanted, found = (
+    wanted, kept = (
         mean_residual(run_ranks(_convolution, 2, order, ignore_warnings=QUIET)[0])
         for order in (torch.contiguous_format, torch.channels_last)
     )
     assert wanted["0.weight"].shape == (5, 3, 2, 3)
     for name, value in wanted.items():
-        assert (found[name] - value).norm() < 0.1 * value.norm(), name
+        assert (kept[name] - value).norm() < 0.1 * value.norm(), name
 
 
 @on_ranks(2, ignore_warnings=QUIET)

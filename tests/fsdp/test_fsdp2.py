@@ -68,15 +68,15 @@ def backward(model: nn.Module, step: int, rank: int, scale: float = 1.0) -> None
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     """Returns whole gradients of trained parameters, by name, and drops them."""
-    found = {}
+    whole = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         assert parameter.grad is not None
         grad: Any = parameter.grad
-        found[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
+        whole[name] = (grad.full_tensor() if hasattr(grad, "full_tensor") else grad).clone()
         parameter.grad = None
-    return found
+    return whole
 
 
 def equal(gradients: dict[str, Tensor], others: dict[str, Tensor]) -> None:
@@ -202,9 +202,9 @@ def test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives(rank: int) ->
     for model in (plain, inside, between):
         backward(model, 0, rank)
     wanted, *others = map(gradients, (plain, inside, between))
-    for found in others:
+    for averages in others:
         for name, value in wanted.items():
-            torch.testing.assert_close(found[name], value)
+            torch.testing.assert_close(averages[name], value)
 
 
 @on_ranks(2)
@@ -244,8 +244,10 @@ def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any(rank: int)
     handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
     backward(model, 1, rank)
     handle.remove()
-    own = all(bool(one.grad.to_local().isfinite().all()) for one in model.parameters())
-    assert own == (rank == 0)
+    finite = all(
+        bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters()
+    )
+    assert finite == (rank == 0)
     gradients(model)
     after = hook.state_dict()
     key = f"rank{rank}"
@@ -322,11 +324,11 @@ def test_what_one_host_saves_another_loads(
 ) -> None:
     saved = run_ranks(_save, before, first)[0]
     loaded = run_ranks(_load, after, second, saved)[0]
-    wanted, found = mean_residual(saved), mean_residual(loaded)
-    assert list(wanted) == list(found)
+    wanted, kept = mean_residual(saved), mean_residual(loaded)
+    assert list(wanted) == list(kept)
     for name, value in wanted.items():
         assert float(value.norm()) > 0
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(kept[name], value, rtol=1e-6, atol=1e-7)
 
 
 def _averaged(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
@@ -337,9 +339,9 @@ def _averaged(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[
     if state is not None:
         hook.load_state_dict(state)
     _trained(model, rank, hook.step, 2)
-    own = sum(value.numel() for _, _, value in hook.engine.memory.items())
+    kept = sum(value.numel() for _, _, value in hook.engine.memory.items())
     entries = sum(value.numel() for value in plain.parameters()) if state is None else 0
-    assert state is not None or own < 1.3 * entries
+    assert state is not None or kept < 1.3 * entries
     return hook.state_dict(gather=True)
 
 
@@ -557,7 +559,7 @@ def test_gradients_and_parameters_travel_in_the_groups_of_fsdp2(rank: int) -> No
     model.set_separate_reduce_scatter_group(True)
     hook = commhooks.register(model, "int8")
     gathered = gather_parameters(model)
-    groups = [one.target.group() for one in (hook, gathered)]
+    groups = [each.target.group() for each in (hook, gathered)]
     mesh = fsdp2_groups(model[0])[0].mesh_info
     assert groups == [mesh.reduce_scatter_process_group, mesh.shard_process_group]
     assert groups[0] is not groups[1]
@@ -581,8 +583,8 @@ def _auto(rank: int, world_size: int, between: bool) -> list[str]:
     assert "none: " in plans
     assert "int8: " in plans
     assert len(seen) == 3
-    assert {one.candidate for one in hook.candidates} == {"none", "bf16", "int8"}
-    assert all(one.steps for one in hook.candidates)
+    assert {candidate.candidate for candidate in hook.candidates} == {"none", "bf16", "int8"}
+    assert all(candidate.steps for candidate in hook.candidates)
     state = hook.state_dict(gather=True)
     again: Any = commhooks.register(
         sharded(model_of(), mesh["shard"] if between else None),
@@ -599,5 +601,5 @@ def _auto(rank: int, world_size: int, between: bool) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "between"), [(2, False), (4, True)])
 def test_auto_times_candidates_and_all_ranks_keep_the_same(ranks: int, between: bool) -> None:
-    found = run_ranks(_auto, ranks, between)
-    assert all(one == found[0] for one in found)
+    chosen = run_ranks(_auto, ranks, between)
+    assert all(choice == chosen[0] for choice in chosen)

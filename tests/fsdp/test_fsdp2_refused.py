@@ -21,7 +21,7 @@ from tests.tools.harness import on_ranks
 
 
 def _modules(model: nn.Module) -> list[Any]:
-    return [one for one in model.modules() if isinstance(one, FSDPModule)]
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 @on_ranks(2)

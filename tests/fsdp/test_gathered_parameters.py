@@ -26,54 +26,48 @@ from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
 from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
 from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import equal_on_all_ranks
 
 SIZES = (33, 650, 640, 7)  # of matrices that are worth packing
 
 
 def _held(model: nn.Module) -> list[Tensor]:
     """Returns the parameters that the next forward pass computes with, as they are gathered now."""
-    modules: list[Any] = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    for one in modules:
-        one.unshard()
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.unshard()
     values = [parameter.detach().clone() for parameter in model.parameters()]
-    for one in modules:
-        one.reshard()
+    for module in modules:
+        module.reshard()
     return values
 
 
 def _exact(model: nn.Module) -> list[Tensor]:
-    return [one.full_tensor().detach().clone() for one in model.parameters()]  # type: ignore[attr-defined]
+    return [parameter.full_tensor().detach().clone() for parameter in model.parameters()]  # type: ignore[attr-defined]
 
 
 @torch.no_grad()
 def _distance(ones: list[Tensor], others: list[Tensor]) -> float:
     pairs = zip(ones, others, strict=True)
-    return sum(float((one - other).square().sum()) for one, other in pairs) ** 0.5
+    return sum(float((value - other).square().sum()) for value, other in pairs) ** 0.5
 
 
 def _size(values: list[Tensor]) -> float:
-    return _distance(values, [torch.zeros_like(one) for one in values])
-
-
-def _equal_on_all_ranks(values: list[Tensor]) -> bool:
-    mine = torch.cat([value.flatten().float() for value in values])
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
-    return all(torch.equal(one, mine) for one in everyone)
+    return _distance(values, [torch.zeros_like(value) for value in values])
 
 
 def _steps(model: nn.Module, rank: int, count: int = 3, passes: int = 1) -> list[Tensor]:
     """Trains; returns gradients of the last step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    found: dict[str, Tensor] = {}
+    last: dict[str, Tensor] = {}
     for step in range(count):
         for turn in range(passes):
             generator = torch.Generator().manual_seed(1000 * (passes * step + turn) + rank)
             inputs = torch.randn(8, 33, generator=generator)
             model(inputs).float().square().sum().backward()
         optimizer.step()
-        found = gradients(model)
-    return list(found.values())
+        last = gradients(model)
+    return list(last.values())
 
 
 # ---- what is gathered, and when
@@ -83,11 +77,11 @@ def _in_16_bits(rank: int, world_size: int) -> None:
     model = sharded(model_of(SIZES), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     gather_parameters(model, "int8")
     _steps(model, rank)
-    found = _held(model)
-    assert all(one.dtype == torch.bfloat16 for one in found)
-    assert _equal_on_all_ranks(found)
-    wanted = [one.bfloat16() for one in _exact(model)]
-    assert 0 < _distance(found, wanted) < 0.01 * _size(wanted)
+    values = _held(model)
+    assert all(value.dtype == torch.bfloat16 for value in values)
+    assert equal_on_all_ranks(*values)
+    wanted = [value.bfloat16() for value in _exact(model)]
+    assert 0 < _distance(values, wanted) < 0.01 * _size(wanted)
 
 
 def _inference(rank: int, world_size: int) -> None:
@@ -108,16 +102,16 @@ def _ahead_of_time(rank: int, world_size: int) -> None:
     for setting in ("", "prefetch", "async", "kept"):
         model: Any = sharded(model_of(SIZES), reshard_after_forward=setting != "kept")
         gather_parameters(model, "int8")
-        layers = [one for one in model.children() if isinstance(one, FSDPModule)]
+        layers = [layer for layer in model.children() if isinstance(layer, FSDPModule)]
         if setting == "prefetch":
-            for one, after in itertools.pairwise(layers):
-                one.set_modules_to_forward_prefetch([after])
-                after.set_modules_to_backward_prefetch([one])
+            for layer, after in itertools.pairwise(layers):
+                layer.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([layer])
         if setting == "async":
             model._set_unshard_async_op(True)
         results.append(_steps(model, rank))
-    for found in results[1:]:
-        assert all(torch.equal(one, other) for one, other in zip(results[0], found, strict=True))
+    for others in results[1:]:
+        assert all(map(torch.equal, results[0], others))
 
 
 def _switched(rank: int, world_size: int) -> None:
@@ -153,7 +147,7 @@ def _failed(rank: int, world_size: int) -> None:
             _held(model)
     finally:
         codec.unpack_shards = before  # type: ignore[attr-defined]
-    assert all(torch.equal(one, other) for one, other in zip(wanted, _held(model), strict=True))
+    assert all(map(torch.equal, wanted, _held(model)))
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -180,9 +174,9 @@ def test_beside_hooks_of_gradients(rank: int) -> None:
     _steps(model, rank, passes=2)
     with torch.no_grad():
         output = model(torch.ones(2, 33))
-    assert _equal_on_all_ranks([output])
+    assert equal_on_all_ranks(output)
     assert hook.step == inside.step == 6
-    assert _equal_on_all_ranks(_exact(model))
+    assert equal_on_all_ranks(*_exact(model))
 
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -191,13 +185,13 @@ UNCUT = ("2.bias", "4.weight", "4.bias")  # the first is in a module with a piec
 
 def _pieces(model: nn.Module, mesh: Any) -> dict[str, Tensor]:
     """Returns the parameters of this rank of tensor parallelism, exact, on the ranks of FSDP2."""
-    found = {}
+    pieces = {}
     for name, parameter in model.named_parameters():
         local: Any = parameter
         shards = [torch.empty(0)] * mesh["dp"].size()
         dist.all_gather_object(shards, local.to_local(), group=mesh["dp"].get_group())
-        found[name] = torch.cat(shards)
-    return found
+        pieces[name] = torch.cat(shards)
+    return pieces
 
 
 @on_ranks(4, ignore_warnings=(".*returned a view tensor",))
@@ -212,13 +206,17 @@ def test_beside_tensor_parallelism() -> None:
         gathered = gather_parameters(model, scheme)
         _steps(model, mesh["dp"].get_local_rank())
         names = [name for name, _ in model.named_parameters()]
-        values = [one.to_local() if isinstance(one, DTensor) else one for one in _held(model)]
-        found = dict(zip(names, values, strict=True))
+        values = [
+            value.to_local() if isinstance(value, DTensor) else value for value in _held(model)
+        ]
+        gathered_values = dict(zip(names, values, strict=True))
         exact = _pieces(model, mesh)
-        assert _equal_on_all_ranks([found[name] for name in UNCUT])
-        assert torch.equal(found["2.bias"], exact["2.bias"])
+        assert equal_on_all_ranks(*[gathered_values[name] for name in UNCUT])
+        assert torch.equal(gathered_values["2.bias"], exact["2.bias"])
         for name in ("2.weight", "4.weight"):
-            assert 0 < _distance([found[name]], [exact[name]]) < 0.02 * _size([exact[name]])
+            assert (
+                0 < _distance([gathered_values[name]], [exact[name]]) < 0.02 * _size([exact[name]])
+            )
         ledger = gathered.ledger
         assert ledger.payload_bytes < 0.55 * ledger.dense_bytes
 
@@ -244,13 +242,13 @@ def test_what_has_no_known_parts_travels_as_it_is() -> None:
     """A tensor of the user's own form, or one of which nothing is to be packed."""
     parts = Packing(((3, True), (2, False)))
     codec = Blockwise("int8", 64)
-    for mine, numel, plain in (
+    for packing, numel, plain in (
         (parts, 5, False),
         (parts, 6, True),
         (Packing(((5, False),)), 5, True),
     ):
         given = torch.zeros(numel)
-        call = GatherPacked("all_gather", given, given.new_zeros(2 * numel), packing=mine)
+        call = GatherPacked("all_gather", given, given.new_zeros(2 * numel), packing=packing)
         assert call.is_plain(codec) == plain
 
 

@@ -73,11 +73,11 @@ def _spoil(rank: int, kind: str, bad: int) -> None:
     train(0, 1.0)
     gradients(model)
     before = [residuals(hook) for hook in hooks]
-    assert all(any(value.any() for value in one.values()) for one in before)
+    assert all(any(value.any() for value in kept_before.values()) for kept_before in before)
     train(1, float("inf") if rank == bad else 1.0)
-    found = gradients(model)
-    assert not bool(found["0.weight"][-1].isfinite().any())
-    assert bool(found["0.weight"][0].isfinite().all())
+    averages = gradients(model)
+    assert not bool(averages["0.weight"][-1].isfinite().any())
+    assert bool(averages["0.weight"][0].isfinite().all())
     for hook, kept in zip(hooks, before, strict=True):
         assert (hook.step, hook.skipped_steps) == (2, 1), (kind, hook)
         for name, value in residuals(hook).items():
@@ -205,13 +205,13 @@ def _mean(state: dict[str, Any], key: str = "residual") -> dict[str, Tensor]:
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
 
-def _check_equal(wanted: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+def _check_equal(wanted: dict[str, Tensor], kept: dict[str, Tensor]) -> None:
     shapes = {name: value.shape for name, value in model_of().named_parameters()}
-    assert sorted(wanted) == sorted(found) == sorted(shapes)
+    assert sorted(wanted) == sorted(kept) == sorted(shapes)
     for name, value in wanted.items():
         assert value.shape == shapes[name]
         assert float(value.norm()) > 0
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kept[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -251,9 +251,12 @@ def test_the_states_of_all_ranks_are_put_together(second: str, ranks: int) -> No
     wanted = {}
     for replica in range(2):
         parts = [states[2 * replica + shard] for shard in range(2)]
-        own = [part[f"rank{2 * replica + shard}"] for shard, part in enumerate(parts)]
+        states_of_shards = [part[f"rank{2 * replica + shard}"] for shard, part in enumerate(parts)]
         for name, shape in ((n, v.shape) for n, v in model_of().named_parameters()):
-            pieces = [one["memory"]["residual"][f"{name}#{s}"] for s, one in enumerate(own)]
+            pieces = [
+                state["memory"]["residual"][f"{name}#{s}"]
+                for s, state in enumerate(states_of_shards)
+            ]
             whole = torch.cat(pieces)[: shape[0]]
             wanted[name] = wanted.get(name, 0) + whole / 2
     _check_equal(wanted, _mean(loaded))
@@ -296,10 +299,10 @@ def test_a_run_with_any_scheme_continues_bit_for_bit_on_the_same_mesh(rank: int)
 
 def _anew(rank: int, world_size: int, host: str, state: Any) -> dict[str, Any]:
     model, hook = _hook_on(host, "powersgd")
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         hook.load_state_dict(state)
-    about = [str(one.message) for one in told if "is dropped" in str(one.message)]
+    about = [str(warning.message) for warning in caught if "is dropped" in str(warning.message)]
     assert len(about) == int(hook.engine.rank == 0)
     assert all("powersgd.q" in text for text in about)
     again = hook.state_dict(gather=True)
@@ -321,10 +324,10 @@ def test_factors_of_other_pieces_begin_anew_with_a_warning_and_residuals_stay(
     saved = saved_on(first, before, "powersgd")[0]
     loaded = run_ranks(_anew, after, second, saved)[0]
     wanted = {name: value for name, value in _mean(saved).items() if value.any()}
-    found = _mean(loaded)
+    kept = _mean(loaded)
     assert "0.weight" in wanted
     for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(kept[name], value, rtol=1e-5, atol=1e-6)
 
 
 def _momentum(rank: int, world_size: int, host: str, state: Any) -> dict[str, Any]:
@@ -370,7 +373,8 @@ def _with_dcp(rank: int, world_size: int, host: str, folder: str, load: bool) ->
     [
         ("2x1", 2),
         ("fsdp2", 2),
-        *(pytest.param(*one, marks=SLOW) for one in (("2x2", 4), ("ddp", 3))),
+        pytest.param("2x2", 4, marks=SLOW),
+        pytest.param("ddp", 3, marks=SLOW),
     ],
 )
 def test_a_distributed_checkpoint_loads_on_another_mesh(
@@ -396,7 +400,7 @@ UNITS: dict[str, tuple[dict[str, torch.dtype], float | None]] = {
 
 def _kept_and_applied(rank: int, world_size: int, place: str) -> Any:
     """Returns residuals and gradients of two steps, by case."""
-    mesh, found = mesh_of(2, world_size // 2), {}
+    mesh, cases = mesh_of(2, world_size // 2), {}
     for case, (policy, factor) in UNITS.items():
         model = model_of()
         within = mesh["shard"] if place == "between" else init_device_mesh("cpu", (world_size,))
@@ -413,19 +417,19 @@ def _kept_and_applied(rank: int, world_size: int, place: str) -> Any:
         kept = {name: value.float() for name, value in residuals(hook).items()}
         # What the factor makes of a mean: it stands for the number of ranks.
         scale = factor / world_size if factor else 1.0
-        found[case] = kept, {name: scale * value for name, value in applied.items()}
-    return found
+        cases[case] = kept, {name: scale * value for name, value in applied.items()}
+    return cases
 
 
 @pytest.mark.parametrize(("place", "world_size"), [("inside", 2), ("between", 2), ("between", 4)])
 def test_memory_is_in_units_of_the_gradient(place: str, world_size: int) -> None:
-    for found in run_ranks(_kept_and_applied, world_size, place):
+    for cases in run_ranks(_kept_and_applied, world_size, place):
         if (place, world_size) == ("between", 2):
             # On one shard FSDP2 divides by the factor twice, before and after its hook.
-            found["float64, a factor"] = found["float64, a factor"][:1]
-        for case, both in found.items():
-            for one, wanted in zip(both, found["float32"], strict=False):
-                for name, value in one.items():
+            cases["float64, a factor"] = cases["float64, a factor"][:1]
+        for case, both in cases.items():
+            for values, wanted in zip(both, cases["float32"], strict=False):
+                for name, value in values.items():
                     torch.testing.assert_close(
                         value, wanted[name], rtol=1e-4, atol=1e-5, msg=f"{case}: {name}"
                     )

@@ -318,10 +318,12 @@ def test_units_that_are_not_sharded_beside_others_that_are(rank: int) -> None:
         if hooked:
             commhooks.register(whole, "none")
         backward(whole, 0, rank)
-        results.append([None if one.grad is None else one.grad for one in whole.parameters()])
-    for one, other in zip(*results, strict=True):
-        assert (one is None) == (other is None)
-        assert one is None or torch.equal(one, other)  # type: ignore[arg-type]
+        results.append(
+            [None if parameter.grad is None else parameter.grad for parameter in whole.parameters()]
+        )
+    for parameter, other in zip(*results, strict=True):
+        assert (parameter is None) == (other is None)
+        assert parameter is None or torch.equal(parameter, other)  # type: ignore[arg-type]
 
 
 @on_ranks(4, ignore_warnings=QUIET)
@@ -340,9 +342,9 @@ def test_units_that_reduce_over_other_ranks_are_refused(rank: int) -> None:
 def test_parameters_that_are_gathered_ahead_are_waited_for() -> None:
     model = sharded(model_of((33, 650, 640, 7)))
     gather_parameters(model)
-    exact = [one.full_tensor().detach() for one in model.parameters()]  # type: ignore[attr-defined]
-    modules = [one for one in model.modules() if isinstance(one, FSDPModule)]
-    for handle in [one.unshard(async_op=True) for one in modules]:
+    exact = [parameter.full_tensor().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for handle in [module.unshard(async_op=True) for module in modules]:
         assert handle is not None
         handle.wait()
     for wanted, results in zip(exact, model.parameters(), strict=True):

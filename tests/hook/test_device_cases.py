@@ -1,4 +1,4 @@
-"""What tests/device does on a GPU, on the CPU: so that it is not wrong by construction."""
+"""The tests of tests/device on the CPU, so that they are not wrong by construction."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def test_every_body_runs_on_the_cpu(world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [2, 1])
 def test_every_host_runs_on_the_cpu(world_size: int) -> None:
     quiet = (".*FSDP", ".*NO_SHARD", ".*deprecated")  # of FSDP1
-    found = run_ranks(hosts, world_size, timeout=100, ignore_warnings=quiet)
-    assert found == [list(HOSTS)] * world_size
+    names = run_ranks(hosts, world_size, timeout=100, ignore_warnings=quiet)
+    assert names == [list(HOSTS)] * world_size
 
 
 def backward_of_every_scheme(rank: int, world_size: int) -> int:
@@ -61,11 +61,11 @@ def test_both_classes_train_what_is_given() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_get_what_a_simulation_gives(world_size: int) -> None:
-    """What two NCCL ranks on one GPU are compared with."""
+    """As two NCCL ranks on a GPU are compared with it."""
     expected = simulated(world_size)
-    for found in run_ranks(of_ranks, world_size, "gloo", "cpu", timeout=100):
-        assert found.keys() == expected.keys()
-        for name, values in found.items():
-            for one, other in zip(values, expected[name], strict=True):
+    for results in run_ranks(of_ranks, world_size, "gloo", "cpu", timeout=100):
+        assert results.keys() == expected.keys()
+        for name, values in results.items():
+            for value, simulated_value in zip(values, expected[name], strict=True):
                 near = tolerance(name)
-                torch.testing.assert_close(one, other, rtol=near, atol=near, msg=name)
+                torch.testing.assert_close(value, simulated_value, rtol=near, atol=near, msg=name)

@@ -1,4 +1,4 @@
-"""What ranks compare before they go on: every field, and who came."""
+"""Fields that ranks compare before they go on, and ranks that do not come."""
 
 import contextlib
 import time
@@ -23,7 +23,7 @@ from tests.tools.training import batch, ddp, equal_bits, gradients, mlp, outcome
 
 
 class OtherDDP(DistributedDataParallel):
-    """Of another type."""
+    """Another type."""
 
 
 @contextlib.contextmanager
@@ -39,8 +39,8 @@ def _changed(owner, name, value):
 def _register_own(layout, name="0"):
     # Not synchronised: a wrong name is to be found by the handshake.
     model = nn.Sequential(OrderedDict([(name, nn.Linear(4, 4)), ("1", nn.Linear(4, 4))]))
-    own = ddp_core.DistributedDataParallel(model, init_sync=False)
-    commhooks.register(own, "none", layout=layout)
+    model_of_ours = ddp_core.DistributedDataParallel(model, init_sync=False)
+    commhooks.register(model_of_ours, "none", layout=layout)
 
 
 def _agree(change=lambda state: None, call="some call", scheme="none", seed=0):

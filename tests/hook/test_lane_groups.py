@@ -64,7 +64,7 @@ def _again_and_again(rank, world_size, directory):
     names = {}
 
     def lanes(hook):
-        return [one.name for one in hook.drivers._lanes._lent]
+        return [lane.name for lane in hook.drivers._lanes._lent]
 
     def group_of_two():
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]

@@ -92,7 +92,7 @@ def test_what_is_only_moved_travels_as_bytes(rank: int, world_size: int) -> None
 
 
 def _parts(rank: int, world_size: int) -> list[list[int]]:
-    """What came by both collectives, in each of two ways to part four ranks."""
+    """Returns results of both collectives, in each of two ways to part four ranks."""
     group = dist.group.WORLD
     assert group is not None
     came = []

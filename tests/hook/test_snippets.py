@@ -47,16 +47,16 @@ def step(ddp: nn.Module, number: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(100 * number + dist.get_rank())
     ddp.zero_grad()
     ddp(torch.randn(8, 24, generator=generator)).square().sum().backward()
-    return [one.grad.clone() for one in ddp.parameters()]
+    return [parameter.grad.clone() for parameter in ddp.parameters()]
 
 
 def sgd(ddp: nn.Module, steps: range) -> list[torch.Tensor]:
     for number in steps:
         step(ddp, number)
         with torch.no_grad():
-            for one in ddp.parameters():
-                one -= 0.001 * one.grad
-    return [one.detach().clone() for one in ddp.parameters()]
+            for parameter in ddp.parameters():
+                parameter -= 0.001 * parameter.grad
+    return [parameter.detach().clone() for parameter in ddp.parameters()]
 
 
 # ---- a hook is registered, a few steps are trained
@@ -164,14 +164,14 @@ def test_other_snippets_run(rank: int) -> None:
         ddp.register_comm_hook(None, default.fp16_compress_hook)
         with ddp.join():
             for _ in range(5):
-                for one in [torch.tensor([1]).float() for _ in range(10 + rank)]:
-                    ddp(one).sum().backward()
+                for _ in range(10 + rank):
+                    ddp(torch.ones(1)).sum().backward()
         dist.barrier()  # nobody is left behind
 
         # Optimizers that step in backward.
         for chosen in (slice(None), slice(0, 2)):
             ddp = ddp_class(SimpleModel())
-            before = [one.detach().clone() for one in ddp.parameters()]
+            before = [parameter.detach().clone() for parameter in ddp.parameters()]
             params = list(ddp.parameters())[chosen]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch's own, of its functional optimizers

@@ -51,8 +51,8 @@ class Job:
 
     def epochs(self) -> list[tuple[int, int]]:
         """The epochs that have ended, and on how many workers."""
-        found = re.findall(r"^epoch (\d+) on (\d+) workers: loss", self.text(), re.MULTILINE)
-        return [(int(epoch), int(workers)) for epoch, workers in found]
+        ended = re.findall(r"^epoch (\d+) on (\d+) workers: loss", self.text(), re.MULTILINE)
+        return [(int(epoch), int(workers)) for epoch, workers in ended]
 
     def text(self) -> str:
         return "".join(self.lines)
@@ -72,13 +72,13 @@ class Job:
     def workers(self) -> list[int]:
         """The processes that torchrun has started, rank 0's first."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [int(one) for one in children.split()]
+        return [int(number) for number in children.split()]
 
     def close(self) -> None:
         """Leaves nothing behind."""
         if self.process.poll() is None:
-            for one in [*self.workers(), self.process.pid]:
-                os.kill(one, signal.SIGKILL)
+            for process in [*self.workers(), self.process.pid]:
+                os.kill(process, signal.SIGKILL)
             self.process.wait()
         self._reader.join(timeout=5)
         assert self.process.stdout is not None
@@ -132,4 +132,4 @@ def test_an_elastic_job_goes_on_when_killed_and_resized(tmp_path: Path) -> None:
     # 600 points in batches of 10 on 3 workers are 20 steps an epoch.
     assert after["hook"]["step"] == saved["hook"]["step"] + 2 * 20
     assert {"rank0", "rank1", "rank2"} <= set(after["hook"])
-    assert any(bool(one.any()) for one in after["hook"]["rank2"]["memory"]["residual"].values())
+    assert any(bool(value.any()) for value in after["hook"]["rank2"]["memory"]["residual"].values())

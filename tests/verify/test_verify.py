@@ -144,27 +144,27 @@ PLANTED: list[tuple[Scheme, str, tuple[str | None, str, tuple[int, ...]]]] = [
 @on_ranks(3)
 def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
     for wrong, kind, (name, expected, on) in PLANTED:
-        found, texts, rows = _train(rank, wrong, kind, "warn")
-        assert found
-        for step, bucket, parameter, text, ranks in found:
+        named, texts, rows = _train(rank, wrong, kind, "warn")
+        assert named
+        for step, bucket, parameter, text, ranks in named:
             assert (text, ranks) == (expected, on)
             assert bucket == _bucket_of(step, parameter)
             assert name is None or (step, parameter) == (2, name)
         everyone: list[Any] = [None] * 3
-        dist.all_gather_object(everyone, found)
-        assert everyone == [found] * 3
+        dist.all_gather_object(everyone, named)
+        assert everyone == [named] * 3
         assert len(rows) == 2 * 6
         assert {step for step, _, _ in rows} == {0, 2}
         assert all(bucket == _bucket_of(step, parameter) for step, bucket, parameter in rows)
         if rank == on[0]:
-            places = [(f"step {f[0]}, rank", f"bucket {f[1]}, parameter {f[2]!r}") for f in found]
+            places = [(f"step {f[0]}, rank", f"bucket {f[1]}, parameter {f[2]!r}") for f in named]
             assert any(step in texts[-1] and place in texts[-1] for step, place in places)
 
 
 @on_ranks(2)
 def test_an_average_that_overflows_is_named_with_its_rank(rank: int) -> None:
-    found = _train(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
-    assert found == [(2, 1, "2.weight", kind, (1,)) for kind in ("ranks differ", "not finite")]
+    named = _train(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
+    assert named == [(2, 1, "2.weight", kind, (1,)) for kind in ("ranks differ", "not finite")]
 
 
 @on_ranks(2)
@@ -594,13 +594,15 @@ def test_errors_of_sketches_are_near_those_of_gradients(rank: int) -> None:
     for name in ("int8", "topk", "powersgd"):
         parameters, sketch, exact = _reports(rank, name, 3)
         assert len(parameters) == 3 * 4
-        for parameter, told, (error, cosine, norm) in zip(parameters, sketch, exact, strict=True):
+        for parameter, reported, (error, cosine, norm) in zip(
+            parameters, sketch, exact, strict=True
+        ):
             # A matrix of 9,216 entries has a sketch of 127 numbers, a bias of 96 one of 61.
             rest = 4 * (2 * (127 if "weight" in parameter else 61)) ** -0.5
-            near(told[0], error, rtol=rest, atol=1e-6)
+            near(reported[0], error, rtol=rest, atol=1e-6)
             # What the error has to do with these is small where the error is.
-            near(told[1], cosine, rtol=0, atol=rest * min(1.0, error) ** 2 + 1e-6)
-            near(told[2], norm, rtol=rest * min(1.0, error) ** 2 + 1e-6)
+            near(reported[1], cosine, rtol=0, atol=rest * min(1.0, error) ** 2 + 1e-6)
+            near(reported[2], norm, rtol=rest * min(1.0, error) ** 2 + 1e-6)
 
 
 @on_ranks(2)
