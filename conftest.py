@@ -69,7 +69,7 @@ VARIANTS = {
     "tests/ddp/test_sparse_sum.py::test_training_is_as_on_gloo": 3,
     "tests/hook/test_steps.py::test_applied_and_residual_sum": 3,
     "tests/hosts/test_tensor_parallel.py::test_shards_are_averaged": 2,
-    "tests/verify/test_verify.py::test_no_registered_scheme_is_accused": 2,
+    "tests/verify/test_verified_laws.py::test_no_registered_scheme_is_accused": 2,
     "tests/verify/test_verify.py::test_training_is_the_same_bit_for_bit": 2,
     "tests/verify/test_verify_shards.py::test_error_cosine_and_norm": 2,
     "tests/verify/test_verify_shards.py::test_no_scheme_is_accused": 4,

@@ -19,7 +19,6 @@ from torch.distributed.algorithms.ddp_comm_hooks import (
     powerSGD_hook,
     quantization_hooks,
 )
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks import classic
@@ -540,74 +539,6 @@ def test_a_state_goes_on_when_frozen_layers_are_unfrozen(rank: int) -> None:
         assert sum(parameter.grad is not None for parameter in net.parameters()) == trained
         net[0].requires_grad_(True)
     assert state.iter == 2
-
-
-# ---- post-local SGD
-
-
-@on_ranks(4)
-def test_post_local_sgd_averages_globally_then_locally(rank: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = pairs[rank // 2]
-    everywhere, here, alone = (
-        make_model(),
-        make_model(process_group=pair),
-        make_model(process_group=pair),
-    )
-    early, late = backward(everywhere, rank, 1), backward(everywhere, rank, 3)
-    with alone.no_sync():
-        expected = [early, late, backward(here, rank, 3), backward(alone, rank, 3)]
-    # All ranks are on this host: without a subgroup the local mean is the global one.
-    for allreduce, subgroup, equal in (
-        (True, pair, [True, False, True, False]),
-        (False, pair, [True, False, False, True]),
-        (True, None, [True, True, False, False]),
-    ):
-        model = make_model()
-        state = classic.PostLocalSGDState(None, subgroup, 2, allreduce)
-        model.register_comm_hook(state, classic.post_localSGD_hook)
-        results = [backward(model, rank, step) for step in range(4)]
-        assert state.iter == 2
-        # Sums of 4 numbers in two orders differ in the last bits of float32.
-        compared = zip((results[1], results[3], results[3], results[3]), expected, strict=True)
-        assert [distance(*pair) < 1e-5 for pair in compared] == equal
-
-
-@on_ranks(2)
-def test_a_state_of_post_local_sgd_is_saved_and_goes_on(rank: int, world_size: int) -> None:
-    alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    for subgroup in (alone, None):
-        model = make_model(2)
-        state = classic.PostLocalSGDState(None, subgroup, 2)
-        model.register_comm_hook(state, classic.post_localSGD_hook)
-        for step in range(4):
-            expected = backward(model, rank, step)
-        # Saved in the local steps.
-        saved = {"comm_hook": classic.post_localSGD_hook, "comm_hook_state": state}
-        loaded = through_file(saved)
-        again = make_model(2)
-        again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
-        if subgroup is not None:
-            with pytest.raises(RegistrationError, match=r"set state\.subgroup"):
-                backward(again, rank, 3)
-            loaded["comm_hook_state"].subgroup = subgroup
-            again = make_model(2)
-            again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
-        assert all(map(torch.equal, backward(again, rank, 3), expected))
-        assert loaded["comm_hook_state"].iter == 2
-
-
-@on_ranks(2)
-def test_post_local_sgd_works_with_torchs_model_averager(rank: int, world_size: int) -> None:
-    alone = [dist.new_group([each]) for each in range(world_size)][rank]
-    model = make_model()
-    state = classic.PostLocalSGDState(None, alone, 2)
-    model.register_comm_hook(state, classic.post_localSGD_hook)
-    averager = PeriodicModelAverager(period=3, warmup_steps=2)
-    for step in range(6):
-        train(model, rank, range(step, step + 1))
-        averager.average_parameters(model.parameters())
-    assert equal_on_all_ranks(*model.parameters())
 
 
 # ---- what cannot work says so

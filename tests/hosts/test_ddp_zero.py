@@ -1,6 +1,6 @@
 """Torch's hooks that overlap a ZeroRedundancyOptimizer, where they refuse.
 
-What they do elsewhere is in ``test_optimizer_overlap``.
+What they do elsewhere is in ``test_torch_optimizers``.
 """
 
 from __future__ import annotations

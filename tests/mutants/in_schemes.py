@@ -232,7 +232,7 @@ MUTANTS: list[Mutant] = [
             "a scale of several ranks is as fine as one of a rank",
             "return (_TOP / max(_TOP // world_size, 1)) ** 2",
             "return 1.0",
-            "tests/verify/test_verify.py"
+            "tests/verify/test_verified_laws.py"
             "::test_a_law_allows_what_a_scale_of_several_ranks_or_steps_loses",
         ),
     ),

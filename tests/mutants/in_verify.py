@@ -5,12 +5,13 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 VERIFY = "tests/verify/test_verify.py"
+LAWS = "tests/verify/test_verified_laws.py"
 EQUAL = "tests/verify/test_equal_parameters.py"
 NAMED = f"{EQUAL}::test_the_first_parameter_that_differs_is_named_with_its_ranks"
 SHARDS = "tests/verify/test_verify_shards.py"
 PLANTED = f"{VERIFY}::test_a_planted_bug_is_named_with_step_rank_and_parameter"
 NORM = "tests/unit/test_sketch.py::test_a_norm_is_known_to_some_percent"
-NEAR = f"{VERIFY}::test_errors_of_sketches_are_near_those_of_gradients"
+NEAR = f"{LAWS}::test_errors_of_sketches_are_near_those_of_gradients"
 WHOLE = f"{SHARDS}::test_error_cosine_and_norm_are_those_of_whole_parameters"
 
 MUTANTS: list[Mutant] = [
@@ -53,7 +54,7 @@ MUTANTS: list[Mutant] = [
             "the norm of the dense mean is what remains of a larger error",
             "torch.where(error < dense, summed, dense)",
             "summed",
-            f"{VERIFY}::test_errors_many_times_the_dense_mean_are_told_as_well",
+            f"{LAWS}::test_errors_many_times_the_dense_mean_are_told_as_well",
         ),
     ),
     *planted(
@@ -62,7 +63,7 @@ MUTANTS: list[Mutant] = [
             "residuals are no part of what ranks contribute",
             "sizes = torch.sqrt((gradients.square() + residuals.square()).sum(1))",
             "sizes = torch.sqrt(gradients.square().sum(1))",
-            f"{VERIFY}::test_residuals_larger_than_gradients_break_no_law",
+            f"{LAWS}::test_residuals_larger_than_gradients_break_no_law",
         ),
     ),
     *planted(
@@ -71,7 +72,7 @@ MUTANTS: list[Mutant] = [
             "a cosine of NaN is 1",
             "torch.where(known, (dot / both).clamp(-1.0, 1.0), math.nan)",
             "torch.where(known, (dot / both).clamp(-1.0, 1.0), 1.0)",
-            f"{VERIFY}::test_what_is_not_finite_has_no_cosine",
+            f"{LAWS}::test_what_is_not_finite_has_no_cosine",
         ),
     ),
     *planted(
@@ -143,7 +144,7 @@ MUTANTS: list[Mutant] = [
             "what the ranks have sent is sketched with the average in it",
             "[sent.sub_(flat)]",
             "[sent]",
-            f"{VERIFY}::test_no_registered_scheme_is_accused",
+            f"{LAWS}::test_no_registered_scheme_is_accused",
         ),
         (
             "the error is sketched before the average is subtracted",
@@ -158,7 +159,7 @@ MUTANTS: list[Mutant] = [
             "a copy of the gradient is kept beside its sketch",
             "        del self._difference\n",
             "",
-            f"{VERIFY}::test_no_copy_of_the_gradient_is_kept_beside_sketches",
+            f"{LAWS}::test_no_copy_of_the_gradient_is_kept_beside_sketches",
         ),
     ),
     *planted(
@@ -167,7 +168,7 @@ MUTANTS: list[Mutant] = [
             "chunks of a hash count alike",
             "sums.append(span_sums.mul_(2 * number + 1))",
             "sums.append(span_sums)",
-            f"{VERIFY}::test_a_hash_depends_on_the_order_of_chunks",
+            f"{EQUAL}::test_a_hash_depends_on_the_order_of_chunks",
         ),
         (
             "a hash writes to integers",

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import MismatchError, RegistrationError, VerificationError
 from commhooks.verify import Verification
-from commhooks.verify._equal import _CHUNK, hashes_of, keeps_equal
+from commhooks.verify._equal import _CHUNK, hashes, hashes_of, keeps_equal
 from commhooks.wrappers import Schedule
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
@@ -57,6 +57,45 @@ def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
         flat = changed[place].view(-1).view(torch.uint8)
         flat[len(flat) // 2] ^= 1
         assert (hashes_of(changed) != before).nonzero().view(-1).tolist() == [place]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
+    x = torch.randn(_CHUNK + 500, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sizes = [0, 7, _CHUNK + 400, 93, 0]
+    before = hashes(x, sizes)
+    for place, owner in ((3, 1), (_CHUNK + 2, 2), (_CHUNK + 499, 3)):
+        y = x.clone()
+        y[place] = torch.nextafter(y[place].float(), torch.tensor(9.0)).to(dtype) + 0.01
+        assert (hashes(y, sizes) != before).nonzero().view(-1).tolist() == [owner]
+    swapped = x.clone()
+    swapped[[1, 2]] = x[[2, 1]]
+    assert (hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
+    assert torch.equal(hashes(torch.zeros(4), [4]), hashes(-torch.zeros(4), [4]))
+    assert hashes(x[:0], [0, 0]).tolist() == [0, 0]
+
+
+def test_a_hash_depends_on_the_order_of_chunks() -> None:
+    x = torch.randn(_CHUNK, generator=torch.Generator().manual_seed(0))
+    swapped = torch.cat([*x.chunk(2)][::-1])
+    assert hashes(swapped, [_CHUNK]) != hashes(x, [_CHUNK])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_two_wrong_signs_do_not_cancel_in_a_hash(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1000, generator=generator).sign().to(dtype) * 0.5
+    before = hashes(x, [1000])
+    for _ in range(100):
+        places = torch.randperm(1000, generator=generator)[:2]
+        y = x.clone()
+        y[places] *= -1
+        assert hashes(y, [1000]) != before
+    flipped = x.clone()  # a power of two apart, where a product modulo 2^32 may be the same
+    flipped[::128] *= 2
+    shifted = x.clone()
+    shifted[64::128] *= 2
+    assert hashes(flipped, [1000]) != hashes(shifted, [1000])
 
 
 def test_nan_is_equal_to_itself_and_zeros_to_each_other() -> None:

@@ -1,4 +1,4 @@
-"""An optimizer that steps in a hook's future does what it does after backward."""
+"""Optimizers of torch that hooks are a part of: steps in a hook's future, and post-local SGD."""
 
 import types
 import warnings
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import ddp_zero_hook as torchs
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as torch_default
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.optim.functional_adam import _FunctionalAdam
 from torch.distributed.optim.functional_sgd import _FunctionalSGD
@@ -17,12 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 import ddp_core
-from commhooks import HookState
+from commhooks import HookState, classic
 from commhooks.ddp_comm_hooks import ddp_zero_hook as zero_hook
 from commhooks.ddp_comm_hooks import default_hooks as default
 from commhooks.ddp_comm_hooks import optimizer_overlap_hooks as overlap
 from commhooks.ddp_comm_hooks import powerSGD_hook as powerSGD
-from tests.tools.harness import run_ranks
+from commhooks.errors import RegistrationError
+from tests.ddp import test_classic
+from tests.ddp.test_classic import backward, distance
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import equal_on_all_ranks, through_file
 
 CLASSES = [DistributedDataParallel, ddp_core.DistributedDataParallel]
 
@@ -67,10 +72,8 @@ def train(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor
     return [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def overlapped(rank: int, world_size: int) -> list[str]:
-    """Lists cases whose parameters are not those of the optimizer that steps after backward."""
-    warnings.simplefilter("ignore")  # torch's own, of its functional optimizers
-    differ = []
+@on_ranks(2, ignore_warnings=(".*",))  # torch's own, of its functional optimizers
+def test_a_hook_then_an_optimizer_is_the_optimizer_after_the_hook(rank: int) -> None:
     for ddp_class in CLASSES:
         for choose in (powersgd, wrapped, int8, returns_another_tensor):
             after, within = make_model(ddp_class), make_model(ddp_class)
@@ -86,13 +89,8 @@ def overlapped(rank: int, world_size: int) -> list[str]:
             within.register_comm_hook(state, overlap._hook_then_optimizer(hook, optimizer_state))
             if choose is powersgd:
                 state.state_dict()  # finds its model behind the wrapper
-            if not all(map(torch.equal, train(within, rank, lambda: None), expected)):
-                differ.append(f"{ddp_class.__module__}, {choose.__name__}")
-    return differ
-
-
-def test_a_hook_then_an_optimizer_is_the_optimizer_after_the_hook() -> None:
-    assert run_ranks(overlapped, 2) == [[], []]
+            results = train(within, rank, lambda: None)
+            assert all(map(torch.equal, results, expected)), (ddp_class, choose)
 
 
 def halved_in_place(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -137,3 +135,71 @@ def test_torchs_overlap_of_zero_steps_by_what_a_hook_returns() -> None:
     assert not any(map(torch.equal, plain, halved))
     assert all(map(torch.equal, plain, powersgd))  # its first 1,000 steps are dense
     assert all(map(torch.equal, right[4], powersgd))
+
+
+# ---- post-local SGD
+
+
+@on_ranks(4)
+def test_post_local_sgd_averages_globally_then_locally(rank: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    pair = pairs[rank // 2]
+    everywhere, here, alone = (
+        test_classic.make_model(),
+        test_classic.make_model(process_group=pair),
+        test_classic.make_model(process_group=pair),
+    )
+    early, late = backward(everywhere, rank, 1), backward(everywhere, rank, 3)
+    with alone.no_sync():
+        expected = [early, late, backward(here, rank, 3), backward(alone, rank, 3)]
+    # All ranks are on this host: without a subgroup the local mean is the global one.
+    for allreduce, subgroup, equal in (
+        (True, pair, [True, False, True, False]),
+        (False, pair, [True, False, False, True]),
+        (True, None, [True, True, False, False]),
+    ):
+        model = test_classic.make_model()
+        state = classic.PostLocalSGDState(None, subgroup, 2, allreduce)
+        model.register_comm_hook(state, classic.post_localSGD_hook)
+        results = [backward(model, rank, step) for step in range(4)]
+        assert state.iter == 2
+        # Sums of 4 numbers in two orders differ in the last bits of float32.
+        compared = zip((results[1], results[3], results[3], results[3]), expected, strict=True)
+        assert [distance(*pair) < 1e-5 for pair in compared] == equal
+
+
+@on_ranks(2)
+def test_a_state_of_post_local_sgd_is_saved_and_goes_on(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    for subgroup in (alone, None):
+        model = test_classic.make_model(2)
+        state = classic.PostLocalSGDState(None, subgroup, 2)
+        model.register_comm_hook(state, classic.post_localSGD_hook)
+        for step in range(4):
+            expected = backward(model, rank, step)
+        # Saved in the local steps.
+        saved = {"comm_hook": classic.post_localSGD_hook, "comm_hook_state": state}
+        loaded = through_file(saved)
+        again = test_classic.make_model(2)
+        again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
+        if subgroup is not None:
+            with pytest.raises(RegistrationError, match=r"set state\.subgroup"):
+                backward(again, rank, 3)
+            loaded["comm_hook_state"].subgroup = subgroup
+            again = test_classic.make_model(2)
+            again.register_comm_hook(loaded["comm_hook_state"], loaded["comm_hook"])
+        assert all(map(torch.equal, backward(again, rank, 3), expected))
+        assert loaded["comm_hook_state"].iter == 2
+
+
+@on_ranks(2)
+def test_post_local_sgd_works_with_torchs_model_averager(rank: int, world_size: int) -> None:
+    alone = [dist.new_group([each]) for each in range(world_size)][rank]
+    model = test_classic.make_model()
+    state = classic.PostLocalSGDState(None, alone, 2)
+    model.register_comm_hook(state, classic.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=3, warmup_steps=2)
+    for step in range(6):
+        test_classic.train(model, rank, range(step, step + 1))
+        averager.average_parameters(model.parameters())
+    assert equal_on_all_ranks(*model.parameters())
