@@ -102,7 +102,7 @@ def hears(rank: int, places: tuple[int, ...], at: int, **options: Any) -> str:
     assert list(landed) == [*range(at + (late and not raised))]
     assert error[0] == ("MismatchError" if raised else "CollectiveError"), error
     assert again[0] == "MismatchError", again  # until the process ends
-    assert f"dropped step {at} after" in error[1]
+    assert f"aborted step {at} after" in error[1]
     assert "resume from the last" in error[1]
     assert "did not within" not in error[1]
     text: str = error[1]
@@ -282,7 +282,7 @@ def test_a_sharded_optimizer(rank, in_backward):
             assert equal_on_all_ranks(*model.parameters())
         else:
             assert error[0] == ("MismatchError" if rank else "CollectiveError")
-            assert "rank 1 dropped step 3 after" in error[1]
+            assert "rank 1 aborted step 3 after" in error[1]
 
 
 def _missing(rank: int, world_size: int) -> Any:
