@@ -318,8 +318,8 @@ MUTANTS: list[Mutant] = [
         "_exchange_zeros",
         (
             "a shadowed first step of a static graph counts as one of the others'",
-            "        usage.learn_of_others()\n",
-            "        usage.learn_of_others()\n        plan.stage = type(plan.stage).NEW\n",
+            "        usage.join_static_graph()\n",
+            "        usage.join_static_graph()\n        plan.stage = type(plan.stage).NEW\n",
             "tests/ddp/test_ddp_graphs.py"
             "::test_a_rank_that_is_idle_at_first_rebuilds_with_the_others",
         ),
