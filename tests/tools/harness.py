@@ -154,8 +154,20 @@ def _run_on(
                 host.join()
 
 
-_waiting: dict[int, list[_Rank]] = {}  # ranks of a file's last tests, by their number
+_waiting: dict[int, list[_Rank]] = {}  # ranks that tests of a file have left, by their number
 _waiting_of = ""
+
+
+def _ranks_for(module: str, world_size: int) -> list[_Rank]:
+    """Ranks that a test of the same file has left, or new ones."""
+    global _waiting_of
+    if _waiting_of != module:
+        _waiting_of = module
+        while _waiting:
+            _end(_waiting.popitem()[1])
+    if world_size in _waiting:
+        return _waiting.pop(world_size)
+    return [_start_rank(rank) for rank in range(world_size)]
 
 
 def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
@@ -171,13 +183,7 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
         names = inspect.signature(function).parameters
 
         def test(**arguments: Any) -> None:
-            global _waiting_of
-            if _waiting_of != test.__module__:
-                _waiting_of = test.__module__
-                while _waiting:
-                    _end(_waiting.popitem()[1])
-            ranks = _waiting.pop(world_size, None)
-            ranks = ranks or [_start_rank(rank) for rank in range(world_size)]
+            ranks = _ranks_for(test.__module__, world_size)
             try:
                 _run_on(ranks, test, (arguments,), **options, stays=True)
             except BaseException:

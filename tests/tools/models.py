@@ -144,4 +144,4 @@ def frozen_part() -> nn.Module:
 def loss_of(output: Tensor | tuple[Tensor, ...]) -> Tensor:
     """A scalar of all outputs."""
     outputs = output if isinstance(output, tuple) else (output,)
-    return torch.stack([F.softplus(one.float()).mean() for one in outputs]).sum()
+    return torch.stack([F.softplus(each.float()).mean() for each in outputs]).sum()
