@@ -37,7 +37,7 @@ VARIANTS = {
     "tests/hook/test_device_cases.py::test_every_": 2,
     "tests/hosts/test_diloco.py::test_it_is_what_the_papers_say": 3,
     "tests/hosts/test_diloco.py::test_ranks_agree_bit_for_bit": 2,
-    "tests/faults/test_failures.py::test_a_peer_that_dies_in_backward": 2,
+    "tests/faults/test_failures.py::test_a_peer_that_dies_in_backward": 3,
     "tests/faults/test_failures.py::test_a_peer_that_is_lost_between_two_rounds": 2,
     "tests/faults/test_failures.py::test_an_infinite_gradient_on_one_rank": 3,
     "tests/faults/test_failures.py::test_the_residual_is_flushed": 3,

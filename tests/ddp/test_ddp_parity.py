@@ -597,23 +597,3 @@ def test_every_scheme_trains_as_on_torch(rank: int, name: str) -> None:
         ours = _hooked(ddp_core.DistributedDataParallel, case, rank, config)
         for step, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
             assert torch.equal(expected, got), f"{config}, step {step}"
-
-
-@pytest.mark.slow
-@on_ranks(2, ignore_warnings=(*REMARKS, "Detected uneven"), timeout=110)
-def test_join_with_every_scheme_divides_by_all_or_by_those_with_input(rank: int) -> None:
-    for number, (config, (scheme, options)) in enumerate(CONFIGS.items()):
-        divide, after = number % 2 == 0, []
-        for cls in (TorchDDP, ddp_core.DistributedDataParallel):
-            model = cls(net(), bucket_cap_mb=0.01)
-            hook = commhooks.register(model, scheme, **options)
-            with model.join(divide_by_initial_world_size=divide):
-                for step in range(5 if rank == 0 else 3):
-                    model.zero_grad()
-                    loss_of(model(*rows(step, rank))).backward()
-            assert hook.step == 5
-            after.append(gradients(model))
-            hook.close()
-        if rank == 0:  # the last steps are of this rank alone: a mean over it, or half of it
-            expected = after[0] if divide else after[0] * 2
-            assert torch.equal(after[1], expected), (config, divide)

@@ -1,4 +1,4 @@
-"""A rank that dies or fails: the others raise in time, say where, and can end."""
+"""Ranks of our class that fail, stop, or die in a rebuild: the others raise in time, and end."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import commhooks
@@ -62,83 +61,6 @@ def survive(model: nn.Module, rank: int, steps: int = 6) -> Seen:
 
 def small(module: nn.Module, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(module, bucket_cap_mb=0.001, **options)
-
-
-class _DiesInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dies: bool) -> Tensor:
-        ctx.dies = dies
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.dies:
-            die()
-        return grad, None
-
-
-class Mortal(nn.Module):
-    """Dies in the middle of a backward pass on one rank, in its third forward."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.first, self.last = mlp(seed=1), mlp(seed=2)
-        self.rank, self.calls = rank, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        dies = self.rank == VICTIM and self.calls == 3
-        return self.last(_DiesInBackward.apply(self.first(x), dies))
-
-
-def _in_backward(rank: int, world_size: int, scheme: str | None) -> Seen:
-    model = small(Mortal(rank))
-    if scheme is not None:
-        commhooks.register(model, scheme)
-    return survive(model, rank)
-
-
-@pytest.mark.parametrize("scheme", [None, "powersgd"])
-def test_a_rank_killed_in_backward(scheme):
-    alive = run_ranks(_in_backward, 3, scheme, may_die=[VICTIM], pg_timeout=8)
-    assert alive[VICTIM] == Died(-signal.SIGKILL)
-    for seen in (alive[0], alive[2]):
-        assert seen.name == "CollectiveError", seen
-        assert seen.place[0] == 2
-        assert "step 2, bucket" in seen.text
-        assert seen.seconds < 16
-
-
-@dataclass(frozen=True)
-class TwoRounds(Scheme):
-    """Averages in its second round; on one rank it may die between the rounds."""
-
-    at_step: int
-    traits = commhooks.core.Traits(rounds=2)
-
-    def exchange(self, bucket: Any) -> Any:
-        yield AllReduce(torch.zeros(1))
-        if bucket.rank == VICTIM and bucket.step == self.at_step:
-            die()
-        mean = yield AllReduce(bucket.gradient)
-        return Result(mean)
-
-
-def _between_rounds(rank: int, world_size: int) -> Seen:
-    model = small(mlp())
-    commhooks.register(model, TwoRounds(at_step=2))
-    return survive(model, rank)
-
-
-def test_a_rank_killed_before_a_lanes_second_round():
-    alive = run_ranks(_between_rounds, 3, may_die=[VICTIM], pg_timeout=8)
-    assert alive[VICTIM] == Died(-signal.SIGKILL)
-    for seen in (alive[0], alive[2]):
-        assert seen.name == "CollectiveError", seen
-        assert seen.place[::2] == (2, 1) or seen.place[::2] == (2, 0), seen
-        assert "round" in seen.text
-        assert seen.seconds < 16
-    assert 1 in (alive[0].place[2], alive[2].place[2])
 
 
 def _in_rebuild(rank: int, world_size: int) -> Seen:

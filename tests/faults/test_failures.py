@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-import ddp_core
 from commhooks import HookState, Scheme
 from commhooks.core import Result, Traits
 from ddp_core import AllReduce
@@ -41,6 +40,8 @@ from tests.tools.training import (
     residuals,
     through_file,
 )
+
+KINDS = {"torch": DistributedDataParallel, "core": CoreDDP}
 
 
 def _backward(model: nn.Module, step: int, rank: int) -> None:
@@ -252,8 +253,8 @@ class DiesBetween(Scheme):
         return Result(mean)
 
 
-def _until_death(rank: int, world_size: int, scheme: Any, dies_in_backward: bool) -> Any:
-    model = ddp(mlp())
+def _until_death(rank: int, world_size: int, kind: str, scheme: Any, dies_in_backward: bool) -> Any:
+    model = KINDS[kind](mlp(), bucket_cap_mb=0.001)
     hook = commhooks.register(model, scheme)
     for step in range(2):
         _backward(model, step, rank)
@@ -267,9 +268,10 @@ def _until_death(rank: int, world_size: int, scheme: Any, dies_in_backward: bool
     return error, seconds, time.monotonic() - begin
 
 
-@pytest.mark.parametrize("scheme", ["none", "fp16", "powersgd", "batched_powersgd"])
-def test_a_peer_that_dies_in_backward_is_an_error_that_names_the_place(scheme):
-    results = run_ranks(_until_death, 3, scheme, True, pg_timeout=5, may_die=[1])
+@pytest.mark.parametrize("kind", ["core", "torch"])
+@pytest.mark.parametrize("scheme", ["none", "powersgd", "fp16", "batched_powersgd"])
+def test_a_peer_that_dies_in_backward_is_an_error_that_names_the_place(scheme, kind):
+    results = run_ranks(_until_death, 3, kind, scheme, True, pg_timeout=5, may_die=[1])
     assert results.pop(1) == Died(9)
     for error, seconds, closing in results:
         assert error is not None
@@ -281,9 +283,11 @@ def test_a_peer_that_dies_in_backward_is_an_error_that_names_the_place(scheme):
 
 
 # Not at once: the other rank may still have to read what the first round sent it.
+@pytest.mark.parametrize("kind", ["torch", "core"])
 @pytest.mark.parametrize("sleeps", [0.5, 8.0], ids=["dies", "hangs"])
-def test_a_peer_that_is_lost_between_two_rounds_is_an_error_in_round_one(sleeps):
-    results = run_ranks(_until_death, 2, DiesBetween(sleeps), False, pg_timeout=3, may_die=[1])
+def test_a_peer_that_is_lost_between_two_rounds_is_an_error_in_round_one(sleeps, kind):
+    scheme = DiesBetween(sleeps)
+    results = run_ranks(_until_death, 2, kind, scheme, False, pg_timeout=3, may_die=[1])
     (error, seconds, _), died = results
     assert died == Died(9)
     assert "CollectiveError: all_reduce failed in step 2, bucket 0, round 1" in error[1]
@@ -423,7 +427,7 @@ def test_an_infinite_gradient_on_one_rank_is_skipped_by_all_and_leaves_no_trace(
 
 @on_ranks(2)
 def test_an_infinite_step_counts_where_a_scheme_keeps_nothing(rank: int) -> None:
-    for wrap in (DistributedDataParallel, ddp_core.DistributedDataParallel):
+    for wrap in KINDS.values():
         for scheme in ("none", "bf16", "int8"):
             model = wrap(mlp())
             hook = commhooks.register(model, scheme)
