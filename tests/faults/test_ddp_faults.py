@@ -121,6 +121,7 @@ def test_an_exception_in_a_hook_on_one_rank_reaches_all_long_before_the_timeout(
         assert seen.name == "CollectiveError", seen
         assert "on purpose" in seen.text
         assert f"rank {VICTIM}" in seen.text
+        assert seen.place[0] == {"hook": 3, "scheme": 2}[kind]
         assert seen.seconds < 10
 
 

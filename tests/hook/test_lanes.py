@@ -15,8 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+import ddp_core
 from commhooks import Scheme
 from commhooks.core import Result, Traits
 from ddp_core import (
@@ -109,7 +111,8 @@ def _pauses(model, rank):
 
 
 def _delays(rank, world_size, steps):
-    model = ddp(_layers(), TINY)
+    kind = DistributedDataParallel if world_size == 2 else ddp_core.DistributedDataParallel
+    model = kind(_layers(), bucket_cap_mb=TINY / 1024)
     _pauses(model, rank)
     scheme = Jitter(commhooks.make("powersgd", rank=1), share=0.02)
     hook = commhooks.register(model, scheme)
