@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.backends.debugging import aot_eager
 
 import commhooks
 from ddp_core import DistributedDataParallel
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.training import batch, gradients
 
 WIDTH, DEPTH = 64, 8
 LAYER = 4 * (WIDTH * WIDTH + WIDTH)  # bytes
+SMALL = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20]}
 
 
 class Net(nn.Module):
@@ -38,33 +40,28 @@ class Net(nn.Module):
         return self.norm(x)
 
 
-def _train(rank: int, world_size: int, breaks: bool, scheme: str | None) -> Any:
+@pytest.mark.parametrize("scheme", [None, "fp16"])
+@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
+@on_ranks(2, timeout=110, ignore_warnings=(".*",), pg_timeout=90)
+def test_splits_become_buckets_gradients_agree_and_communication_overlaps(rank, breaks, scheme):
     torch._dynamo.reset()
-    options = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20]}
-    eager = DistributedDataParallel(Net(breaks=breaks), **options)
-    model = DistributedDataParallel(Net(breaks=breaks), **options)
+    eager, model = (DistributedDataParallel(Net(breaks=breaks), **SMALL) for _ in range(2))
     if scheme is not None:
         for replica in (eager, model):
             commhooks.register(replica, scheme)
     compiled = torch.compile(model, backend=aot_eager if breaks else "aot_eager")
     model.timeline.every = 1
-    for step in range(5):
+    for step in range(4):
         for replica, called in ((eager, eager), (model, compiled)):
             replica.zero_grad()
             F.softplus(called(batch(step, rank, 8, WIDTH))).mean().backward()
         torch.testing.assert_close(gradients(model), gradients(eager), rtol=1e-5, atol=1e-7)
     frame = model.timeline.frame()
-    return [bucket.names for bucket in model.reducer.buckets], frame[frame.step == 4]
-
-
-@pytest.mark.parametrize("scheme", [None, "fp16"])
-@pytest.mark.parametrize("breaks", [False, True], ids=["whole", "broken"])
-def test_splits_become_buckets_gradients_agree_and_communication_overlaps(breaks, scheme):
-    results = run_ranks(
-        _train, 2, breaks, scheme, timeout=110, ignore_warnings=(".*",), pg_timeout=90
-    )
-    assert results[0][0] == results[1][0]
-    buckets, times = results[0]
+    times = frame[frame.step == 3]
+    buckets = [bucket.names for bucket in model.reducer.buckets]
+    everyone: list[Any] = [None, None]
+    dist.all_gather_object(everyone, buckets)
+    assert everyone == [buckets] * 2
     # Small first bucket, then two layers each; the shared weight comes with its first use.
     assert len(buckets) >= 4
     assert {"norm.weight", "norm.bias", "layers.7.weight", "layers.7.bias"} == set(buckets[0])
@@ -81,12 +78,17 @@ def test_splits_become_buckets_gradients_agree_and_communication_overlaps(breaks
         assert not inside.any()
 
 
-def _joins_a_compiled_model(rank: int, world_size: int, cases: list[Any]) -> None:
-    """A rank has no inputs in a process's first steps, so it compiles nothing."""
-    for options, saved_at, idle in cases:
+FIXED = {"find_unused_parameters": True}
+# Options, the step from which all go on, and the rank without inputs.
+IDLE = [({}, 3, 1), ({}, 1, 1), ({}, 1, 0), (FIXED, 0, 1), (FIXED, 0, 0), (FIXED, 3, 1)]
+
+
+@on_ranks(2, timeout=110, ignore_warnings=(".*",))
+def test_a_rank_without_inputs_joins_a_compiled_model(rank):
+    """It has none in a process's first steps, so it compiles nothing."""
+    for options, saved_at, idle in IDLE:
         torch._dynamo.reset()
-        options = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20], **options}
-        first, second = (DistributedDataParallel(Net(), **options) for _ in range(2))
+        first, second = (DistributedDataParallel(Net(), **SMALL, **options) for _ in range(2))
         hook, again = (commhooks.register(model, "int8") for model in (first, second))
         for step in range(saved_at):
             F.softplus(first(batch(step, rank, 8, WIDTH))).mean().backward()
@@ -99,32 +101,15 @@ def _joins_a_compiled_model(rank: int, world_size: int, cases: list[Any]) -> Non
         assert again.step == saved_at + 3, (options, saved_at, idle)
 
 
-def test_a_rank_without_inputs_joins_a_compiled_model():
-    """Whether it goes on from the first step, from later ones, or from none."""
-    fixed = {"find_unused_parameters": True}
-    cases = [({}, 3, 1), ({}, 1, 1), ({}, 1, 0), (fixed, 0, 1), (fixed, 0, 0), (fixed, 3, 1)]
-    run_ranks(_joins_a_compiled_model, 2, cases, timeout=110, ignore_warnings=(".*",))
-
-
-def _compiled_module(rank: int, world_size: int) -> Any:
-    """The module compiled first, then wrapped."""
+@pytest.mark.slow
+@on_ranks(2, timeout=110, ignore_warnings=(".*",), pg_timeout=90)
+def test_a_module_that_was_compiled_before_it_is_wrapped_is_split_too(rank):
     torch._dynamo.reset()
-    options = {"bucket_cap_mb_list": [LAYER / 2**20, 2 * LAYER / 2**20]}
-    eager = DistributedDataParallel(Net(), **options)
-    model = DistributedDataParallel(torch.compile(Net(), backend="aot_eager"), **options)
+    eager = DistributedDataParallel(Net(), **SMALL)
+    model = DistributedDataParallel(torch.compile(Net(), backend="aot_eager"), **SMALL)
     for step in range(3):
         for replica in (eager, model):
             replica.zero_grad()
             F.softplus(replica(batch(step, rank, 8, WIDTH))).mean().backward()
         torch.testing.assert_close(gradients(model), gradients(eager), rtol=1e-5, atol=1e-7)
-    return len(model.reducer.buckets)
-
-
-@pytest.mark.slow
-def test_a_module_that_was_compiled_before_it_is_wrapped_is_split_too():
-    assert all(
-        buckets >= 4
-        for buckets in run_ranks(
-            _compiled_module, 2, timeout=110, ignore_warnings=(".*",), pg_timeout=90
-        )
-    )
+    assert len(model.reducer.buckets) >= 4

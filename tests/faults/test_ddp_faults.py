@@ -129,7 +129,7 @@ def _stopped(rank: int, world_size: int) -> Seen | None:
     model = small(mlp())
     loss_of(model(batch(0, rank, 8, 16))).backward()
     if rank == VICTIM:
-        time.sleep(12)  # neither dead nor answering
+        time.sleep(8)  # neither dead nor answering
         return None
     return survive(model, rank)
 
