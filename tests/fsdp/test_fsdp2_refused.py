@@ -116,6 +116,19 @@ def test_modules_that_are_sharded_over_different_ranks_are_refused() -> None:
         commhooks.register(model, "int8", replicate_group=mesh["one"])
 
 
+@on_ranks(2)
+def test_a_mesh_of_two_dimensions_is_refused_with_the_one_to_pass(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("nodes", "shard"))
+    model = sharded(model_of(), mesh["shard"])
+    unnamed = init_device_mesh("cpu", (1, 2))
+    for given, text in (
+        (mesh, r"; pass the mesh of the replicas, mesh\['nodes'\]$"),
+        (unnamed, r"mesh\['replicate'\], and give the dimensions names"),
+    ):
+        with pytest.raises(RegistrationError, match=text):
+            commhooks.register(model, "int8", replicate_group=given)
+
+
 @on_ranks(4)
 def test_an_optimizer_of_parameters_that_were_replaced_is_refused(rank: int) -> None:
     """An optimizer keeps parameters that ``assign=True`` has taken out of the model."""

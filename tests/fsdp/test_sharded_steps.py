@@ -376,7 +376,7 @@ def test_bytes_are_compared_with_those_of_the_hosts_own_collective(
     rows = rows[rows.dense_bytes > 0]  # the last one is of the verdict, one number
     assert (rows.wire_bytes == rows.dense_wire_bytes).all()
     assert (rows.exposed_s > 0).all()
-    assert "where a dense reduce-scatter sends" in hook.summary()
+    assert "where an uncompressed reduce-scatter sends" in hook.summary()
     assert "as much" in hook.summary()
     collectives = commhooks.Collectives("none")
     whole = torch.ones(world_size, 1000)
