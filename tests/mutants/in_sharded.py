@@ -131,7 +131,7 @@ MUTANTS: list[Mutant] = [
             "another reduction of FSDP2 is not noticed",
             "return kind.hook_of(group) is hook",
             "return getattr(group, kind.place) is not None",
-            REFUSED,
+            f"{FSDP2_REFUSED}::test_a_replaced_reduction_is_refused_and_noticed",
         ),
     ),
     *planted(
