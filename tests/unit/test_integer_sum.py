@@ -21,7 +21,7 @@ def ranks_of(scheme: Scheme, world_size: int) -> Simulation:
     return Simulation(scheme, {"a": (N - 8,), "b": (2, 4)}, world_size=world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8, 16, 100, 127])
+@pytest.mark.parametrize("world_size", [2, 3, 16, 127])
 @pytest.mark.parametrize("scheme", [GlobalQSGD(), IntSGD(precision=100.0)])
 def test_the_sum_of_codes_never_wraps(scheme: Scheme, world_size: int) -> None:
     # All ranks at the maximum: Global-QSGD's 127 / n levels, rounded up on each, would wrap.
