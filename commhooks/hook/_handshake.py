@@ -80,11 +80,11 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
             if outcome is None:
                 came, missing = map(ranks_in_words, point.arrived_ranks())
                 text = f"not every rank came: {missing} did not within {seconds:g} s, {came} did"
-                outcome = store.ask(_give_up_on(group, point, text), 0.0)
+                outcome = store.call(_give_up_on(group, point, text), 0.0)
         except SilentStoreError:
             # The others read this once the store answers again; this rank does not wait.
             text = f"rank {point.rank} gave up: its store was silent"
-            store.notify(_give_up_on(group, point, text))
+            store.call_soon(_give_up_on(group, point, text))
             raise
     except SilentStoreError as error:
         raise SilentStoreError(f"{call}: {error}") from error
@@ -110,7 +110,7 @@ def _point(group: dist.ProcessGroup, store: SharedStore) -> StoreBarrier:
 def _next_point(group: dist.ProcessGroup, store: SharedStore, end: float) -> StoreBarrier:
     # Ranks that gave up on a call have counted it, and a rank that never came has not: after that
     # their numbers differ, so numbers begin again in a new generation.
-    generation = store.ask(lambda client: client.add(_GENERATION, 0), end - time.monotonic())
+    generation = store.call(lambda client: client.add(_GENERATION, 0), end - time.monotonic())
     last = _calls.get(group, (0, 0))
     number = last[1] + 1 if last[0] == generation else 1
     _calls[group] = generation, number
@@ -126,7 +126,7 @@ def _give_up_on(group: dist.ProcessGroup, point: StoreBarrier, text: str) -> Cal
         # find the new generation. Not ``add``: several ranks may give up, the last of them after
         # the first has called again.
         client.compare_set(_GENERATION, str(generation), str(generation + 1))
-        return point.decide(text)(client)
+        return point.set_outcome(text)(client)
 
     return give_up
 

@@ -23,7 +23,7 @@ from commhooks.hook import HookState, register
 from commhooks.wrappers import Schedule
 from commhooks.wrappers._make import make
 from ddp_core import AllReduce
-from ddp_core.exchange._shared_store import Notes, group_limit
+from ddp_core.exchange._shared_store import PrefixedStore, group_timeout_s
 
 __all__ = [
     "BLOCK",
@@ -119,8 +119,8 @@ class InterleavedRun:
             "its steps are being measured (headroom); change the ranks after that"
         )
         self._group = ddp.process_group
-        limit = min(_MEETING, group_limit(self._group))
-        self._notes = Notes(self._group, "headroom", next(_numbers), limit)
+        limit = min(_MEETING, group_timeout_s(self._group))
+        self._store = PrefixedStore(self._group, "headroom", next(_numbers), limit)
         self._cuda = ddp.device_type == "cuda" if hasattr(ddp, "device_type") else False
         self._marks: list[Any] = []
         self._turns = 0
@@ -165,8 +165,8 @@ class InterleavedRun:
         if self._hook.rank == 0:
             # The next turn takes as long as this one.
             seconds = _seconds(self._marks[-1 - len(VARIANTS) * BLOCK], self._marks[-1])
-            self._notes.post(key, "no" if time.time() + seconds > self._deadline else "yes")
-        return self._notes.read(key) == "no"
+            self._store.set(key, "no" if time.time() + seconds > self._deadline else "yes")
+        return self._store.get(key) == "no"
 
     def results(self) -> tuple[list[dict[str, list[float]]], Facts, list[BucketTransfer]]:
         """Returns step times by turn and variant, facts, and bucket transfers; on all ranks.
@@ -183,15 +183,15 @@ class InterleavedRun:
         local_seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
         rank, size = self._hook.rank, self._hook.world_size
         travel, dense_nbytes = _travel(self._hook)
-        self._notes.post(f"times of {rank}", json.dumps([local_seconds, travel]))
+        self._store.set(f"times of {rank}", json.dumps([local_seconds, travel]))
         if rank == 0:
-            everyone = [json.loads(self._notes.read(f"times of {other}")) for other in range(size)]
+            everyone = [json.loads(self._store.get(f"times of {other}")) for other in range(size)]
             slowest = [
                 max(step) for step in zip(*(seconds[0] for seconds in everyone), strict=True)
             ]
             travels = [[BucketTransfer(*fields) for fields in theirs] for _, theirs in everyone]
-            self._notes.post("result", json.dumps([slowest, _of_all(travels)]))
-        slowest, agreed = json.loads(self._notes.read("result"))
+            self._store.set("result", json.dumps([slowest, _of_all(travels)]))
+        slowest, agreed = json.loads(self._store.get("result"))
         facts = Facts(
             world_size=size,
             backend=dist.get_backend(self._group),
@@ -206,9 +206,9 @@ class InterleavedRun:
         """Returns when all ranks have called it, rank 0 last: its process may hold the store."""
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
-        self._notes.post(f"rank {rank} parts", "")
+        self._store.set(f"rank {rank} parts", "")
         for other in range(size) if rank == 0 else ():
-            self._notes.read(f"rank {other} parts")
+            self._store.get(f"rank {other} parts")
 
 
 def _schedule(turns: int) -> Scheme:

@@ -24,7 +24,7 @@ from commhooks.predict._fabric import COPIED, Fabric, Library, Link
 from ddp_core import AllGather, AllReduce, AllToAll
 from ddp_core.exchange._collectives import Collective
 from ddp_core.exchange._lane_groups import backend_for, is_gloo, private_group
-from ddp_core.exchange._shared_store import Notes
+from ddp_core.exchange._shared_store import PrefixedStore
 
 __all__ = [
     "COLLECTIVES",
@@ -405,7 +405,7 @@ class _Measurement:
         self._begin, self._budget = time.perf_counter(), budget_s
         self._rank, self._size, self._device = group.rank(), group.size(), device
         self._timeout_s = timeout_s
-        self._notes = Notes(group, "measure_link", next(_numbers), timeout_s)
+        self._store = PrefixedStore(group, "measure_link", next(_numbers), timeout_s)
         self._node = self._nodes(dist.get_rank())
         per_node = max(self._node.count(node) for node in self._node)
         self._layout = Layout(self._size, min(per_node, self._size))
@@ -436,8 +436,8 @@ class _Measurement:
         # Rank 0's numbers: two processors may round differently.
         links = [link and [link.latency, link.bandwidth] for link in (fit.between, fit.inside)]
         if self._rank == 0:
-            self._notes.post("fit", json.dumps(links))
-        between, inside = json.loads(self._notes.read("fit"))
+            self._store.set("fit", json.dumps(links))
+        between, inside = json.loads(self._store.get("fit"))
         fit = replace(
             fit,
             between=Link(*between),
@@ -458,8 +458,8 @@ class _Measurement:
         """Returns the node of each rank, by torchrun's number of ranks per node."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
         node = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
-        self._notes.post(f"node of {self._rank}", node)
-        return [self._notes.read(f"node of {rank}") for rank in range(self._size)]
+        self._store.set(f"node of {self._rank}", node)
+        return [self._store.get(f"node of {rank}") for rank in range(self._size)]
 
     def _make_parts(self) -> list[_Own]:
         """Returns the parts that are measured; the last part has all ranks."""
@@ -482,7 +482,7 @@ class _Measurement:
         size, place = len(ranks), (ranks.index(self._rank), len(ranks), f"commhooks/link/{name}")
         timeout = timedelta(seconds=self._timeout_s)
         # A second more, in which the backend says which rank did not come.
-        group = self._notes.store.ask(
+        group = self._store.store.call(
             lambda store: private_group(store, *place, self._device, timeout), self._timeout_s + 1
         )
         return _Own(part, size, group)

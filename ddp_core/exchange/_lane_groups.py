@@ -32,7 +32,12 @@ from ddp_core._torch import (
     set_group_name,
     set_timeout,
 )
-from ddp_core.exchange._shared_store import SharedStore, group_limit, group_timeout, shared_store
+from ddp_core.exchange._shared_store import (
+    SharedStore,
+    group_timeout,
+    group_timeout_s,
+    shared_store,
+)
 
 __all__ = [
     "LaneGroup",
@@ -235,9 +240,11 @@ def acquire_lane_groups(parent: dist.ProcessGroup, count: int) -> list[LaneGroup
 def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
     """Makes a group of the same ranks whose collectives return at once."""
     if is_gloo(host_backend(parent)):
-        seconds, place = group_limit(parent), (parent.rank(), parent.size(), name)
+        seconds, place = group_timeout_s(parent), (parent.rank(), parent.size(), name)
         limit = timedelta(seconds=seconds)
-        return store.ask(lambda client: private_group(client, *place, _CPU, limit), seconds + _MORE)
+        return store.call(
+            lambda client: private_group(client, *place, _CPU, limit), seconds + _MORE
+        )
     ranks = dist.get_process_group_ranks(parent)
     return made_in_time(
         parent,
@@ -265,7 +272,7 @@ def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
         with torch.cuda.device(device):  # a thread has its own
             return make()
 
-    return store.ask(made, group_limit(parent) + _MORE)
+    return store.call(made, group_timeout_s(parent) + _MORE)
 
 
 def private_group(

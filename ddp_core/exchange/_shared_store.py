@@ -1,9 +1,9 @@
-"""Calls the store that all ranks of a group share, and always with a limit.
+"""Calls the store that all ranks of a group share, always with a timeout.
 
-A call on a TCPStore returns when its host has answered. If the host is silent (stopped, without
-power, its cable cut) the call does not return, whatever ``set_timeout`` says, nor does it on a
-clone; and other users of the client wait behind it. So a thread asks, and callers wait for the
-thread, which ends when nothing is left to ask.
+A call on a TCPStore returns when its server has answered. If the server is silent (its process is
+stopped, its host without power, the cable cut) the call does not return, whatever ``set_timeout``
+says, nor does a call on a clone; and other users of the client wait behind it. So a thread makes
+the calls, and callers wait for the thread, which ends when no call is left.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ddp_core._torch import backend_of, backend_timeout, device_types, store_of
 from ddp_core.exchange._errors import MissingRankError, SilentStoreError
 
 __all__ = [
-    "Notes",
+    "PrefixedStore",
     "SharedStore",
     "StoreBarrier",
-    "first_decides",
-    "group_limit",
+    "get_text",
     "group_store",
     "group_timeout",
+    "group_timeout_s",
+    "set_once",
     "shared_store",
-    "text_of",
 ]
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
-_DEFAULT = timedelta(minutes=5)  # if the group has no limit
-# A store that answers does so in milliseconds, also on a busy machine. A question that is asked
-# when a limit is over may take this many seconds more.
-_GRACE = 1.0
+_DEFAULT_TIMEOUT = timedelta(minutes=5)  # if the backend has none
+# A store that answers does so in milliseconds, also on a busy machine. A call that is made when the
+# time of its caller is over has this many seconds.
+_MIN_TIMEOUT_S = 1.0
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
@@ -55,9 +55,9 @@ def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def group_limit(group: dist.ProcessGroup) -> float:
-    """Returns the longest wait for the ranks of ``group``, in seconds."""
-    return (group_timeout(group) or _DEFAULT).total_seconds()
+def group_timeout_s(group: dist.ProcessGroup) -> float:
+    """Returns the timeout of ``group`` in seconds; 5 minutes if the backend has none."""
+    return (group_timeout(group) or _DEFAULT_TIMEOUT).total_seconds()
 
 
 def group_store(group: dist.ProcessGroup) -> Any:
@@ -73,34 +73,34 @@ def group_store(group: dist.ProcessGroup) -> Any:
     return None
 
 
-class _Question:
+class _Call:
     """Holds a call on a store, and its result."""
 
-    def __init__(self, ask: Callable[[Any], Any]) -> None:
-        self._ask = ask
-        self.answered = threading.Event()
-        self.answer: Any = None
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self.done = threading.Event()
+        self.result: Any = None
         self.error: BaseException | None = None
-        self.is_dropped = False  # no caller waits for the answer
+        self.is_abandoned = False  # no caller waits for the result
 
     def run(self, store: Any) -> None:
         try:
-            answer = None if self.is_dropped else self._ask(store)
-            self.answer = None if self.is_dropped else answer
+            result = None if self.is_abandoned else self._function(store)
+            self.result = None if self.is_abandoned else result
         except BaseException as error:
             self.error = error
-        self.answered.set()
+        self.done.set()
 
 
 class SharedStore:
-    """Calls a store on a thread, one question after the other.
+    """Calls a store on a thread, one call after the other.
 
     Args:
         store: a store of torch, of any kind.
 
     Example:
         >>> store = SharedStore(torch.distributed.HashStore())
-        >>> store.ask(lambda it: it.add("came", 1), 10.0)
+        >>> store.call(lambda client: client.add("arrived", 1), 10.0)
         1
     """
 
@@ -108,108 +108,108 @@ class SharedStore:
         self.store = store
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._questions: deque[_Question] = deque()
-        self._thread: threading.Thread | None = None  # while there are questions
-        self._overdue: _Question | None = None  # the last one whose limit passed
+        self._calls: deque[_Call] = deque()
+        self._thread: threading.Thread | None = None  # while there are calls
+        self._overdue: _Call | None = None  # the last one that timed out
 
     @property
     def is_silent(self) -> bool:
-        """Whether a question is still unanswered though its limit has passed."""
-        return self._overdue is not None and not self._overdue.answered.is_set()
+        """Whether a call that timed out has still not returned."""
+        return self._overdue is not None and not self._overdue.done.is_set()
 
-    def ask(self, question: Callable[[Any], _T], limit: float) -> _T:
-        """Returns what ``question(store)`` returns, and raises what it raises.
+    def call(self, function: Callable[[Any], _T], timeout_s: float) -> _T:
+        """Returns what ``function(store)`` returns, and raises what it raises.
 
         Args:
-            limit: seconds; at least one, since callers ask after they have waited for a rank.
+            timeout_s: seconds; at least one, since callers call after they have waited for a rank.
 
         Raises:
-            SilentStoreError: the store has not answered within ``limit``.
+            SilentStoreError: the store has not answered within ``timeout_s``.
         """
-        asked, limit = self._put(question), max(limit, _GRACE)
-        if not asked.answered.wait(limit):
-            asked.is_dropped, self._overdue = True, asked
-            place, seconds = _place(self.store), round(limit, 1)
+        call, timeout_s = self._enqueue(function), max(timeout_s, _MIN_TIMEOUT_S)
+        if not call.done.wait(timeout_s):
+            call.is_abandoned, self._overdue = True, call
+            address, seconds = _address(self.store), round(timeout_s, 1)
             raise SilentStoreError(
-                f"the process that holds the store of the process group{place} has not answered "
+                f"the process that holds the store of the process group{address} has not answered "
                 f"for {seconds:g} s: it is stopped, or its host or the link to it is down. As a "
                 f"rule it is rank 0's, or the launcher's; look at its output"
             )
-        error, asked.error = asked.error, None  # its traceback leads to the question
+        error, call.error = call.error, None  # its traceback refers to the call
         if error is not None:
             raise error
-        answer: _T = asked.answer
-        return answer
+        result: _T = call.result
+        return result
 
-    def peek(self, question: Callable[[Any], _T], limit: float) -> _T | None:
-        """Returns what :meth:`ask` returns, or None if the store has been silent or fails.
+    def try_call(self, function: Callable[[Any], _T], timeout_s: float) -> _T | None:
+        """Returns what :meth:`call` returns, or None if the store has been silent or fails.
 
-        It is for callers whose actual wait has a limit of its own.
+        It is for callers whose actual wait has a timeout of its own.
         """
         if self.is_silent:
             return None
         with contextlib.suppress(Exception):
-            return self.ask(question, limit)
+            return self.call(function, timeout_s)
         return None
 
-    def notify(self, message: Callable[[Any], object], limit: float = 0.0) -> None:
-        """Calls ``message(store)`` soon; never raises.
+    def call_soon(self, function: Callable[[Any], object], timeout_s: float = 0.0) -> None:
+        """Calls ``function(store)`` soon; never raises.
 
         Args:
-            limit: seconds to wait until the call is made, unless the store has been silent.
+            timeout_s: seconds to wait until the call is made, unless the store has been silent.
         """
         with contextlib.suppress(RuntimeError):
-            asked = self._put(message)
-            if limit and not self.is_silent and not asked.answered.wait(limit):
-                self._overdue = asked
+            call = self._enqueue(function)
+            if timeout_s and not self.is_silent and not call.done.wait(timeout_s):
+                self._overdue = call
 
-    def wait_for(self, key: str, limit: float) -> str | None:
-        """Returns the text of a key once it is set; None after ``limit`` seconds.
+    def wait_for(self, key: str, timeout_s: float) -> str | None:
+        """Returns the text of a key once it is set; None after ``timeout_s``.
 
         Raises:
             SilentStoreError: the store does not answer.
         """
         # Polls: the store's own ``wait`` keeps all other threads of the process from the store.
-        look, end, pause = text_of(key), time.monotonic() + limit, 1e-3
-        while (text := self.ask(look, end - time.monotonic())) is None and time.monotonic() < end:
+        get, end, pause = get_text(key), time.monotonic() + timeout_s, 1e-3
+        while (text := self.call(get, end - time.monotonic())) is None and time.monotonic() < end:
             time.sleep(pause)
             pause = min(2 * pause, 0.25)
         return text
 
-    def _put(self, question: Callable[[Any], Any]) -> _Question:
+    def _enqueue(self, function: Callable[[Any], Any]) -> _Call:
         if os.getpid() != self._process:
             raise RuntimeError(
                 "a process group belongs to the process that made it: a child of os.fork() cannot "
                 "take part in it"
             )
-        asked = _Question(question)
+        call = _Call(function)
         with self._lock:
-            self._questions.append(asked)
+            self._calls.append(call)
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="ddp_core-store", daemon=True)
                 try:
                     thread.start()
                 except RuntimeError:  # the interpreter ends
-                    self._questions.clear()
+                    self._calls.clear()
                     raise
                 self._thread = thread
-                _asking.add(self)
-        return asked
+                _with_threads.add(self)
+        return call
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._questions:
+                if not self._calls:
                     self._thread = None
                     return
-                asked = self._questions.popleft()
-            asked.run(self.store)
-            del asked  # with its answer, which may be a group of processes
+                call = self._calls.popleft()
+            call.run(self.store)
+            del call  # with its result, which may be a process group
 
 
-# By group; a group may be given another store (torchft).
+# By group. A group may be given another store later (torchft).
 _stores: weakref.WeakKeyDictionary[dist.ProcessGroup, SharedStore] = weakref.WeakKeyDictionary()
-_asking: weakref.WeakSet[SharedStore] = weakref.WeakSet()
+_with_threads: weakref.WeakSet[SharedStore] = weakref.WeakSet()
 
 
 def shared_store(group: dist.ProcessGroup) -> SharedStore | None:
@@ -222,32 +222,32 @@ def shared_store(group: dist.ProcessGroup) -> SharedStore | None:
 
 
 @atexit.register
-def _end() -> None:
+def _join_threads() -> None:
     """Joins threads before the interpreter ends, which a thread that returns later would abort."""
-    end = time.monotonic() + _GRACE
-    for store in list(_asking):
+    end = time.monotonic() + _MIN_TIMEOUT_S
+    for store in list(_with_threads):
         thread = store._thread
         if thread is not None and not store.is_silent:
             thread.join(timeout=max(0.0, end - time.monotonic()))
 
 
-def _place(store: Any) -> str:
+def _address(store: Any) -> str:
     while isinstance(store, dist.distributed_c10d.PrefixStore):
         store = store.underlying_store
     tcp: Any = dist.TCPStore  # type: ignore[attr-defined]
     return f" (at {store.host}:{store.port})" if isinstance(store, tcp) else ""
 
 
-# ---- ranks that meet
+# ---- keys and barriers
 
 
-def text_of(key: str) -> Callable[[Any], str | None]:
-    """Returns a question that reads the text of a key, or None if it is not set."""
+def get_text(key: str) -> Callable[[Any], str | None]:
+    """Returns a function of a store that returns the text of a key, or None if it is not set."""
     return lambda store: store.get(key).decode() if store.check([key]) else None
 
 
-def first_decides(key: str, text: str) -> Callable[[Any], str]:
-    """Returns a question that sets a key once, for all ranks, and returns what was set."""
+def set_once(key: str, text: str) -> Callable[[Any], str]:
+    """Returns a function of a store that sets a key unless it is set, and returns its text."""
     return lambda store: str(store.compare_set(key, "", text).decode())
 
 
@@ -259,28 +259,28 @@ class StoreBarrier(NamedTuple):
     rank: int
     size: int
 
-    def decide(self, outcome: str) -> Callable[[Any], str]:
-        """Returns a question that sets the outcome once, for all ranks, and returns it."""
-        return first_decides(f"{self.key}/outcome", outcome)
+    def set_outcome(self, outcome: str) -> Callable[[Any], str]:
+        """Returns a function of a store that sets the outcome unless it is set, and returns it."""
+        return set_once(f"{self.key}/outcome", outcome)
 
     def wait_for_all(self, outcome: str, end: float) -> str | None:
         """Arrives; returns the outcome (``outcome`` if all arrive), or None after ``end``."""
 
-        def come(store: Any) -> str | None:
+        def arrive(store: Any) -> str | None:
             store.set(f"{self.key}/{self.rank}", "")
             is_last = store.add(f"{self.key}/came", 1) == self.size
-            return self.decide(outcome)(store) if is_last else None
+            return self.set_outcome(outcome)(store) if is_last else None
 
-        ended = self.store.ask(come, end - time.monotonic())
+        ended = self.store.call(arrive, end - time.monotonic())
         return ended or self.store.wait_for(f"{self.key}/outcome", end - time.monotonic())
 
     def arrived_ranks(self) -> tuple[list[int], list[int]]:
         """Returns the ranks that have arrived until now, and the others."""
         keys = {rank: f"{self.key}/{rank}" for rank in range(self.size)}
-        came = self.store.ask(
+        arrived = self.store.call(
             lambda store: [rank for rank in keys if store.check([keys[rank]])], 0.0
         )
-        return came, [rank for rank in keys if rank not in came]
+        return arrived, [rank for rank in keys if rank not in arrived]
 
     def delete_keys(self) -> None:
         """Deletes the keys, when all ranks have read them."""
@@ -289,29 +289,29 @@ class StoreBarrier(NamedTuple):
         if self.rank == 0:
             names += [f"{self.key}/came", f"{self.key}/outcome", self.key]
         # Some stores do not delete keys: that is no error.
-        self.store.notify(lambda store: [store.delete_key(name) for name in names])
+        self.store.call_soon(lambda store: [store.delete_key(name) for name in names])
 
 
-class Notes:
-    """Exchanges texts between ranks through the store of their group, during one call.
+class PrefixedStore:
+    """Exchanges texts between ranks through the store of their group, during one public call.
 
-    The call's name and number are the same on all ranks, and are never used again.
+    Keys are prefixed by the call's name and number, which are equal on all ranks and used once.
     """
 
-    def __init__(self, group: dist.ProcessGroup, call: str, number: int, limit: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, call: str, number: int, timeout_s: float) -> None:
         prefixed = dist.distributed_c10d.PrefixStore(f"{call}/{number}", group_store(group))
-        self.store, self._call, self._limit = SharedStore(prefixed), call, limit
+        self.store, self._call, self._timeout_s = SharedStore(prefixed), call, timeout_s
 
-    def post(self, key: str, text: str) -> None:
-        """Writes a text for the other ranks."""
-        self.store.ask(lambda store: store.set(key, text), self._limit)
+    def set(self, key: str, text: str) -> None:
+        """Sets a key for all ranks."""
+        self.store.call(lambda store: store.set(key, text), self._timeout_s)
 
-    def read(self, key: str) -> str:
-        """Returns a text once a rank has posted it; raises MissingRankError if none does."""
-        text = self.store.wait_for(key, self._limit)
+    def get(self, key: str) -> str:
+        """Waits for a key and returns its text; raises MissingRankError if no rank sets it."""
+        text = self.store.wait_for(key, self._timeout_s)
         if text is None:
             raise MissingRankError(
-                f"{self._call}: {key!r} of another rank did not come within {self._limit:g} s; all "
-                f"ranks call it, between the same steps"
+                f"{self._call}: {key!r} of another rank did not come within {self._timeout_s:g} s; "
+                f"all ranks call it, between the same steps"
             )
         return text

@@ -21,10 +21,10 @@ from ddp_core.exchange._lane_groups import backend_for
 from ddp_core.exchange._shared_store import (
     SharedStore,
     StoreBarrier,
-    first_decides,
-    group_limit,
+    get_text,
+    group_timeout_s,
+    set_once,
     shared_store,
-    text_of,
 )
 
 __all__ = [
@@ -78,9 +78,9 @@ class FailureBoard:
         """Posts this rank's failure; never raises. The first report of a backward pass counts."""
         if self._store is not None and backward_count != self._reported:
             self._reported = backward_count
-            text_of_attempt = first_decides(self._key(backward_count), f"rank {self._rank}: {text}")
+            set_report = set_once(self._key(backward_count), f"rank {self._rank}: {text}")
             # The process may end at once, so it waits until the others can read it.
-            self._store.notify(text_of_attempt, _POLL_SECONDS)
+            self._store.call_soon(set_report, _POLL_SECONDS)
 
     def poll(self, place: WaitPoint) -> str | None:
         """Returns the report of another rank that will not reach this wait point, or None.
@@ -89,7 +89,7 @@ class FailureBoard:
         """
         if self._store is None:
             return None
-        text = self._store.peek(text_of(self._key(place.backward_count)), _POLL_SECONDS)
+        text = self._store.try_call(get_text(self._key(place.backward_count)), _POLL_SECONDS)
         if not text or text.startswith(f"rank {self._rank}:"):
             return self.abort_agreement.poll(place.step, place.bucket)
         return text
@@ -308,10 +308,10 @@ class AbortAgreement:
         if point is None or self._size == 1:
             return None
         # This rank's collective has a timeout of its own, so a silent store is not waited for.
-        first = point.store.peek(text_of(point.key), _SOON)
+        first = point.store.try_call(get_text(point.key), _SOON)
         if first is None:
             return None
-        outcome = point.store.peek(text_of(f"{point.key}/outcome"), _SOON)
+        outcome = point.store.try_call(get_text(f"{point.key}/outcome"), _SOON)
         (who, theirs), said = _parse(first), ""
         if outcome is None and self._aborted is not None:
             # Launched buckets are settled here; they complete if all ranks launched as many.
@@ -321,7 +321,7 @@ class AbortAgreement:
             awaited = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
             said = f"{self._text(theirs, who)}, rank {self._rank} waits for {awaited}"
         if said:
-            outcome = point.store.peek(point.decide(said), _SOON)
+            outcome = point.store.try_call(point.set_outcome(said), _SOON)
         if outcome is None or outcome == _SAME:
             return None
         self._error = outcome
@@ -332,14 +332,14 @@ class AbortAgreement:
         point = self._point(self._number)
         if point is None:
             return f"{self._text(dropped)}, and the group has no store to ask the others"
-        limit = group_limit(self._group)
+        limit = group_timeout_s(self._group)
         end = time.monotonic() + limit
 
         def decide(outcome: str) -> str:
-            return point.store.ask(point.decide(outcome), end - time.monotonic())
+            return point.store.call(point.set_outcome(outcome), end - time.monotonic())
 
         text = f"{self._rank} {dropped.step} {dropped.launched} {int(dropped.from_peer)}"
-        who, theirs = _parse(point.store.ask(first_decides(point.key, text), limit))
+        who, theirs = _parse(point.store.call(set_once(point.key, text), limit))
         if theirs != dropped:
             return decide(self._difference(who, theirs, dropped))
         outcome = point.wait_for_all(_SAME, end)

@@ -270,16 +270,16 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "SharedStore.ask",
+        "SharedStore.call",
         (
             "a store that does not answer is waited for",
-            "        if not asked.answered.wait(limit):\n",
-            "        if not asked.answered.wait(20 * limit):\n",
+            "        if not call.done.wait(timeout_s):\n",
+            "        if not call.done.wait(20 * timeout_s):\n",
             f"{UNIT}/test_shared_store.py::test_a_silent_store_is_waited_for_as_long_as_the_limit",
         ),
     ),
     *planted(
-        "SharedStore.peek",
+        "SharedStore.try_call",
         (
             "whoever waits for something else waits for a silent store again and again",
             "        if self.is_silent:\n            return None\n",

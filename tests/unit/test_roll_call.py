@@ -130,7 +130,7 @@ def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
 def test_only_ranks_that_have_dropped_alike_go_on(
     ours: Any, theirs: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(abandoned, "group_limit", lambda group: 20.0)
+    monkeypatch.setattr(abandoned, "group_timeout_s", lambda group: 20.0)
     store = SharedStore(dist.HashStore())
 
     def rank(number: int) -> str:

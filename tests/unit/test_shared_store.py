@@ -56,7 +56,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stopping]:
     shared = {0: SharedStore(stopping.store), 1: SharedStore(stopping)}
     for module in (_roll_call, failures):
         monkeypatch.setattr(module, "shared_store", lambda group: shared[group.rank()])
-    monkeypatch.setattr(failures, "group_limit", lambda group: 0.2)
+    monkeypatch.setattr(failures, "group_timeout_s", lambda group: 0.2)
     yield stopping
     stopping.goes_on.set()
 
@@ -69,32 +69,32 @@ def _seconds(call: Any) -> float:
 
 def test_a_silent_store_is_waited_for_as_long_as_the_limit(store: Stopping) -> None:
     shared = SharedStore(store)
-    shared.ask(lambda inner: inner.set("key", "text"), 10.0)
+    shared.call(lambda inner: inner.set("key", "text"), 10.0)
     assert shared.wait_for("key", 10.0) == "text"
     assert shared.wait_for("other", 0.1) is None
     store.goes_on.clear()
     begin = time.monotonic()
     with pytest.raises(SilentStoreError, match=r"has not answered for 1\.1 s"):
-        shared.ask(lambda inner: inner.check(["key"]), 1.1)
+        shared.call(lambda inner: inner.check(["key"]), 1.1)
     assert time.monotonic() - begin < 10
     # From now on at once, for whoever waits for something else.
-    assert _seconds(lambda: shared.peek(lambda inner: inner.check(["key"]), 20.0)) < 5
-    assert _seconds(lambda: shared.notify(lambda inner: inner.set("told", "late"), 20.0)) < 5
+    assert _seconds(lambda: shared.try_call(lambda inner: inner.check(["key"]), 20.0)) < 5
+    assert _seconds(lambda: shared.call_soon(lambda inner: inner.set("told", "late"), 20.0)) < 5
     store.goes_on.set()
     assert shared.wait_for("told", 10.0) == "late"
-    assert shared.peek(lambda inner: inner.check(["key"]), 10.0) is True
+    assert shared.try_call(lambda inner: inner.check(["key"]), 10.0) is True
 
 
 def test_what_a_store_raises_is_raised(store: Stopping) -> None:
     with pytest.raises(ZeroDivisionError):
-        SharedStore(store).ask(lambda inner: 1 / 0, 10.0)
+        SharedStore(store).call(lambda inner: 1 / 0, 10.0)
 
 
 def test_a_child_of_fork_asks_nothing(store: Stopping, monkeypatch: pytest.MonkeyPatch) -> None:
     shared = SharedStore(store)
     monkeypatch.setattr("os.getpid", lambda: -1)
     with pytest.raises(RuntimeError, match=r"os\.fork"):
-        shared.ask(lambda inner: inner.check(["key"]), 10.0)
+        shared.call(lambda inner: inner.check(["key"]), 10.0)
 
 
 def test_who_waits_for_a_bucket_does_not_wait_for_the_board(store: Stopping) -> None:
