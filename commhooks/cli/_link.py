@@ -17,7 +17,7 @@ from rich.table import Table
 
 from commhooks.cli._arguments import check_folders
 from commhooks.predict._fabric import Link, save_fabric
-from commhooks.predict._link import LinkReport, link_report, modelled
+from commhooks.predict._link import LinkReport, link_report, model_seconds
 
 __all__ = ["link"]
 
@@ -91,7 +91,7 @@ def _show(report: LinkReport) -> None:
     for column in ("size", "measured [ms]", "spread", "model [ms]", "model / measured"):
         table.add_column(column, justify="right")
     for time in sorted(report.times, key=lambda time: (time.part, time.collective, time.nbytes)):
-        model = modelled(layout, time, fabric)
+        model = model_seconds(layout, time, fabric)
         table.add_row(
             time.part,
             time.collective,

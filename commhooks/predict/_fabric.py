@@ -94,7 +94,7 @@ class Fabric:
         object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
         if not 0 <= self.cpu_s_per_byte <= MOST_SECONDS:
             raise ValueError(
-                f"Fabric(core_s_per_byte=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
+                f"Fabric(cpu_s_per_byte=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
                 f"{self.cpu_s_per_byte!r}"
             )
         if self.multicast is not None and not self.multicast >= 1:

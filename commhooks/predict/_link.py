@@ -1,4 +1,4 @@
-"""Measures the fabric of a job by collectives as training issues them, and fits a model."""
+"""Measures the network of a job with the collectives that training issues, and fits a fabric."""
 
 from __future__ import annotations
 
@@ -28,71 +28,78 @@ from ddp_core.exchange._shared_store import PrefixedStore
 
 __all__ = [
     "COLLECTIVES",
-    "REQUESTS",
-    "Cell",
+    "MAKE_REQUEST",
+    "Case",
     "Layout",
     "LinkReport",
     "Part",
-    "Size",
-    "Time",
-    "fitted",
+    "SizeTrial",
+    "Timing",
+    "fit_fabric",
     "link_report",
     "measure_link",
-    "measured_overlap",
-    "modelled",
-    "shared",
+    "measure_overlap",
+    "model_seconds",
+    "overlap_of",
 ]
 
 
-class Cell(NamedTuple):
-    """Describes a collective that is measured."""
+class Case(NamedTuple):
+    """Describes a collective to measure; ``part`` is an index into the parts of the ranks."""
 
     part: int
     collective: str
     nbytes: int
 
 
-class Size(NamedTuple):
-    """Holds the first measurements of one size, and the seconds since the begin."""
+class SizeTrial(NamedTuple):
+    """Holds the first measurements of all collectives of one size.
 
-    cells: list[Cell]
+    Attributes:
+        cases: the collectives.
+        bursts: how often each is to be repeated in a row.
+        seconds: time of each.
+        elapsed_s: seconds from the start of the whole measurement to the end of these.
+    """
+
+    cases: list[Case]
     bursts: list[int]
     seconds: list[float]
-    took: float
+    elapsed_s: float
 
     @property
     def cost(self) -> float:
-        """Returns the seconds of one round."""
+        """Returns the seconds that a round of measurements of this size takes."""
         return sum(
             seconds * burst for seconds, burst in zip(self.seconds, self.bursts, strict=True)
         )
 
 
 def _rows(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Returns a tensor with a row per rank, of about as many bytes together."""
+    """Returns a tensor with a row per rank, of about as many bytes as ``tensor``."""
     return tensor.new_zeros(ranks, max(1, tensor.numel() // ranks))
 
 
-REQUESTS: dict[str, Callable[[torch.Tensor, int], Collective]] = {
+MAKE_REQUEST: dict[str, Callable[[torch.Tensor, int], Collective]] = {
     "all_reduce": lambda tensor, ranks: AllReduce(tensor, "sum"),
     "all_gather": lambda tensor, ranks: AllGather(tensor),
     "all_to_all": lambda tensor, ranks: AllToAll(_rows(tensor, ranks)),
 }
 
 
-# ---- messages at the same time
+# ---- overlap of two messages
 
 
-_NUMEL = 256  # of a small message
-# Repetitions in a row take about this long: where latency is a processor's work,
-# one message alone takes 0.2 or 3 ms, as the scheduler has it.
+_SMALL_NUMEL = 256  # entries of a small message
+# A burst of repetitions takes about this many seconds: where latency is a processor's work, a
+# single message takes 0.2 or 3 ms, depending on the scheduler.
 _BURST_S, _BURST = 20e-3, 20
-_AT_LEAST, _AT_MOST = 3, 9
-_BUDGET = 0.2  # share of the whole measurement's
+_MIN_PAIRS, _MAX_PAIRS = 3, 9
+_OVERLAP_SHARE = 0.2  # of the budget of the whole measurement
 
 
-def measured_overlap(
-    group: Any, highest: Callable[[Sequence[float]], list[float]], budget_s: float
+def measure_overlap(
+    group: Any, max_over_ranks: Callable[[Sequence[float]], list[float]], budget_s: float
 ) -> float:
     """Measures the share of the latency that two messages share, from 0 to 1.
 
@@ -100,21 +107,21 @@ def measured_overlap(
 
     Args:
         group: the ranks, over Gloo.
-        highest: returns the largest of all ranks, value by value.
-        budget_s: seconds of the whole measurement.
+        max_over_ranks: returns the largest values of all ranks, position by position.
+        budget_s: seconds of the whole measurement, of which this takes a fifth.
     """
-    (alone,) = highest([_seconds(group, 1, 1)])
+    (alone,) = max_over_ranks([_seconds(group, 1, 1)])
     burst = max(1, min(_BURST, round(_BURST_S / max(alone, 1e-9))))
     pairs: list[tuple[float, float]] = []
     took = 0.0
-    while len(pairs) < _AT_LEAST or (len(pairs) < _AT_MOST and took < _BUDGET * budget_s):
-        alone, both = highest([_seconds(group, count, burst) for count in (1, 2)])
+    while len(pairs) < _MIN_PAIRS or (len(pairs) < _MAX_PAIRS and took < _OVERLAP_SHARE * budget_s):
+        alone, both = max_over_ranks([_seconds(group, count, burst) for count in (1, 2)])
         pairs.append((alone, both))
         took += burst * (alone + both)
-    return shared(pairs)
+    return overlap_of(pairs)
 
 
-def shared(pairs: Sequence[tuple[float, float]]) -> float:
+def overlap_of(pairs: Sequence[tuple[float, float]]) -> float:
     """Returns the share of the latency that two messages share, from pairs of times.
 
     Args:
@@ -125,11 +132,13 @@ def shared(pairs: Sequence[tuple[float, float]]) -> float:
 
 def _seconds(group: Any, count: int, burst: int) -> float:
     """Returns the seconds of ``count`` small all-reduces that are issued together."""
-    requests = [[AllReduce(torch.zeros(_NUMEL), "sum") for _ in range(count)] for _ in range(burst)]
+    requests = [
+        [AllReduce(torch.zeros(_SMALL_NUMEL), "sum") for _ in range(count)] for _ in range(burst)
+    ]
     AllReduce(torch.zeros(1), "sum").issue(group).wait()  # all ranks begin at the same time
     begin = time.perf_counter()
-    for some in requests:
-        for work in [request.issue(group) for request in some]:
+    for concurrent in requests:
+        for work in [request.issue(group) for request in concurrent]:
             work.wait()
     return (time.perf_counter() - begin) / burst
 
@@ -139,9 +148,9 @@ def _seconds(group: Any, count: int, burst: int) -> float:
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 Part = Literal["inside", "between", "all"]
-# The range in which links are searched, as powers of ten: seconds, and bytes per second.
-_LATENCY, _BANDWIDTH = (-7.0, 0.0), (4.0, 13.0)
-_POINTS, _ZOOMS = 19, 5
+# The ranges in which a link is searched, as powers of ten: seconds, and bytes per second.
+_LATENCY_RANGE, _BANDWIDTH_RANGE = (-7.0, 0.0), (4.0, 13.0)
+_GRID_POINTS, _GRID_REFINEMENTS = 19, 5
 
 
 @dataclass(frozen=True)
@@ -152,15 +161,15 @@ class Layout:
     per_node: int
 
 
-class Time(NamedTuple):
-    """Holds a measured time of a collective.
+class Timing(NamedTuple):
+    """Holds the measured time of a collective.
 
     Attributes:
         part: the ranks that took part: those of a node, one of each node, or all.
         collective: name of the collective.
         nbytes: bytes that each rank passed to the collective.
         seconds: median over rounds of the slowest rank's time.
-        low_s, high_s: the middle half of the rounds is between them.
+        low_s, high_s: first and third quartile of the rounds.
     """
 
     part: Part
@@ -171,54 +180,57 @@ class Time(NamedTuple):
     high_s: float
 
 
-def fitted(
-    layout: Layout, times: Sequence[Time], library: Library, *, overlap: float = 0.0
+def fit_fabric(
+    layout: Layout, times: Sequence[Timing], library: Library, *, overlap: float = 0.0
 ) -> Fabric:
     """Returns the fabric whose modelled times are nearest to the measured ones.
 
     The distance is the sum of absolute logarithms of ratios: small and large sizes count alike, and
-    a few outliers have no influence. Between nodes, one rank per node shows the latency; the
-    bandwidth is the higher one of these ranks' and of all ranks', since several network cards need
-    several ranks, and all ranks together may be bound by the link inside a node.
+    a few outliers have no influence. The latency between nodes is that of collectives with one rank
+    per node. The bandwidth is that of these or of collectives of all ranks, whichever is higher: a
+    single rank may not saturate several network cards, and all ranks together may be limited by the
+    link inside a node.
 
     Args:
-        layout: of the ranks.
+        layout: number of ranks, and of ranks per node.
         times: the measurements.
         library: the library that carried the messages.
-        overlap: of latencies, see :class:`commhooks.predict.Fabric`.
+        overlap: share of the latency that concurrent messages share.
     """
     one_node = layout.per_node == layout.ranks
-    empty = Fabric(
+    template = Fabric(
         "measured", Link(0.0, 1.0), library=library, overlap=overlap, source="commhooks link"
     )
 
     def inside(link: Link) -> Fabric:
-        return replace(empty, between=link, inside=link, ranks_per_node=layout.per_node)
+        return replace(template, between=link, inside=link, ranks_per_node=layout.per_node)
 
     if one_node:
-        here = _nearest(layout, times, "inside", inside)
-        return replace(inside(here), source=COPIED)
+        intra_node = _fit_link(layout, times, "inside", inside)
+        return replace(inside(intra_node), source=COPIED)
     if layout.per_node == 1:
-        link = _nearest(
-            layout, times, "between", lambda candidate: replace(empty, between=candidate)
+        link = _fit_link(
+            layout, times, "between", lambda candidate: replace(template, between=candidate)
         )
-        return replace(empty, between=link)
-    here = _nearest(layout, times, "inside", inside)
+        return replace(template, between=link)
+    intra_node = _fit_link(layout, times, "inside", inside)
 
     def between(link: Link) -> Fabric:
-        return replace(empty, between=link, inside=here, ranks_per_node=layout.per_node)
+        return replace(template, between=link, inside=intra_node, ranks_per_node=layout.per_node)
 
-    few = _nearest(layout, times, "between", between)
-    whole = _nearest(layout, times, "all", between)
-    return between(Link(few.latency, max(few.bandwidth, whole.bandwidth)))
-
-
-def modelled(layout: Layout, time: Time, fabric: Fabric) -> float:
-    """Returns the modelled time of a measurement."""
-    return float(_modelled(layout, time.part, time.collective, [time.nbytes], fabric)[0])
+    one_rank_per_node = _fit_link(layout, times, "between", between)
+    all_ranks = _fit_link(layout, times, "all", between)
+    bandwidth = max(one_rank_per_node.bandwidth, all_ranks.bandwidth)
+    return between(Link(one_rank_per_node.latency, bandwidth))
 
 
-def _modelled(
+def model_seconds(layout: Layout, timing: Timing, fabric: Fabric) -> float:
+    """Returns the seconds that the model of ``fabric`` gives for a measured collective."""
+    sizes = [timing.nbytes]
+    return float(_model_seconds(layout, timing.part, timing.collective, sizes, fabric)[0])
+
+
+def _model_seconds(
     layout: Layout, part: Part, collective: str, sizes: Sequence[int], fabric: Fabric
 ) -> np.ndarray:
     ranks, per_node = layout.ranks, layout.per_node
@@ -230,29 +242,32 @@ def _modelled(
     )
 
 
-def _nearest(
-    layout: Layout, times: Sequence[Time], part: Part, fabric_of: Callable[[Link], Fabric]
+def _fit_link(
+    layout: Layout, times: Sequence[Timing], part: Part, fabric_of: Callable[[Link], Fabric]
 ) -> Link:
-    """Returns the best link of a part; the slowest if several fit equally."""
+    """Returns the link that fits the times of a part best; the slowest if several fit equally."""
     groups = []
     for collective in COLLECTIVES:
-        some = [time for time in times if (time.part, time.collective) == (part, collective)]
-        if some:
-            seconds = np.array([time.seconds for time in some])
-            groups.append((collective, [time.nbytes for time in some], np.log(seconds)))
+        chosen = [one for one in times if (one.part, one.collective) == (part, collective)]
+        if chosen:
+            seconds = np.array([one.seconds for one in chosen])
+            groups.append((collective, [one.nbytes for one in chosen], np.log(seconds)))
 
     def distance(latency: float, bandwidth: float) -> float:
         fabric = fabric_of(Link(10.0**latency, 10.0**bandwidth))
         return sum(
-            float(np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum())
+            float(np.abs(np.log(_model_seconds(layout, part, name, sizes, fabric)) - logs).sum())
             for name, sizes, logs in groups
         )
 
-    # A grid, and finer ones around its best point: whatever algorithms the model chooses by size,
-    # there is nothing to differentiate.
-    latencies, bandwidths = np.linspace(*_LATENCY, _POINTS), np.linspace(*_BANDWIDTH, _POINTS)
+    # A grid search, refined around its best point: the model switches algorithms by size, so its
+    # times cannot be differentiated.
+    latencies, bandwidths = (
+        np.linspace(*_LATENCY_RANGE, _GRID_POINTS),
+        np.linspace(*_BANDWIDTH_RANGE, _GRID_POINTS),
+    )
     best = math.inf, 0.0, 0.0
-    for _ in range(_ZOOMS):
+    for _ in range(_GRID_REFINEMENTS):
         best = min(
             (distance(latency, bandwidth), bandwidth, latency)
             for latency in latencies
@@ -269,15 +284,15 @@ def _nearest(
 
 
 _SIZES = tuple(2**power for power in range(10, 27, 2))  # 1 KiB to 64 MiB
-_LARGEST_RESULT = 2**30  # bytes: an all-gather's result has those of all ranks
-# Small messages are sent several times per measurement, for about this long: one alone would
+_MAX_GATHERED_NBYTES = 2**30  # an all-gather's result has the bytes of all ranks
+# Small messages are repeated for about this many seconds per measurement: a single one would
 # measure how far apart the ranks leave the barrier before it.
 _BURST_S, _BURST = 2e-3, 20
-_ROUNDS_AT_LEAST, _ROUNDS_AT_MOST = 3, 15
-# The largest message takes so many times as long as the smallest one, if that can be had in so many
-# times the budget.
-_SHOWS, _PATIENCE = 3.0, 2.0
-_numbers = itertools.count()  # of the measurements in this process, equal on all ranks
+_MIN_ROUNDS, _MAX_ROUNDS = 3, 15
+# Sizes grow until the largest message takes this many times as long as the smallest: only then does
+# it show the bandwidth. For that the budget may be exceeded, by up to the second factor.
+_SHOWS_BANDWIDTH, _MAX_OVER_BUDGET = 3.0, 2.0
+_numbers = itertools.count()  # numbers the measurements of this process, equally on all ranks
 
 
 @dataclass(frozen=True)
@@ -289,13 +304,13 @@ class LinkReport:
         layout: number of ranks, and of ranks per node.
         times: measured times by part of the ranks, collective and size.
         device: "cpu" or "cuda".
-        rounds: number of measurements of each.
+        rounds: number of times that each collective was measured.
         seconds: duration of the whole measurement.
     """
 
     fabric: Fabric
     layout: Layout
-    times: tuple[Time, ...]
+    times: tuple[Timing, ...]
     device: str
     rounds: int
     seconds: float
@@ -308,12 +323,19 @@ class LinkReport:
             "per_node": self.layout.per_node,
             "device": self.device,
         }
-        return {**about, "rounds": self.rounds, "times": [time._asdict() for time in self.times]}
+        return {
+            **about,
+            "rounds": self.rounds,
+            "times": [timing._asdict() for timing in self.times],
+        }
 
     @property
     def fit_error(self) -> float:
         """Returns the median factor between modelled and measured times; 1 is perfect."""
-        pairs = [(modelled(self.layout, time, self.fabric), time.seconds) for time in self.times]
+        pairs = [
+            (model_seconds(self.layout, timing, self.fabric), timing.seconds)
+            for timing in self.times
+        ]
         return statistics.median(max(pair) / min(pair) for pair in pairs)
 
 
@@ -326,8 +348,8 @@ def measure_link(
 ) -> Fabric:
     """Measures the fabric between the ranks of a group; all ranks call it, between two steps.
 
-    Messages travel in process groups of its own, over the same library: the order of collectives
-    in the job's groups is not touched.
+    The measurement makes its own process groups on the same backend: the order of collectives in
+    the job's groups does not change.
 
     Args:
         group: the ranks; the default group if None.
@@ -390,8 +412,8 @@ def _device(group: dist.ProcessGroup, asked: str | None) -> torch.device:
     return torch.device(asked)
 
 
-class _Own(NamedTuple):
-    """Describes a part of the ranks; ``group`` is None if this rank is not in it."""
+class _PartGroup(NamedTuple):
+    """Holds the process group of a part of the ranks; None if this rank is not in the part."""
 
     part: Part
     size: int
@@ -406,7 +428,7 @@ class _Measurement:
         self._rank, self._size, self._device = group.rank(), group.size(), device
         self._timeout_s = timeout_s
         self._store = PrefixedStore(group, "measure_link", next(_numbers), timeout_s)
-        self._node = self._nodes(dist.get_rank())
+        self._node = self._node_of_each_rank(dist.get_rank())
         per_node = max(self._node.count(node) for node in self._node)
         self._layout = Layout(self._size, min(per_node, self._size))
         self._parts = self._make_parts()
@@ -414,26 +436,28 @@ class _Measurement:
     def run(self) -> LinkReport:
         everyone = self._parts[-1].group
         # Measure in rounds, until the budget is used.
-        cells, bursts = self._grow()
+        cases, bursts = self._choose_sizes()
         rounds: list[list[float]] = []
         took = 0.0
-        while len(rounds) < _ROUNDS_AT_LEAST or (
-            len(rounds) < _ROUNDS_AT_MOST and took * (1 + 1 / len(rounds)) < self._budget
+        while len(rounds) < _MIN_ROUNDS or (
+            len(rounds) < _MAX_ROUNDS and took * (1 + 1 / len(rounds)) < self._budget
         ):
             local_seconds = [
-                self._seconds(cell, burst) for cell, burst in zip(cells, bursts, strict=True)
+                self._seconds(case, burst) for case, burst in zip(cases, bursts, strict=True)
             ]
-            *agreed, took = self._highest([*local_seconds, time.perf_counter() - self._begin])
+            *agreed, took = self._max_over_ranks(
+                [*local_seconds, time.perf_counter() - self._begin]
+            )
             rounds.append(agreed)
         # Fit the model.
-        times = [_time(self._parts[cell.part].part, cell, [seconds[index] for seconds in rounds])
-                 for index, cell in enumerate(cells)]  # fmt: skip
+        times = [_timing(self._parts[case.part].part, case, [seconds[index] for seconds in rounds])
+                 for index, case in enumerate(cases)]  # fmt: skip
         if self._device.type == "cpu":
-            overlap = measured_overlap(everyone, self._highest, self._budget)
-            fit = fitted(self._layout, times, "gloo", overlap=overlap)
+            overlap = measure_overlap(everyone, self._max_over_ranks, self._budget)
+            fit = fit_fabric(self._layout, times, "gloo", overlap=overlap)
         else:
-            fit = fitted(self._layout, times, "nccl")
-        # Rank 0's numbers: two processors may round differently.
+            fit = fit_fabric(self._layout, times, "nccl")
+        # All ranks take rank 0's fit: two processors may round differently.
         links = [link and [link.latency, link.bandwidth] for link in (fit.between, fit.inside)]
         if self._rank == 0:
             self._store.set("fit", json.dumps(links))
@@ -442,11 +466,13 @@ class _Measurement:
             fit,
             between=Link(*between),
             inside=inside and Link(*inside),
-            cpu_s_per_byte=self._core_seconds(cells),
+            cpu_s_per_byte=self._cpu_s_per_byte(cases),
         )
         # Close the groups.
         seconds = time.perf_counter() - self._begin
-        AllReduce(self._zeros(4), "sum").issue(everyone).wait()  # no rank leaves before all have it
+        AllReduce(self._zeros(4), "sum").issue(
+            everyone
+        ).wait()  # no rank leaves before all have the fit
         for part in self._parts:
             if part.group is not None:
                 part.group.shutdown()
@@ -454,40 +480,41 @@ class _Measurement:
 
     # ---- ranks
 
-    def _nodes(self, global_rank: int) -> list[str]:
+    def _node_of_each_rank(self, global_rank: int) -> list[str]:
         """Returns the node of each rank, by torchrun's number of ranks per node."""
         local = os.environ.get("LOCAL_WORLD_SIZE")
         node = socket.gethostname() if local is None else f"node {global_rank // int(local)}"
         self._store.set(f"node of {self._rank}", node)
         return [self._store.get(f"node of {rank}") for rank in range(self._size)]
 
-    def _make_parts(self) -> list[_Own]:
+    def _make_parts(self) -> list[_PartGroup]:
         """Returns the parts that are measured; the last part has all ranks."""
-        whole = range(self._size)
-        mates = [rank for rank in whole if self._node[rank] == self._node[self._rank]]
+        everyone = list(range(self._size))
+        same_node = [rank for rank in everyone if self._node[rank] == self._node[self._rank]]
         leaders = [self._node.index(node) for node in dict.fromkeys(self._node)]
         if len(leaders) == 1:
-            return [self._own("inside", list(whole), "all")]
+            return [self._make_part("inside", everyone, "all")]
         if len(leaders) == self._size:
-            return [self._own("between", list(whole), "all")]
+            return [self._make_part("between", everyone, "all")]
         return [
-            self._own("inside", mates, f"inside {self._node[self._rank]}"),
-            self._own("between", leaders, "between"),
-            self._own("all", list(whole), "all"),
+            self._make_part("inside", same_node, f"inside {self._node[self._rank]}"),
+            self._make_part("between", leaders, "between"),
+            self._make_part("all", everyone, "all"),
         ]
 
-    def _own(self, part: Part, ranks: list[int], name: str) -> _Own:
+    def _make_part(self, part: Part, ranks: list[int], name: str) -> _PartGroup:
         if self._rank not in ranks or len(ranks) < 2:
-            return _Own(part, len(ranks), None)
-        size, place = len(ranks), (ranks.index(self._rank), len(ranks), f"commhooks/link/{name}")
+            return _PartGroup(part, len(ranks), None)
+        arguments = (ranks.index(self._rank), len(ranks), f"commhooks/link/{name}")
         timeout = timedelta(seconds=self._timeout_s)
-        # A second more, in which the backend says which rank did not come.
+        # One second more than the backend's own timeout, whose error names the missing rank.
         group = self._store.store.call(
-            lambda store: private_group(store, *place, self._device, timeout), self._timeout_s + 1
+            lambda store: private_group(store, *arguments, self._device, timeout),
+            self._timeout_s + 1,
         )
-        return _Own(part, size, group)
+        return _PartGroup(part, len(ranks), group)
 
-    def _highest(self, values: Sequence[float]) -> list[float]:
+    def _max_over_ranks(self, values: Sequence[float]) -> list[float]:
         """Returns the largest of all ranks' values, position by position."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
         AllReduce(tensor, "max").issue(self._parts[-1].group).wait()
@@ -495,88 +522,88 @@ class _Measurement:
 
     # ---- times
 
-    def _grow(self) -> tuple[list[Cell], list[int]]:
+    def _choose_sizes(self) -> tuple[list[Case], list[int]]:
         """Measures once, from small to large, and chooses the sizes that fit into the budget.
 
-        Returns the cells to measure, and how often each in a row. These first times do not count:
-        the first message of a kind opens connections and allocates memory.
+        Returns the cases to measure, and how often to repeat each in a row. These first times are
+        not part of the result: the first message of a kind opens connections and allocates memory.
         """
-        by_nbytes: dict[int, Size] = {}
-        rounds = _ROUNDS_AT_LEAST + 1
+        by_nbytes: dict[int, SizeTrial] = {}
+        rounds = _MIN_ROUNDS + 1
         # Every second size first: up to 16 times as long as the one before, here and in each round.
         for nbytes in _SIZES[::2]:
-            size = by_nbytes[nbytes] = self._measured(nbytes)
+            size = by_nbytes[nbytes] = self._try_size(nbytes)
             seconds = sum(size.seconds)
             cost = sum(measured.cost for measured in by_nbytes.values()) + 16 * seconds
-            fits = size.took + 16 * seconds + rounds * cost <= self._budget
-            # Sizes at which only the latency shows would leave the bandwidth open.
-            shows = seconds >= _SHOWS * sum(by_nbytes[_SIZES[0]].seconds)
-            if not fits and (shows or size.took > _PATIENCE * self._budget):
+            fits = size.elapsed_s + 16 * seconds + rounds * cost <= self._budget
+            # Sizes at which only the latency shows would leave the bandwidth unknown.
+            shows_bandwidth = seconds >= _SHOWS_BANDWIDTH * sum(by_nbytes[_SIZES[0]].seconds)
+            if not fits and (shows_bandwidth or size.elapsed_s > _MAX_OVER_BUDGET * self._budget):
                 break
         for before, nbytes in zip(_SIZES[::2], _SIZES[1::2], strict=False):
             known = list(by_nbytes.values())
             if before not in by_nbytes:
                 break
             cost = sum(measured.cost for measured in known) + 4 * by_nbytes[before].cost
-            if known[-1].took + 4 * by_nbytes[before].cost + rounds * cost > self._budget:
+            if known[-1].elapsed_s + 4 * by_nbytes[before].cost + rounds * cost > self._budget:
                 break
-            by_nbytes[nbytes] = self._measured(nbytes)
+            by_nbytes[nbytes] = self._try_size(nbytes)
         sizes = [by_nbytes[nbytes] for nbytes in sorted(by_nbytes)]
-        cells = [cell for size in sizes for cell in size.cells]
-        return cells, [often for size in sizes for often in size.bursts]
+        cases = [case for size in sizes for case in size.cases]
+        return cases, [burst for size in sizes for burst in size.bursts]
 
-    def _measured(self, nbytes: int) -> Size:
-        """Measures all collectives of one size once."""
-        cells = [
-            Cell(part, collective, nbytes)
+    def _try_size(self, nbytes: int) -> SizeTrial:
+        """Measures all collectives of one size once, to choose the sizes."""
+        cases = [
+            Case(part, collective, nbytes)
             for part, group_part in enumerate(self._parts)
             for collective in COLLECTIVES
-            if collective != "all_gather" or nbytes * group_part.size <= _LARGEST_RESULT
+            if collective != "all_gather" or nbytes * group_part.size <= _MAX_GATHERED_NBYTES
         ]
-        *seconds, took = self._highest(
-            [*(self._seconds(cell, 1) for cell in cells), time.perf_counter() - self._begin]
+        *seconds, elapsed_s = self._max_over_ranks(
+            [*(self._seconds(case, 1) for case in cases), time.perf_counter() - self._begin]
         )
         bursts = [
             max(1, min(_BURST, round(_BURST_S / max(duration, 1e-9)))) for duration in seconds
         ]
-        return Size(cells, bursts, seconds, took)
+        return SizeTrial(cases, bursts, seconds, elapsed_s)
 
-    def _seconds(self, cell: Cell, burst: int) -> float:
-        """Returns the seconds of one collective; 0 on a rank that does not take part."""
-        part = self._parts[cell.part]
+    def _seconds(self, case: Case, burst: int) -> float:
+        """Returns the mean seconds of a collective in a burst; 0 on a rank that takes no part."""
+        part = self._parts[case.part]
         if part.group is None:
             return 0.0
-        make = REQUESTS[cell.collective]
-        requests = [make(self._zeros(cell.nbytes), part.size) for _ in range(burst)]
+        make_request = MAKE_REQUEST[case.collective]
+        requests = [make_request(self._zeros(case.nbytes), part.size) for _ in range(burst)]
         AllReduce(self._zeros(4), "sum").issue(part.group).wait()  # all begin at the same time
-        self._settle()
+        self._synchronize()
         begin = time.perf_counter()
         for request in requests:
             request.issue(part.group).wait()
-        self._settle()
+        self._synchronize()
         return (time.perf_counter() - begin) / burst
 
-    def _core_seconds(self, cells: Sequence[Cell]) -> float:
+    def _cpu_s_per_byte(self, cases: Sequence[Case]) -> float:
         """Returns the processor time per byte that a rank sends, or 0."""
         if self._device.type != "cpu":
             return 0.0
-        nbytes = min(max(cell.nbytes for cell in cells), 2**22)
+        nbytes = min(max(case.nbytes for case in cases), 2**22)
         request = AllReduce(self._zeros(nbytes), "sum")
         per_byte = []
         for _ in range(3):
             begin = time.process_time()
             request.issue(self._parts[-1].group).wait()
             per_byte.append((time.process_time() - begin) / request.wire_nbytes(self._size))
-        return self._highest([statistics.median(per_byte)])[0]
+        return self._max_over_ranks([statistics.median(per_byte)])[0]
 
     def _zeros(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes // 4, device=self._device)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def _time(part: Part, cell: Cell, seconds: Sequence[float]) -> Time:
+def _timing(part: Part, case: Case, seconds: Sequence[float]) -> Timing:
     low, _, high = statistics.quantiles(seconds, n=4)
-    return Time(part, cell.collective, cell.nbytes, statistics.median(seconds), low, high)
+    return Timing(part, case.collective, case.nbytes, statistics.median(seconds), low, high)

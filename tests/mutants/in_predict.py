@@ -181,22 +181,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_Measurement._grow",
+        "_Measurement._choose_sizes",
         (
             "a long delay ends the measurement before the bandwidth shows",
-            "if not fits and (shows or size.took > _PATIENCE * self._budget):",
-            "if not fits:",
+            " and (shows_bandwidth or size.elapsed_s > _MAX_OVER_BUDGET * self._budget)",
+            "",
             FAR,
         ),
         (
             "the smallest sizes seem to show the bandwidth",
-            "shows = seconds >= _SHOWS * sum(by_nbytes[_SIZES[0]].seconds)",
-            "shows = seconds >= sum(by_nbytes[_SIZES[0]].seconds)",
+            "seconds >= _SHOWS_BANDWIDTH * sum(by_nbytes[_SIZES[0]].seconds)",
+            "seconds >= sum(by_nbytes[_SIZES[0]].seconds)",
             FAR,
         ),
     ),
     *planted(
-        "_Measurement._highest",
+        "_Measurement._max_over_ranks",
         (
             "times are the mean over ranks",
             'AllReduce(tensor, "max").issue(self._parts[-1].group).wait()',
@@ -205,7 +205,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_Measurement._nodes",
+        "_Measurement._node_of_each_rank",
         (
             "ranks are counted as on every other node",
             'f"node {global_rank // int(local)}"',
@@ -250,20 +250,20 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_nearest.distance",
+        "_fit_link.distance",
         (
             "one odd time moves the fit",
-            "np.abs(np.log(_modelled(layout, part, name, sizes, fabric)) - logs).sum()",
-            "((_modelled(layout, part, name, sizes, fabric) - np.exp(logs)) ** 2).sum()",
+            "np.abs(np.log(_model_seconds(layout, part, name, sizes, fabric)) - logs).sum()",
+            "((_model_seconds(layout, part, name, sizes, fabric) - np.exp(logs)) ** 2).sum()",
             f"{UNIT}/test_link.py::test_a_few_odd_times_move_nothing",
         ),
     ),
     *planted(
-        "fitted",
+        "fit_fabric",
         (
             "one rank of each node tells the bandwidth of all",
-            "max(few.bandwidth, whole.bandwidth)",
-            "few.bandwidth",
+            "max(one_rank_per_node.bandwidth, all_ranks.bandwidth)",
+            "one_rank_per_node.bandwidth",
             f"{UNIT}/test_link.py::test_links_inside_and_between_nodes_are_told_apart",
         ),
     ),
@@ -301,7 +301,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "shared",
+        "overlap_of",
         (
             "messages that follow each other are taken to share their latency",
             "2 - statistics.median(both / alone",

@@ -60,8 +60,8 @@ def _far(rank: int, world_size: int) -> Fabric:
     Rank 0 sees half of it: the slowest rank decides.
     """
 
-    def seconds(self: Any, cell: Any, burst: int) -> float:
-        some = collective_seconds(cell.collective, [cell.nbytes], ranks=world_size, fabric=LONG)
+    def seconds(self: Any, case: Any, burst: int) -> float:
+        some = collective_seconds(case.collective, [case.nbytes], ranks=world_size, fabric=LONG)
         return float(some[0]) if rank else float(some[0]) / 2
 
     os.environ["LOCAL_WORLD_SIZE"] = "1"

@@ -19,11 +19,11 @@ from commhooks.predict._link import (
     Layout,
     LinkReport,
     Part,
-    Time,
-    fitted,
+    Timing,
+    fit_fabric,
     measure_link,
-    modelled,
-    shared,
+    model_seconds,
+    overlap_of,
 )
 
 SIZES = [2**power for power in range(10, 27, 2)]
@@ -36,9 +36,9 @@ def ring(collective: str, nbytes: int, ranks: int, link: Link) -> float:
     return rounds * (link.latency + part / link.bandwidth)
 
 
-def rings(part: Part, ranks: int, link: Link) -> list[Time]:
+def rings(part: Part, ranks: int, link: Link) -> list[Timing]:
     return [
-        Time(part, name, nbytes, seconds, seconds, seconds)
+        Timing(part, name, nbytes, seconds, seconds, seconds)
         for name in COLLECTIVES
         for nbytes in SIZES
         for seconds in [ring(name, nbytes, ranks, link)]
@@ -55,7 +55,7 @@ def assert_near(link: Link | None, planted: Link, *, rel: float = 0.02) -> None:
 @pytest.mark.parametrize("bandwidth", [1e6, 1.17e8, 1e10])
 def test_a_planted_link_is_found(latency: float, bandwidth: float) -> None:
     planted = Link(latency, bandwidth)
-    fit = fitted(Layout(4, 1), rings("between", 4, planted), "gloo")
+    fit = fit_fabric(Layout(4, 1), rings("between", 4, planted), "gloo")
     assert_near(fit.between, planted)
     assert fit.inside is None
     assert fit.ranks_per_node == 1
@@ -78,7 +78,7 @@ def test_a_poor_fit_is_named_below_the_table(
 
 def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None:
     planted = Link(2e-5, 3e9)
-    fit = fitted(Layout(4, 4), rings("inside", 4, planted), "gloo")
+    fit = fit_fabric(Layout(4, 4), rings("inside", 4, planted), "gloo")
     assert_near(fit.inside, planted)
     assert fit.between == fit.inside
     assert fit.ranks_per_node == 4
@@ -88,17 +88,17 @@ def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None
 def test_links_inside_and_between_nodes_are_told_apart() -> None:
     layout, inside, between = Layout(8, 4), Link(2e-6, 5e10), Link(4e-5, 1e9)
     fabric = Fabric("planted", between, inside=inside, ranks_per_node=4, library="gloo")
-    cells = [Time(part, name, nbytes, 0.0, 0.0, 0.0) for part in ("inside", "between", "all")
+    cells = [Timing(part, name, nbytes, 0.0, 0.0, 0.0) for part in ("inside", "between", "all")
              for name in COLLECTIVES for nbytes in SIZES]  # fmt: skip
-    times = [cell._replace(seconds=modelled(layout, cell, fabric)) for cell in cells]
-    fit = fitted(layout, times, "gloo")
+    times = [cell._replace(seconds=model_seconds(layout, cell, fabric)) for cell in cells]
+    fit = fit_fabric(layout, times, "gloo")
     assert_near(fit.inside, inside)
     assert_near(fit.between, between)
     # Several network cards need several ranks: those of all tell the bandwidth, if they reach more.
     wide = replace(fabric, between=Link(4e-5, 4e9))
-    times = [time._replace(seconds=modelled(layout, time, wide)) if time.part == "all" else time
+    times = [time._replace(seconds=model_seconds(layout, time, wide)) if time.part == "all" else time
              for time in times]  # fmt: skip
-    assert_near(fitted(layout, times, "gloo").between, Link(4e-5, 4e9))
+    assert_near(fit_fabric(layout, times, "gloo").between, Link(4e-5, 4e9))
 
 
 def test_a_few_odd_times_move_nothing() -> None:
@@ -106,13 +106,13 @@ def test_a_few_odd_times_move_nothing() -> None:
     times = rings("between", 2, planted)
     for place, factor in ((0, 30.0), (8, 0.1), (13, 9.0)):
         times[place] = times[place]._replace(seconds=factor * times[place].seconds)
-    assert_near(fitted(Layout(2, 1), times, "gloo").between, planted)
+    assert_near(fit_fabric(Layout(2, 1), times, "gloo").between, planted)
 
 
 def test_sizes_that_were_left_out_are_not_needed() -> None:
     planted = Link(5e-5, 1e8)
     times = [ring for ring in rings("between", 2, planted) if ring.nbytes <= 2**20]
-    assert_near(fitted(Layout(2, 1), times, "gloo").between, planted)
+    assert_near(fit_fabric(Layout(2, 1), times, "gloo").between, planted)
 
 
 @pytest.mark.parametrize(
@@ -127,8 +127,8 @@ def test_sizes_that_were_left_out_are_not_needed() -> None:
 def test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common(
     pairs: list[tuple[float, float]], overlap: float
 ) -> None:
-    assert shared(pairs) == pytest.approx(overlap, abs=0.01)
-    fabric = fitted(Layout(2, 1), rings("between", 2, Link(1e-4, 1e8)), "gloo", overlap=overlap)
+    assert overlap_of(pairs) == pytest.approx(overlap, abs=0.01)
+    fabric = fit_fabric(Layout(2, 1), rings("between", 2, Link(1e-4, 1e8)), "gloo", overlap=overlap)
     assert fabric.overlap == overlap
 
 
@@ -145,18 +145,18 @@ def simulated(file: Path) -> Any:
 
 
 def test_a_fabric_comes_back_from_its_file(tmp_path: Path) -> None:
-    fabric = fitted(Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9)), "gloo")
+    fabric = fit_fabric(Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9)), "gloo")
     save_fabric(fabric, tmp_path / "link.json")
     assert load_fabric(tmp_path / "link.json") == fabric
 
 
 def test_the_measurements_are_in_the_file_beside_the_fabric(tmp_path: Path) -> None:
     layout, times = Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9))
-    report = LinkReport(fitted(layout, times, "gloo"), layout, tuple(times), "cpu", 3, 1.0)
+    report = LinkReport(fit_fabric(layout, times, "gloo"), layout, tuple(times), "cpu", 3, 1.0)
     save_fabric(report.fabric, tmp_path / "link.json", measured=report.measured)
     assert load_fabric(tmp_path / "link.json") == report.fabric
     saved = json.loads((tmp_path / "link.json").read_text())["measured"]
-    assert [Time(**time) for time in saved["times"]] == times
+    assert [Timing(**time) for time in saved["times"]] == times
     assert (saved["ranks"], saved["per_node"], saved["rounds"]) == (4, 4, 3)
 
 
