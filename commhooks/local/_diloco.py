@@ -1,4 +1,4 @@
-"""Defines ``DiLoCo``, which trains locally and averages the change of parameters at intervals."""
+"""Defines ``DiLoCo``, which trains locally and averages the changes of parameters now and then."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ __all__ = [
     "VERSION",
     "DiLoCo",
     "OuterSettings",
+    "add_checksum",
+    "broadcast_outer",
+    "change_hook_group",
     "check_state",
-    "checked",
+    "checked_settings",
     "local_sgd",
-    "move",
-    "sealed",
-    "share",
 ]
 
 
@@ -49,7 +49,7 @@ class OuterSettings(NamedTuple):
     nesterov: bool
 
 
-def checked(
+def checked_settings(
     *,
     every: int,
     fragments: int,
@@ -98,17 +98,17 @@ def checked(
 # ---- saved states
 
 
-# Version 1 had neither "version" nor "checksum". States of whole parameters have version 2, without
-# a "placement".
+# Version 1 had neither "version" nor "checksum". States without shards of tensor parallelism have
+# version 2, without a "placement".
 VERSION = 3
 _FIELDS = ("hook", "steps", "outer_steps", "outer", "momentum", "arriving")
 
 
-def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
+def add_checksum(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
     """Returns a state with its version and checksum; the hook's part has a checksum already.
 
     Args:
-        placement: this rank's pieces by parameter, of those that are cut (tensor parallelism).
+        placement: the shards that this rank trains, by parameter (tensor parallelism).
     """
     if placement:
         state = {**state, "placement": stored_placement(placement)}
@@ -117,39 +117,39 @@ def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any
 
 
 def check_state(
-    state: object, fragments: Mapping[int, Fragment], every: int, known: Parameters
+    state: object, fragments: Mapping[int, Fragment], every: int, parameters: Parameters
 ) -> Mapping[str, Any]:
-    """Returns a state after checking all but the hook's part, which the hook checks.
+    """Checks all of a loaded state but the hook's part, which the hook checks; returns it.
 
     Args:
         state: anything that was loaded from a file.
         fragments: fragments of the model, by number.
         every: inner steps between two exchanges of a parameter.
-        known: the model's parameters.
+        parameters: the model's parameters.
 
     Raises:
         CheckpointError: the state is foreign, incomplete, damaged, or of another model.
     """
     # Types and shapes come before the checksum, whose computation relies on them.
     if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
-        raise _refused(f"takes what state_dict() returned, with {', '.join(_FIELDS)}")
+        raise _load_error(f"takes what state_dict() returned, with {', '.join(_FIELDS)}")
     for field in ("steps", "outer_steps"):
         if not whole_number(state[field], 0, MAX_STEP):
-            raise _refused(f"{field!r} is no number of steps; the file is damaged")
+            raise _load_error(f"{field!r} is no number of steps; the file is damaged")
     for field in ("outer", "momentum"):
         _check_parameters(field, state[field], fragments)
     _check_arriving(state["arriving"], fragments, every)
     version = state.get("version", 1)
     if not whole_number(version, 1, VERSION):
-        raise _refused("saved in a newer version of the format: update commhooks")
-    given, wanted = state.get("checksum"), _checksum(state) if version > 1 else None
-    if type(given) is not type(wanted) or given != wanted:
-        raise _refused(
+        raise _load_error("saved in a newer version of the format: update commhooks")
+    stored, expected = state.get("checksum"), _checksum(state) if version > 1 else None
+    if type(stored) is not type(expected) or stored != expected:
+        raise _load_error(
             "the checksum is wrong: the state was changed after it was saved, or the file is "
             "damaged. Load an older checkpoint"
         )
     placement = state.get("placement", [] if version == VERSION else None)
-    check_placement("DiLoCo.load_state_dict", placement, known.placement, known.find)
+    check_placement("DiLoCo.load_state_dict", placement, parameters.placement, parameters.find)
     return state
 
 
@@ -161,7 +161,7 @@ def _check_parameters(field: str, values: object, fragments: Mapping[int, Fragme
         for name, value in zip(fragment.names, getattr(fragment, field), strict=True)
     }
     if not isinstance(values, Mapping) or set(values) != set(expected):
-        raise _refused(
+        raise _load_error(
             f"{field!r} is not of the {len(expected)} parameters of this model; is the checkpoint "
             f"another model's?"
         )
@@ -169,26 +169,26 @@ def _check_parameters(field: str, values: object, fragments: Mapping[int, Fragme
         # Shapes are compared here: ``copy_`` would broadcast, and a vector of one entry fits all.
         _check_tensor(f"{field!r} of parameter {name!r}", values[name], like.shape)
         if not bool(torch.isfinite(values[name]).all()):
-            raise _refused(f"{field!r} of parameter {name!r} is not finite; it is damaged")
+            raise _load_error(f"{field!r} of parameter {name!r} is not finite; it is damaged")
 
 
 def _check_arriving(arriving: object, fragments: Mapping[int, Fragment], every: int) -> None:
-    """Raises unless ``arriving`` lists averages that fragments of this model may wait for."""
+    """Raises unless ``arriving`` lists averages that fragments of this model may still apply."""
     if not isinstance(arriving, (list, tuple)):
-        raise _refused("'arriving' is a list; the file is damaged")
+        raise _load_error("'arriving' is a list; the file is damaged")
     seen = set()
     for saved in arriving:
         if not isinstance(saved, Mapping) or any(key not in saved for key in ("fragment", "mean")):
-            raise _refused("'arriving' holds fragments and means; the file is damaged")
+            raise _load_error("'arriving' holds fragments and means; the file is damaged")
         number = saved["fragment"]
         if not whole_number(number, 0, MAX_STEP) or number in seen:
-            raise _refused("'arriving' holds each fragment once; the file is damaged")
+            raise _load_error("'arriving' holds each fragment once; the file is damaged")
         if number not in fragments:
-            raise _refused("saved with more fragments; make it with as many")
+            raise _load_error("saved with more fragments; make it with as many")
         seen.add(number)
         if not whole_number(saved.get("left"), 0, every):
-            raise _refused("'arriving' has steps left, no more than every; the file is damaged")
-        # A mean that is not finite is legal: ``DiLoCo`` goes back to the last exchange then.
+            raise _load_error("'arriving' has steps left, no more than every; the file is damaged")
+        # A mean that is not finite is allowed: ``DiLoCo`` then goes back to the last exchange.
         numel = sum(value.numel() for value in fragments[number].outer)
         _check_tensor(f"the mean arriving of fragment {number}", saved["mean"], torch.Size([numel]))
 
@@ -202,7 +202,7 @@ def _check_tensor(what: str, value: object, shape: torch.Size) -> None:
         elif value.shape != shape:
             error = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
     if error is not None:
-        raise _refused(f"{what} {error}; is the checkpoint another model's?")
+        raise _load_error(f"{what} {error}; is the checkpoint another model's?")
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
@@ -218,7 +218,7 @@ def _checksum(state: Mapping[str, Any]) -> str:
     return digest([state["steps"], state["outer_steps"], arriving, *placement], tensors)
 
 
-def _refused(why: str) -> CheckpointError:
+def _load_error(why: str) -> CheckpointError:
     return CheckpointError(f"DiLoCo.load_state_dict: {why}")
 
 
@@ -228,7 +228,7 @@ def _refused(why: str) -> CheckpointError:
 FIXED_GROUP = "it belongs to DiLoCo, which has to share parameters, too: call DiLoCo.change_group"
 
 
-def move(hook: HookState, group: dist.ProcessGroup) -> GroupChange:
+def change_hook_group(hook: HookState, group: dist.ProcessGroup) -> GroupChange:
     """Changes the process group of DiLoCo's hook."""
     hook.fixed_group_reason = ""
     try:
@@ -237,7 +237,7 @@ def move(hook: HookState, group: dist.ProcessGroup) -> GroupChange:
         hook.fixed_group_reason = FIXED_GROUP
 
 
-def share(
+def broadcast_outer(
     fragments: Sequence[Fragment],
     counts: Sequence[int],
     change: GroupChange,
@@ -268,18 +268,20 @@ def share(
 class DiLoCo:
     """Trains each rank locally for ``every`` steps, then averages the changes of parameters.
 
-    The averaged distance is the gradient of an outer optimizer (SGD with Nesterov momentum), so
-    ranks communicate once in ``every`` steps, compressed by any scheme. Call ``step`` after each
-    step of the inner optimizer. The model is not in DistributedDataParallel, or its hook is "noop".
-    Buffers (batch norm) stay local.
+    A rank's change of parameters is its outer gradient (pseudo-gradient). An outer optimizer (SGD
+    with Nesterov momentum) steps with the average over ranks, so ranks communicate once in
+    ``every`` steps, compressed by any scheme. Call ``step`` after each step of the inner optimizer.
+    The model is not in DistributedDataParallel, or its hook is "noop". Buffers (batch norm) stay
+    local.
 
     With ``fragments`` and ``delay`` this is streaming DiLoCo: the parts of the model are exchanged
-    one after the other, spread over ``every`` steps, and each is applied ``delay`` steps after it
-    was sent, while training continues; half of a rank's own parameters then stays.
+    one after the other, spread over ``every`` steps, and each average is applied ``delay`` steps
+    after it was sent, while training continues. A rank's parameters are then the mean of its own
+    and of the outer ones, so that half of what it has learned meanwhile stays.
 
     Args:
         model: the model that the inner optimizer trains, equal on all ranks at the start.
-        scheme: averages the distances; gets error feedback if it is biased.
+        scheme: averages the outer gradients; gets error feedback if it is biased.
         every: inner steps between two exchanges of a parameter.
         lr, momentum, nesterov: settings of the outer optimizer.
         fragments: number of parts of the model, of about equal size.
@@ -321,7 +323,7 @@ class DiLoCo:
         **options: Any,
     ) -> None:
         _check_local(model)
-        settings = checked(
+        settings = checked_settings(
             every=every,
             fragments=fragments,
             delay=delay,
@@ -345,21 +347,21 @@ class DiLoCo:
     def step(self) -> bool:
         """Counts an inner step; sends and applies fragments that are due.
 
-        Returns whether one was applied. If an averaged distance is not finite, all ranks go back
-        to the parameters of that fragment's last exchange.
+        Returns whether one was applied. If an averaged outer gradient is not finite, all ranks go
+        back to the parameters of that fragment's last exchange.
         """
         self.steps += 1
         for pending in self._pending:
             pending.steps_left -= 1
         applied = self._apply_due()
-        apart = self.every // len(self._fragments)
-        if self.steps % apart == 0:
-            number = self.steps // apart % len(self._fragments)
+        interval = self.every // len(self._fragments)  # between two fragments
+        if self.steps % interval == 0:
+            number = self.steps // interval % len(self._fragments)
             # Fragments of several dtypes are buckets of one step of the hook: all start before the
             # first is waited for (docs/design/steps.md).
             _check_averages(self.hook.scheme)  # again: ``hook.switch`` takes any scheme
             for fragment in self._fragments[number]:
-                fragment.measure()
+                fragment.compute_outer_gradient()
                 self._pending.append(Pending(fragment, self.hook.start(fragment), self.delay))
             if not self.delay:
                 applied = self._apply_due()
@@ -378,15 +380,17 @@ class DiLoCo:
         # An average has the same bits on all ranks, so all of them go back without a message.
         if not _is_finite(mean):
             warnings.warn(
-                f"DiLoCo: an averaged distance is not finite in inner step {self.steps}; all ranks "
-                f"go back to the parameters of the last exchange",
+                f"DiLoCo: an averaged outer gradient is not finite in inner step {self.steps}; all "
+                f"ranks go back to the parameters of the last exchange",
                 RuntimeWarning,
                 stacklevel=3,
             )
             pending.fragment.restore()
             return
-        s = self._settings
-        pending.fragment.apply(mean, s.lr, s.momentum, s.nesterov, late=self.delay > 0)
+        settings = self._settings
+        pending.fragment.apply(
+            mean, settings.lr, settings.momentum, settings.nesterov, late=self.delay > 0
+        )
         self.outer_steps += pending.fragment.is_last()  # not once for each dtype
 
     # ---- other ranks
@@ -397,20 +401,22 @@ class DiLoCo:
         return self.hook.process_group
 
     def change_group(self, group: dist.ProcessGroup) -> GroupChange:
-        """Moves to other ranks; all ranks of ``group`` call it, see ``HookState.change_group``.
+        """Changes the process group as ``HookState.change_group``; all ranks of ``group`` call it.
 
         A rank that joins takes the outer parameters, and trains from them. An exchange that was
-        sent and not applied yet is dropped: the next one measures that distance, too.
+        sent and not applied yet is dropped: the next outer gradient contains its change, too.
         """
-        self._pending, change = [], move(self.hook, group)
-        counts = share(self._all(), (self.steps, self.outer_steps), change, group)
+        self._pending, change = [], change_hook_group(self.hook, group)
+        counts = broadcast_outer(
+            self._all_fragments(), (self.steps, self.outer_steps), change, group
+        )
         self.steps, self.outer_steps = counts
         return change
 
     # ---- checkpoint
 
     def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
-        """Returns this rank's state; every rank saves its model and inner optimizer besides.
+        """Returns this rank's state; every rank also saves its model and inner optimizer.
 
         Args:
             gather, dst: return one state of all ranks, see :meth:`HookState.state_dict`. Models and
@@ -424,11 +430,11 @@ class DiLoCo:
             "hook": hook,
             "steps": self.steps,
             "outer_steps": self.outer_steps,
-            "outer": _copies(self._all(), "outer"),
-            "momentum": _copies(self._all(), "momentum"),
+            "outer": _copies(self._all_fragments(), "outer"),
+            "momentum": _copies(self._all_fragments(), "momentum"),
             "arriving": arriving,
         }
-        return sealed(state, self.hook.parameters.placement)
+        return add_checksum(state, self.hook.parameters.placement)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues from a saved state, bit for bit as if training had not stopped.
@@ -437,14 +443,14 @@ class DiLoCo:
             CheckpointError: the state is incomplete, damaged, or of another model; nothing was
                 changed.
         """
-        fragments = {fragment.number: fragment for fragment in self._all()}
+        fragments = {fragment.number: fragment for fragment in self._all_fragments()}
         state = check_state(state, fragments, self.every, self.hook.parameters)
         # The hook refuses to load while an exchange is under way. Its result, or error, is dropped.
         for pending in self._pending:
             with suppress(RuntimeError):
                 pending.future.wait()
         call = "DiLoCo.load_state_dict"
-        # The hook's part is checked, too, before anything changes.
+        # The hook's part is checked_settings, too, before anything changes.
         loaded = _checkpoint_hook.prepare(self.hook, state["hook"], True, call)
         _checkpoint_hook.apply(self.hook, loaded)
         self.steps, self.outer_steps = state["steps"], state["outer_steps"]
@@ -459,7 +465,7 @@ class DiLoCo:
             mean = saved["mean"].detach().to(fragment.outer[0], copy=True)
             self._pending.append(Pending(fragment, completed(mean), saved["left"]))
 
-    def _all(self) -> list[Fragment]:
+    def _all_fragments(self) -> list[Fragment]:
         return [fragment for group in self._fragments for fragment in group]
 
     def close(self) -> None:
@@ -484,10 +490,10 @@ def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
 
 
 def _is_finite(mean: Tensor) -> bool:
-    """Returns whether all entries are finite, in one pass over them and without scratch."""
+    """Returns whether all entries are finite, in one pass over them and without a temporary."""
     if not mean.numel():
         return True
-    # Complex numbers have no order; NaN comes through as itself.
+    # Complex numbers have no order; ``aminmax`` returns NaN if there is one.
     low, high = (torch.view_as_real(mean) if mean.is_complex() else mean).aminmax()
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
@@ -498,13 +504,13 @@ def _check_averages(scheme: Scheme) -> None:
         return
     gives = "something else" if scheme.traits.agrees else "every rank another result"
     raise ValueError(
-        f"DiLoCo(scheme=...) averages distances, and {scheme} gives {gives}; use 'none', or what "
-        f"compresses an average, such as 'int4'"
+        f"DiLoCo(scheme=...) averages outer gradients, and {scheme} gives {gives}; use 'none', or "
+        f"what compresses an average, such as 'int4'"
     )
 
 
 def _check_local(model: object) -> None:
-    """Raises if ``model`` averages gradients; a hook of another library is not known."""
+    """Raises if ``model`` averages gradients; a hook of another library cannot be checked."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"DiLoCo(model, ...) takes the model, whose inner optimizer steps before outer.step(); "
@@ -516,7 +522,7 @@ def _check_local(model: object) -> None:
     if not comm_hooks(model) or (isinstance(state, HookState) and state.scheme.traits.averages):
         raise ValueError(
             "DiLoCo(model, ...): this DistributedDataParallel averages gradients in every step, so "
-            'the ranks never go apart; register(model, "noop") or hook.switch("noop") first, or '
+            'the ranks never diverge; register(model, "noop") or hook.switch("noop") first, or '
             "train the module without DistributedDataParallel"
         )
 

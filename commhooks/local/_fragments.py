@@ -12,11 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 __all__ = ["Fragment", "Pending", "fragments_of"]
 
-# Share of a rank's own parameters that stays where training went on since they were measured. Of
-# none, what the rank learnt meanwhile is lost, which with a long delay is nearly all; of all, ranks
-# drift apart. Streaming DiLoCo takes half.
-_OWN = 0.5
-_PIECE = 1 << 16  # entries per thread: those of five tensors are 1.3 MB
+# Weight of a rank's own parameters where training continued while the average was under way. With
+# 0, what the rank has learned meanwhile is lost, which with a long delay is nearly all; with 1,
+# ranks drift apart. Streaming DiLoCo takes half.
+_LOCAL_WEIGHT = 0.5
+_CHUNK = 1 << 16  # entries per thread: those of five tensors are 1.3 MB
 
 
 class Fragment:
@@ -47,25 +47,27 @@ class Fragment:
         self.outer = [parameter.detach().clone() for parameter in parameters]
         self.momentum = [torch.zeros_like(parameter) for parameter in parameters]
         # Kept, as DDP keeps its buckets: new memory for each exchange costs a page fault per page.
-        self._delta = self.outer[0].new_empty(sum(parameter.numel() for parameter in parameters))
+        self._outer_gradient = self.outer[0].new_empty(
+            sum(parameter.numel() for parameter in parameters)
+        )
 
-    def measure(self) -> None:
-        """Computes how far the parameters moved since the last exchange, as the bucket's buffer."""
-        # Old minus new, the sign of a gradient: an optimizer subtracts what it is given. Written to
-        # its place: pieces that are then joined would pass through memory twice.
-        places = self._delta.split([parameter.numel() for parameter in self._parameters])
+    def compute_outer_gradient(self) -> None:
+        """Writes the change of the parameters since the last exchange to the bucket's buffer."""
+        # Old minus new, the sign of a gradient: an optimizer subtracts what it is given. Written in
+        # place: pieces that are then concatenated would pass through memory twice.
+        places = self._outer_gradient.split([parameter.numel() for parameter in self._parameters])
         for place, old, new in zip(places, self.outer, self._parameters, strict=True):
             torch.sub(old, new.detach(), out=place.view_as(old))
 
     def apply(
         self, mean: Tensor, lr: float, momentum: float, nesterov: bool, *, late: bool
     ) -> None:
-        """Steps the outer optimizer with an averaged distance.
+        """Steps the outer optimizer with an averaged outer gradient.
 
         Args:
             mean: the average over ranks, flat.
             lr, momentum, nesterov: as of ``torch.optim.SGD``.
-            late: whether training went on since the distance was measured.
+            late: whether training continued since the outer gradient was computed.
         """
         pieces = mean.split([parameter.numel() for parameter in self._parameters])
         parts = zip(self._parameters, self.outer, self.momentum, pieces, strict=True)
@@ -73,12 +75,12 @@ class Fragment:
             # ``data``: an optimizer's change, which autograd does not record and which does not
             # invalidate tensors saved for a backward pass.
             whole = (parameter.data, outer, velocity, piece.view_as(outer))
-            for values, old, speed, delta in _in_cache(whole):
+            for values, old, speed, delta in _cache_chunks(whole):
                 speed.mul_(momentum).add_(delta)
                 step = delta.add(speed, alpha=momentum) if nesterov else speed
                 old.sub_(step, alpha=lr)
                 # ``outer`` stays without the local share, so that it is equal on all ranks.
-                values.copy_(torch.lerp(old, values, _OWN) if late else old)
+                values.copy_(torch.lerp(old, values, _LOCAL_WEIGHT) if late else old)
 
     def restore(self) -> None:
         """Goes back to the parameters of the last exchange."""
@@ -91,7 +93,7 @@ class Fragment:
         return self._place
 
     def buffer(self) -> Tensor:
-        return self._delta
+        return self._outer_gradient
 
     def is_last(self) -> bool:
         return self._is_last
@@ -100,13 +102,13 @@ class Fragment:
         return self._parameters
 
 
-def _in_cache(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """Yields pieces of tensors of one shape, small enough that several ops find them in a cache."""
-    # A GPU would spend its time on launches, and pieces are views of contiguous tensors only.
+def _cache_chunks(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Yields chunks of tensors of one shape that fit in the cache while several ops read them."""
+    # A GPU would spend its time on launches, and chunks are views of contiguous tensors only.
     if tensors[0].device.type != "cpu" or not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
-    numel = _PIECE * torch.get_num_threads()
+    numel = _CHUNK * torch.get_num_threads()
     yield from zip(*(tensor.view(-1).split(numel) for tensor in tensors), strict=True)
 
 

@@ -402,7 +402,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return {}
         groups = saving.groups(self.param_groups, self._groups, self.hook.target.names)
         state = {"hook": hook, "groups": groups, "pieces": pieces}
-        return saving.sealed(state, self.hook.parameters.placement)
+        return saving.add_version(state, self.hook.parameters.placement)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Continues from a saved state; all ranks call it, after the model has loaded its own.

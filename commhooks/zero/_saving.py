@@ -16,13 +16,13 @@ from commhooks.hook._saving import gather_states
 from commhooks.zero._shard import Piece, copied
 
 __all__ = [
+    "add_version",
     "check",
     "gathered",
     "groups",
     "home_of",
     "load_piece",
     "saved_pieces",
-    "sealed",
 ]
 
 _VERSION = 2  # version 1 had no "placement", which states of whole parameters still lack
@@ -30,11 +30,11 @@ _FIELDS = ("version", "hook", "groups", "pieces")
 Saved = dict[str, dict[str, Any]]  # by name: begin and end, exact values, state
 
 
-def sealed(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
+def add_version(state: dict[str, Any], placement: Mapping[str, str]) -> dict[str, Any]:
     """Adds the version and, with tensor parallelism, the placement of shards to a state.
 
     Args:
-        placement: this rank's pieces by parameter, of those that are cut (tensor parallelism).
+        placement: the shards that this rank trains, by parameter (tensor parallelism).
     """
     if not placement:
         return {"version": _VERSION - 1, **state}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import commhooks
 from commhooks.checkpoint._form import checksum
 from commhooks.local._diloco import VERSION as OUTER_VERSION
-from commhooks.local._diloco import sealed as sealed_outer
+from commhooks.local._diloco import add_checksum as add_outer_checksum
 from tests.tools.harness import run_ranks
 from tests.tools.training import ddp, outcome
 
@@ -174,7 +174,7 @@ def _refused_outer(rank: int, world_size: int) -> list[str]:
         change(state)
         if label in OUTER:
             with suppress(AttributeError, KeyError, TypeError, RuntimeError):
-                state = sealed_outer(state)  # where a checksum can be of it
+                state = add_outer_checksum(state)  # where a checksum can be of it
         error = outcome(outer.load_state_dict, state)
         if error is None or error[0] != "CheckpointError":
             wrong.append(f"{label}: {error}")

@@ -31,7 +31,7 @@ from commhooks.collectives._calls import _tensors_of as tensors_of
 from commhooks.core._scheme import walk
 from commhooks.errors import CheckpointError
 from commhooks.hook._pickling import sealed as sealed_pickle
-from commhooks.local._diloco import sealed as sealed_outer
+from commhooks.local._diloco import add_checksum as add_outer_checksum
 from tests.hostile.values import Written, changed, changed_json, damaged
 
 __all__ = ["KINDS", "Target"]
@@ -307,7 +307,7 @@ def diloco(target: Target, rng: random.Random) -> None:
         with contextlib.suppress(Exception):
             tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
             if all(one.numel() < 10**6 for one in tensors):
-                given = sealed_outer(given)
+                given = add_outer_checksum(given)
                 _seal(given["hook"])
     _load(target.outer, given, before)
 

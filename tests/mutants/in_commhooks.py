@@ -774,8 +774,8 @@ MUTANTS: list[Mutant] = [
     *planted(
         "Fragment.apply",
         (
-            "a late average takes what a rank has learnt meanwhile",
-            "torch.lerp(old, values, _OWN) if late else old",
+            "a late average drops what a rank has learned meanwhile",
+            "torch.lerp(old, values, _LOCAL_WEIGHT) if late else old",
             "old",
             f"{POLICIES}::test_outer_steps",
         ),

@@ -418,13 +418,13 @@ MUTANTS: list[Mutant] = [
         "DiLoCo.change_group",
         (
             "what was sent to the ranks before is applied on some of those now",
-            "self._pending, change = [], move(self.hook, group)",
-            "change = move(self.hook, group)",
+            "self._pending, change = [], change_hook_group(self.hook, group)",
+            "change = change_hook_group(self.hook, group)",
             "tests/checkpoint/test_other_ranks.py::test_diloco_takes_a_rank_in",
         ),
     ),
     *planted(
-        "share",
+        "broadcast_outer",
         (
             "a rank that joins trains from its own parameters",
             "            fragment.restore()\n",

@@ -582,7 +582,7 @@ OF_STATES: list[tuple[Call, str]] = [
             ({"nesterov": "no"}, r"DiLoCo\(nesterov=...\) is True or False"),
             ({"momentum": True}, r"DiLoCo\(momentum=...\) is a finite number"),
             *[
-                ({"scheme": name}, r"DiLoCo\(scheme=...\) averages distances")
+                ({"scheme": name}, r"DiLoCo\(scheme=...\) averages outer gradients")
                 for name in ("dgc", "demo", "onebit_adam", "signsgd", "gossip", "noop")
             ],
         )
