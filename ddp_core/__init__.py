@@ -48,7 +48,7 @@ from ddp_core.exchange._lane_groups import (
     acquire_lane_groups,
     host_backend,
     is_gloo,
-    made_in_time,
+    make_with_timeout,
 )
 from ddp_core.exchange._lanes import Lanes
 from ddp_core.exchange._shared_store import SharedStore, group_timeout, shared_store
@@ -103,7 +103,7 @@ __all__ = [
     "group_timeout",
     "host_backend",
     "is_gloo",
-    "made_in_time",
+    "make_with_timeout",
     "module_facts",
     "needs",
     "on_device",

@@ -13,7 +13,7 @@ states are keyed by parameter name, models do not mix, and any number of buckets
 # _powersgd, _powersgd_models    PowerSGD and its state
 # _local_sgd                     post-local SGD
 # _optimizer_overlap             optimizers that step in the hook
-# _launch, _owner, _hook_access  a HookState behind each of them
+# _launch, _hooked_model, _hook_access  a HookState behind each of them
 
 import torch
 

@@ -38,7 +38,7 @@ def bf16_compress_wrapper(hook: HookFunction) -> HookFunction:
         >>> state = PowerSGDState(None, start_powerSGD_iter=10)
         >>> ddp_model.register_comm_hook(state, bf16_compress_wrapper(powerSGD_hook))
     """
-    # Not torch's name: DDP refuses it in a build of torch without NCCL or XCCL.
+    # Not torch's name: DDP refuses that where torch is built without NCCL or XCCL.
     return _wrap(hook, torch.bfloat16, "bf16_wrapper_hook")
 
 
@@ -57,12 +57,12 @@ def _wrap(hook: HookFunction, dtype: torch.dtype, name: str) -> HookFunction:
 
 
 def _wrap_classic(inner: Classic, dtype: torch.dtype) -> HookFunction:
-    wires = (*inner.wires, dtype)
+    wire_dtypes = (*inner.wire_dtypes, dtype)
 
     def wrapped(hook_state: Any, bucket: GradBucket) -> BucketFuture:
-        return inner.launch(hook_state, bucket, wires)
+        return inner.launch(hook_state, bucket, wire_dtypes)
 
-    return classic_hook(inner.launch, wires)(wrapped)
+    return classic_hook(inner.launch, wire_dtypes)(wrapped)
 
 
 def _wrap_foreign(hook: HookFunction, dtype: torch.dtype) -> HookFunction:

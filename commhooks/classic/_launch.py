@@ -1,4 +1,4 @@
-"""Defines how classic hooks start a bucket, and which callers they refuse."""
+"""Starts buckets of classic hooks, and refuses callers other than DDP and FSDP1."""
 
 import functools
 import weakref
@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.classic._owner import Group, owner_of
+from commhooks.classic._hooked_model import Group, hooked_model
 from commhooks.collectives import _functions as functions
 from commhooks.core._scheme import Scheme
 from commhooks.errors import HookNotAttachedError, RegistrationError
@@ -21,7 +21,7 @@ __all__ = [
     "Classic",
     "HookFunction",
     "Launcher",
-    "Wires",
+    "WireDtypes",
     "cast_payloads",
     "classic_hook",
     "classics",
@@ -30,14 +30,14 @@ __all__ = [
 
 P = ParamSpec("P")
 BucketFuture = torch.futures.Future[torch.Tensor]
-Wires = tuple[torch.dtype, ...]  # the dtypes that payloads are cast to, innermost first
+WireDtypes = tuple[torch.dtype, ...]  # the dtypes that payloads are cast to, innermost first
 HookFunction = Callable[[Any, GradBucket], BucketFuture]
-Launcher = Callable[[Any, GradBucket, Wires], BucketFuture]
+Launcher = Callable[[Any, GradBucket, WireDtypes], BucketFuture]
 
 
-def cast_payloads(scheme: Scheme, wires: Wires) -> Scheme:
+def cast_payloads(scheme: Scheme, wire_dtypes: WireDtypes) -> Scheme:
     """Returns the scheme inside a ``Cast`` for each dtype."""
-    for dtype in wires:
+    for dtype in wire_dtypes:
         scheme = Cast(scheme, dtype)
     return scheme
 
@@ -47,11 +47,11 @@ class Classic(NamedTuple):
 
     Attributes:
         launch: starts a bucket with payloads of given dtypes.
-        wires: the dtypes that the hook calls ``launch`` with.
+        wire_dtypes: the dtypes that the hook calls ``launch`` with.
     """
 
     launch: Launcher
-    wires: Wires = ()
+    wire_dtypes: WireDtypes = ()
 
 
 # Weak: wrappers make new functions, which go with the model that they are registered on.
@@ -59,12 +59,12 @@ classics: MutableMapping[Callable[..., Any], Classic] = weakref.WeakKeyDictionar
 
 
 def classic_hook(
-    launch: Launcher, wires: Wires = ()
+    launch: Launcher, wire_dtypes: WireDtypes = ()
 ) -> Callable[[Callable[P, BucketFuture]], Callable[P, BucketFuture]]:
     """Returns a decorator that registers a hook, and distinguishes its callers: DDP and FSDP1.
 
     Args:
-        wires: the dtypes that the hook calls ``launch`` with.
+        wire_dtypes: the dtypes that the hook calls ``launch`` with.
     """
 
     def decorate(function: Callable[P, BucketFuture]) -> Callable[P, BucketFuture]:
@@ -73,7 +73,7 @@ def classic_hook(
             given = args[1] if len(args) > 1 else None
             if isinstance(given, Tensor):
                 average: Any = _on_fsdp1
-                return average(hook.__name__, Classic(launch, wires), *args)  # type: ignore[no-any-return]
+                return average(hook.__name__, Classic(launch, wire_dtypes), *args)  # type: ignore[no-any-return]
             if isinstance(given, tuple):  # Dynamo's Python reducer, which takes no future
                 raise HookNotAttachedError(
                     f"{hook.__name__} got a (gradient, parameter) tuple in place of a bucket, as "
@@ -82,7 +82,7 @@ def classic_hook(
                 )
             return function(*args, **kwargs)
 
-        classics[hook] = Classic(launch, wires)
+        classics[hook] = Classic(launch, wire_dtypes)
         return hook
 
     return decorate
@@ -92,8 +92,8 @@ def _on_fsdp1(name: str, classic: Classic, group: Any, gradient: Tensor, shard: 
     """Averages what FSDP1's ``register_comm_hook`` passes to a hook, in both of its signatures.
 
     Args:
-        name: of the hook, for messages.
-        classic: what it runs.
+        name: name of the hook, for messages.
+        classic: launches the hook.
         gradient: the whole gradient of a unit; takes the mean where there is no ``shard``.
         shard: takes the mean of this rank's shard.
     """
@@ -106,19 +106,21 @@ def _on_fsdp1(name: str, classic: Classic, group: Any, gradient: Tensor, shard: 
             f"as torch.distributed.group.WORLD; all schemes run by commhooks.register(model, "
             f"scheme). FSDP1 is still within this backward pass: end the process"
         )
-    scheme = cast_payloads(scheme, classic.wires)
+    scheme = cast_payloads(scheme, classic.wire_dtypes)
     if shard is None:
         functions.all_reduce(gradient, scheme, op=dist.ReduceOp.AVG, group=group)
     else:
         functions.reduce_scatter(shard, gradient, scheme, op=dist.ReduceOp.AVG, group=group)
 
 
-def launch_on_group(scheme: Scheme, group: Group, bucket: GradBucket, wires: Wires) -> BucketFuture:
+def launch_on_group(
+    scheme: Scheme, group: Group, bucket: GradBucket, wire_dtypes: WireDtypes
+) -> BucketFuture:
     """Launches a bucket of a hook whose state is a process group, or None for the model's."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"this hook takes a process group, or None for the model's own, as state; "
             f"got {type(group).__name__}"
         )
-    scheme = cast_payloads(scheme, wires) if wires else scheme
-    return owner_of(bucket.parameters()).hook(scheme, group, bucket).start(bucket)
+    scheme = cast_payloads(scheme, wire_dtypes) if wire_dtypes else scheme
+    return hooked_model(bucket.parameters()).hook(scheme, group, bucket).start(bucket)

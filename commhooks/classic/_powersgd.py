@@ -17,8 +17,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from commhooks._torch import comm_hooks
 from commhooks.checkpoint._form import MAX_STEP, check_fields, check_numbers, read, whole_number
 from commhooks.classic._hook_access import memory_of
-from commhooks.classic._launch import BucketFuture, Launcher, Wires, classic_hook, classics
-from commhooks.classic._owner import Group
+from commhooks.classic._hooked_model import Group
+from commhooks.classic._launch import BucketFuture, Launcher, WireDtypes, classic_hook, classics
 from commhooks.classic._powersgd_models import (
     BATCHED,
     LAYERWISE,
@@ -330,8 +330,8 @@ class PowerSGDState(CompressionStats):
 
     # ---- for the hooks
 
-    def _launch(self, kind: Kind, bucket: GradBucket, wires: Wires) -> BucketFuture:
-        inner = self._on_models.ready(self, kind, bucket, wires)
+    def _launch(self, kind: Kind, bucket: GradBucket, wire_dtypes: WireDtypes) -> BucketFuture:
+        inner = self._on_models.ready(self, kind, bucket, wire_dtypes)
         if inner.hook.step >= self.start_powerSGD_iter:
             self._count(inner, kind, bucket)
         return inner.hook.start(bucket)
@@ -357,14 +357,14 @@ torch.serialization.add_safe_globals([PowerSGDState])
 
 
 def _launch_powersgd(
-    kind: Kind, state: PowerSGDState, bucket: GradBucket, wires: Wires
+    kind: Kind, state: PowerSGDState, bucket: GradBucket, wire_dtypes: WireDtypes
 ) -> BucketFuture:
     if not isinstance(state, PowerSGDState):
         raise TypeError(
             f"the PowerSGD hooks take a commhooks.PowerSGDState as state, got "
             f"{type(state).__module__}.{type(state).__qualname__}"
         )
-    return state._launch(kind, bucket, wires)
+    return state._launch(kind, bucket, wire_dtypes)
 
 
 # Objects with an identity: a registered hook is recognised by its launcher, also inside wrappers.
@@ -373,7 +373,7 @@ _launch_batched = functools.partial(_launch_powersgd, BATCHED)
 _kinds: dict[Launcher, Kind] = {_launch_layerwise: LAYERWISE, _launch_batched: BATCHED}
 
 
-def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wires] | None:
+def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, WireDtypes] | None:
     """Returns the model that ``state`` is registered on.
 
     Returns:
@@ -389,7 +389,7 @@ def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wire
             if registered is not state or classic is None or classic.launch not in _kinds:
                 continue
             parameters = [p for p in model.parameters() if p.requires_grad]
-            return parameters, _kinds[classic.launch], classic.wires
+            return parameters, _kinds[classic.launch], classic.wire_dtypes
     return None
 
 

@@ -23,8 +23,8 @@ from commhooks.classic._hook_access import (
     set_step,
     step_under_way,
 )
-from commhooks.classic._launch import Wires, cast_payloads
-from commhooks.classic._owner import Group, Owner, owner_of
+from commhooks.classic._hooked_model import Group, HookedModel, hooked_model
+from commhooks.classic._launch import WireDtypes, cast_payloads
 from commhooks.core._scheme import Scheme
 from commhooks.core._settings import fitting
 from commhooks.errors import CheckpointError, RegistrationError
@@ -116,7 +116,7 @@ LAYERWISE = Kind(_layerwise, _layerwise_numel)
 BATCHED = Kind(_batched, _batched_numel)
 
 
-def scheme_of(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> Scheme:
+def scheme_of(settings: PowerSGDSettings, kind: Kind, wire_dtypes: WireDtypes) -> Scheme:
     """Makes the scheme of the present settings.
 
     Raises:
@@ -126,15 +126,15 @@ def scheme_of(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> Scheme:
     if fitting("PowerSGDState", "use_error_feedback", settings.use_error_feedback, bool):
         scheme = ErrorFeedback(scheme)
     # The cast is outside: dense steps travel in 16 bits, too, as with torch's wrappers.
-    return cast_payloads(DelayedStart(scheme, settings.start_powerSGD_iter), wires)
+    return cast_payloads(DelayedStart(scheme, settings.start_powerSGD_iter), wire_dtypes)
 
 
-def made_from(settings: PowerSGDSettings, kind: Kind, wires: Wires) -> tuple[Any, ...]:
+def made_from(settings: PowerSGDSettings, kind: Kind, wire_dtypes: WireDtypes) -> tuple[Any, ...]:
     """Returns what a scheme is made from, to detect a change; the seed comes last."""
     # Not the scheme itself: making one checks every setting, and this runs in each step.
     return (
         kind,
-        wires,
+        wire_dtypes,
         settings.matrix_approximation_rank,
         settings.start_powerSGD_iter,
         settings.min_compression_rate,
@@ -245,7 +245,7 @@ class OnModels:
     """
 
     def __init__(self) -> None:
-        self.inners: weakref.WeakKeyDictionary[Owner, Inner] = weakref.WeakKeyDictionary()
+        self.inners: weakref.WeakKeyDictionary[HookedModel, Inner] = weakref.WeakKeyDictionary()
         self.first_iter: int | None = None
         self.saved: list[tuple[Saved, bool]] = []
         self.was_pickled = False
@@ -289,56 +289,60 @@ class OnModels:
         return next(iter(self.inners.values())).hook if len(self.inners) == 1 else None
 
     def ready(
-        self, settings: PowerSGDSettings, kind: Kind, bucket: GradBucket, wires: Wires
+        self, settings: PowerSGDSettings, kind: Kind, bucket: GradBucket, wire_dtypes: WireDtypes
     ) -> Inner:
         """Returns the part for a bucket, with the present settings.
 
         Ranks agree on a part before its first bucket.
         """
         parameters = bucket.parameters()
-        inner = self.part(settings, owner_of(parameters), parameters, kind, wires)
+        inner = self.part(settings, hooked_model(parameters), parameters, kind, wire_dtypes)
         if not inner.agreed:
             self._agree(inner)
         # All buckets of a step run one scheme, so settings change at the first. After an aborted
         # step, which is under way until the next one closes it, they change one step later.
         if bucket.index() == 0 and not step_under_way(inner.hook):
-            runs = made_from(settings, kind, wires)
+            runs = made_from(settings, kind, wire_dtypes)
             if inner.runs != runs:
                 if inner.runs[-1] != settings.random_seed:
                     set_seed(inner.hook, settings.random_seed)
-                inner.hook.switch(scheme_of(settings, kind, wires))
+                inner.hook.switch(scheme_of(settings, kind, wire_dtypes))
                 inner.runs = runs
         return inner
 
     def part(
         self,
         settings: PowerSGDSettings,
-        owner: Owner,
+        model: HookedModel,
         parameters: Sequence[Tensor],
         kind: Kind,
-        wires: Wires,
+        wire_dtypes: WireDtypes,
     ) -> Inner:
         """Returns the part on a model; makes a new part if there is none over the present group."""
         group = settings.process_group
-        inner = self.inners.get(owner)
+        inner = self.inners.get(model)
         if inner is not None and (inner.group is group or step_under_way(inner.hook)):
             return inner
-        scheme = scheme_of(settings, kind, wires)
-        hook = owner.make(scheme, group, parameters, seed=settings.random_seed)
+        scheme = scheme_of(settings, kind, wire_dtypes)
+        hook = model.make(scheme, group, parameters, seed=settings.random_seed)
         if self.first_iter is not None:
             set_step(hook, self.first_iter)
         # The same model over another group, or wrapped again with more trained parameters: memory
         # is keyed by parameter name, so it moves.
-        for other in [known for known in self.inners if known is owner or owner.extends(known)]:
+        for other in [known for known in self.inners if known is model or model.extends(known)]:
             continue_from(hook, self.inners.pop(other).hook)
-        new = self.inners[owner] = Inner(hook, group, made_from(settings, kind, wires))
+        new = self.inners[model] = Inner(hook, group, made_from(settings, kind, wire_dtypes))
         return new
 
     def restored(
-        self, settings: PowerSGDSettings, parameters: Sequence[Tensor], kind: Kind, wires: Wires
+        self,
+        settings: PowerSGDSettings,
+        parameters: Sequence[Tensor],
+        kind: Kind,
+        wire_dtypes: WireDtypes,
     ) -> Inner:
         """Returns the part on the model with these parameters, with its saved state loaded."""
-        inner = self.part(settings, owner_of(parameters), parameters, kind, wires)
+        inner = self.part(settings, hooked_model(parameters), parameters, kind, wire_dtypes)
         self._restore(inner)
         return inner
 

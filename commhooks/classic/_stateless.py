@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.classic._launch import BucketFuture, Wires, classic_hook, launch_on_group
+from commhooks.classic._hooked_model import Group
+from commhooks.classic._launch import BucketFuture, WireDtypes, classic_hook, launch_on_group
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
-from commhooks.classic._owner import Group
 from commhooks.core._dense import Dense
 from commhooks.schemes.noop import Noop
 from commhooks.wrappers._cast import Cast
@@ -32,7 +32,7 @@ _FP16, _BF16 = Cast(Dense(), torch.float16), Cast(Dense(), torch.bfloat16)
 
 @classic_hook(functools.partial(launch_on_group, DENSE))
 def allreduce_hook(process_group: Group, bucket: GradBucket) -> BucketFuture:
-    """Averages a bucket by an all-reduce, with the bits of a model without a hook.
+    """Averages a bucket by an all-reduce, bit for bit as DDP does without a hook.
 
     Args:
         process_group: ranks to average over; None: those of the model.
@@ -69,17 +69,18 @@ def bf16_compress_hook(process_group: Group, bucket: GradBucket) -> BucketFuture
     return launch_on_group(_BF16, process_group, bucket, ())
 
 
-# DDP refuses torch's name in a build of torch without NCCL or XCCL, though Gloo sums bfloat16.
+# DDP refuses a hook with the name "bf16_compress_hook" where torch is built without NCCL or XCCL,
+# though Gloo sums bfloat16.
 bf16_compress_hook.__name__ = "bf16_hook"
 
 
-def _launch_noop(_: Any, bucket: GradBucket, wires: Wires) -> BucketFuture:
-    return launch_on_group(NOOP, None, bucket, wires)
+def _launch_noop(_: Any, bucket: GradBucket, wire_dtypes: WireDtypes) -> BucketFuture:
+    return launch_on_group(NOOP, None, bucket, wire_dtypes)
 
 
 @classic_hook(_launch_noop)
 def noop_hook(_: Any, bucket: GradBucket) -> BucketFuture:
-    """Returns the local gradient, so that ranks drift apart: for measuring what exchanges cost.
+    """Returns the local gradient, so that ranks diverge: for measuring what communication costs.
 
     Example:
         >>> ddp_model.register_comm_hook(None, noop_hook)

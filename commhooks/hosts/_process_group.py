@@ -27,7 +27,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
 from commhooks.hook._target import check_process_group
 from commhooks.wrappers._make import describe, make
-from ddp_core import group_timeout, made_in_time
+from ddp_core import group_timeout, make_with_timeout
 from ddp_core._torch import add_backend, backend_of, device_types, dynamo_disable
 
 __all__ = ["SchemeGroup", "process_group"]
@@ -107,7 +107,7 @@ def process_group(
         use_local_synchronization=len(ranks) != dist.get_world_size(),
         **unsorted,
     )
-    made: SchemeGroup = made_in_time(wrapped, new_group)
+    made: SchemeGroup = make_with_timeout(wrapped, new_group)
     made.show_backends()
     return made
 

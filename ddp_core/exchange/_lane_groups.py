@@ -46,7 +46,7 @@ __all__ = [
     "host_backend",
     "is_gloo",
     "is_nccl",
-    "made_in_time",
+    "make_with_timeout",
     "private_group",
 ]
 
@@ -246,7 +246,7 @@ def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
             lambda client: private_group(client, *place, _CPU, limit), seconds + _MORE
         )
     ranks = dist.get_process_group_ranks(parent)
-    return made_in_time(
+    return make_with_timeout(
         parent,
         lambda: dist.new_group(
             ranks,
@@ -257,7 +257,7 @@ def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
     )
 
 
-def made_in_time(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
+def make_with_timeout(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
     """Returns what ``make`` returns: a group whose ranks connect through the store.
 
     Raises:

@@ -15,13 +15,13 @@ from commhooks.core._scheme import Scheme
 from commhooks.hook._parameters import ddp_models
 from commhooks.hook._state import HookState
 
-__all__ = ["Group", "Owner", "owner_of"]
+__all__ = ["Group", "HookedModel", "hooked_model"]
 
 Group = dist.ProcessGroup | None
 
 
-class Owner:
-    """Represents a model by its trained parameters, and holds the states of stateless hooks on it.
+class HookedModel:
+    """Represents a model by its trained parameters, and holds the hooks' states on it.
 
     Args:
         model: the model; None if it is not known.
@@ -29,8 +29,8 @@ class Owner:
     """
 
     def __init__(self, model: DistributedDataParallel | None, parameters: Sequence[Tensor]) -> None:
-        # Weak: ``_owners`` holds this object as long as the parameters live, which a model keeps
-        # alive.
+        # Weak: ``_hooked_models`` holds this object as long as the parameters live, which the model
+        # keeps alive.
         self._model = None if model is None else weakref.ref(model)
         self._ids = frozenset(map(id, parameters))
         self._seen: set[tuple[int, ...]] = set()
@@ -46,7 +46,7 @@ class Owner:
             self._seen.add(key)
         return True
 
-    def extends(self, other: "Owner") -> bool:
+    def extends(self, other: "HookedModel") -> bool:
         """Whether this has all parameters of ``other``, whose model was wrapped once more."""
         return self is not other and self._ids.issuperset(other._ids)
 
@@ -67,24 +67,24 @@ class Owner:
         return state
 
 
-# By parameter, newest owner first: models may share parameters, or be wrapped again. Keys are weak
-# and compared by identity, so that an owner goes with its parameters.
-_owners: MutableMapping[Tensor, list[Owner]] = WeakTensorKeyDictionary()
+# By parameter, newest model first: models may share parameters, or be wrapped again. Keys are weak
+# and compared by identity, so that an entry is dropped with its parameters.
+_hooked_models: MutableMapping[Tensor, list[HookedModel]] = WeakTensorKeyDictionary()
 
 
-def owner_of(parameters: Sequence[Tensor]) -> Owner:
-    """Returns the owner of a bucket with these parameters, made at first use."""
-    for owner in _owners.get(parameters[0], ()):
-        if owner.covers(parameters):
-            return owner
+def hooked_model(parameters: Sequence[Tensor]) -> HookedModel:
+    """Returns the model of a bucket with these parameters, made at first use."""
+    for hooked in _hooked_models.get(parameters[0], ()):
+        if hooked.covers(parameters):
+            return hooked
     model = find_model(parameters)
     everything = list(parameters)
     if model is not None:
         everything = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    owner = Owner(model, everything)
+    hooked = HookedModel(model, everything)
     for parameter in everything:
-        _owners.setdefault(parameter, []).insert(0, owner)
-    return owner
+        _hooked_models.setdefault(parameter, []).insert(0, hooked)
+    return hooked
 
 
 def find_model(parameters: Sequence[Tensor]) -> DistributedDataParallel | None:
