@@ -46,7 +46,7 @@ from ddp_core.exchange._errors import (
 from ddp_core.exchange._lane_groups import (
     LaneGroup,
     acquire_lane_groups,
-    host_backend,
+    cpu_backend,
     is_gloo,
     make_with_timeout,
 )
@@ -97,11 +97,11 @@ __all__ = [
     "call_after_backward",
     "clock_of",
     "completed",
+    "cpu_backend",
     "event_after",
     "first_difference",
     "future_on",
     "group_timeout",
-    "host_backend",
     "is_gloo",
     "make_with_timeout",
     "module_facts",

@@ -1,8 +1,8 @@
 """Defines ``process_group``, which makes a process group with compressed sums and means.
 
-Programs that take a process group and no hook compress with it: DistributedDataParallel without a
-hook, ``replicate()`` and ``fully_shard`` of FSDP2 over a mesh of the group. Everything but the
-all-reduce and the reduce-scatter of floating tensors goes to the backends of the wrapped group.
+It compresses where a program takes a process group and no hook: DistributedDataParallel without a
+hook, ``replicate()`` and ``fully_shard`` of FSDP2 over a mesh of the group. All collectives but
+all-reduce and reduce-scatter of floating-point tensors run on the backends of the wrapped group.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ __all__ = ["SchemeGroup", "process_group"]
 
 
 _NAME = "commhooks"  # of the backend
-_NOTHING_TO_CONNECT = SimpleNamespace(supports_splitting=False)
+_NO_BACKEND = SimpleNamespace(supports_splitting=False)
 
-# These reduce a list of tensors at once.
-_LISTS = (
+# Collectives that reduce a list of tensors at once.
+_LIST_COLLECTIVES = (
     *("allreduce_coalesced", "reduce_scatter"),
     *("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
 )
 
-_NO_AVERAGES = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
+_OTHER_OPS = (dist.ReduceOp.MIN, dist.ReduceOp.MAX, dist.ReduceOp.PRODUCT)
 _FIXED_GROUP = (
-    "it runs in a process group, whose ranks are settled; make process_group(scheme, group) of the "
+    "it runs in a process group, whose ranks are fixed; make process_group(scheme, group) of the "
     "others, and wrap the module again over it"
 )
 
@@ -64,14 +64,14 @@ def process_group(
     Args:
         scheme: a name or a scheme that keeps no memory.
         group: ranks and backends; the default group by default.
-        least: number of entries from which on a floating tensor is compressed; smaller ones and
-            integers travel as they are.
+        least: smallest number of entries of a floating-point tensor that is compressed; smaller
+            tensors, and integers, are sent uncompressed.
         seed: base of the scheme's random draws, the same on every rank.
         options: options of the scheme, see :func:`commhooks.make`.
 
     Raises:
         RegistrationError: there is no process group, ``group`` runs a scheme already, or the
-            scheme keeps memory, which belongs to names that a group does not know.
+            scheme keeps memory, which is kept by parameter name: a group has no names.
         MismatchError: the ranks differ in scheme, options or versions.
 
     Example:
@@ -103,7 +103,7 @@ def process_group(
         timeout=group_timeout(wrapped),
         backend=_NAME,
         pg_options=partial(SchemeGroup, wrapped, built, least, seed),
-        # Without it, the ranks of other groups would have to come, too.
+        # Without it, ranks outside of the group would have to call new_group, too.
         use_local_synchronization=len(ranks) != dist.get_world_size(),
         **unsorted,
     )
@@ -115,24 +115,24 @@ def process_group(
 @cache
 def _register_backend() -> None:
     """Registers the backend's name with torch, which makes groups by that name."""
-    # Not when commhooks is imported: torch treats "cpu:gloo" and the like in another way once it
-    # knows of any further backend.
+    # Not when commhooks is imported: torch parses "cpu:gloo" and the like differently once any
+    # further backend is registered.
     dist.Backend.register_backend(_NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(_: Any, given: Any) -> SchemeGroup:
-    """Makes the group, called by torch.distributed."""
-    if not isinstance(given, partial):
+def _create(_: Any, make_group: Any) -> SchemeGroup:
+    """Makes the group; called by torch.distributed with ``pg_options``."""
+    if not isinstance(make_group, partial):
         raise RegistrationError(
             f"new_group(backend={_NAME!r}): a group of this backend wraps another one, which sends "
             f"the bytes; call commhooks.process_group(scheme, group)"
         )
-    made: SchemeGroup = given()
+    made: SchemeGroup = make_group()
     return made
 
 
 def _check_no_memory(call: str, scheme: Scheme) -> None:
-    """Raises RegistrationError if a scheme keeps memory by name, since a group knows no names."""
+    """Raises RegistrationError if a scheme keeps memory by parameter name: a group has no names."""
     if slots_of(scheme):
         raise RegistrationError(
             f"{call}: {scheme} keeps state by parameter, and a process group knows no names; "
@@ -155,13 +155,13 @@ class SchemeGroup(dist.ProcessGroup):
     """Averages by a scheme; other collectives are those of the wrapped group.
 
     The scheme runs in ``all_reduce`` and ``reduce_scatter_tensor`` with ``ReduceOp.SUM`` or ``AVG``
-    of one floating tensor of at least ``least`` entries. The group warns once of each call that
-    averages floating tensors and that the scheme is not for.
+    of one floating-point tensor of at least ``least`` entries. The group warns once for each other
+    collective that averages floating-point tensors, since it sends them uncompressed.
 
     Args:
         wrapped: the wrapped group.
         scheme: the scheme, which may not keep memory.
-        least: number of entries from which on a tensor is compressed.
+        least: smallest number of entries of a tensor that is compressed.
         seed: base of random draws.
 
     Attributes:
@@ -177,7 +177,7 @@ class SchemeGroup(dist.ProcessGroup):
         kinds = dist.ProcessGroup.BackendType
         for device in device_types(wrapped):
             backend = backend_of(wrapped, device)
-            # What is not passed on below goes straight to the backend, in C++.
+            # Collectives without a Python method below go straight to the backend, in C++.
             kind = getattr(kinds, backend.name().upper(), kinds.CUSTOM)
             add_backend(self, device, kind, backend)
         self.hook = _UnnamedCollectives(scheme, wrapped, seed=seed)
@@ -186,15 +186,15 @@ class SchemeGroup(dist.ProcessGroup):
 
     @property
     def _scheme(self) -> Scheme:
-        return self.hook.scheme  # after a switch another one
+        return self.hook.scheme  # not stored: ``hook.switch`` changes it
 
     def shutdown(self) -> None:
         """Closes the hook; the wrapped group stays usable."""
         self.hook._close()
 
-    # torch tells its name to a group that it makes. The base class would hand name and description
-    # to the backends, which are those of the wrapped group, and rename that: a DeviceMesh, which
-    # finds groups by name, would then take this group for it.
+    # torch calls these on a group that it makes. The base class would pass name and description on
+    # to the backends, which are those of the wrapped group, and so rename the wrapped group: a
+    # DeviceMesh, which finds groups by name, would then use this group in its place.
     def _set_group_name(self, name: str) -> None:
         self._name = name
 
@@ -211,25 +211,25 @@ class SchemeGroup(dist.ProcessGroup):
         return _NAME
 
     def show_backends(self) -> None:
-        """Makes backends visible, after torch.distributed has made the group."""
+        """Lets ``_get_backend`` return backends, after torch.distributed has made the group."""
         self._shows_backends = True
 
-    # torch connects the backends of a group that it makes, if the default group has a device: those
-    # of the wrapped group would get a second communicator, and leave one behind.
+    # torch connects the backends of a group that it makes, if the default group is bound to a
+    # device: the wrapped group's backends would get a second communicator, and leak one.
     def _get_backend(self, device: torch.device) -> Any:
-        return super()._get_backend(device) if self._shows_backends else _NOTHING_TO_CONNECT
+        return super()._get_backend(device) if self._shows_backends else _NO_BACKEND
 
     @dynamo_disable
     def allreduce(  # type: ignore[override]
         self, tensors: list[Tensor], opts: Any = None
     ) -> Any:
-        """Reduces large floating tensors by the scheme, and others by the wrapped group."""
+        """Reduces large floating-point tensors by the scheme, others by the wrapped group."""
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-        fits = len(tensors) == 1 and _averages(tensors[0], op)
+        fits = len(tensors) == 1 and _can_average(tensors[0], op)
         if not fits or tensors[0].numel() < self.least:
             return self.wrapped.allreduce(tensors, *([] if opts is None else [opts]))
         (tensor,) = tensors
-        # By its size, which is the same on all ranks, with or without a backward pass (join).
+        # Named by its size, which is equal on all ranks, with or without a backward pass (join).
         name = f"{tensor.numel()} entries of {tensor.dtype}"
         handle = self.hook.all_reduce(tensor, name, op=op, async_op=True)
         assert handle is not None
@@ -237,10 +237,10 @@ class SchemeGroup(dist.ProcessGroup):
         return Handle(future, tensor.device)
 
     def _scatter(self, output: Tensor, input: Tensor, opts: Any) -> tuple[bool, Any]:
-        """Runs a reduce-scatter by the scheme if it can; returns whether it did, and the handle."""
+        """Runs a reduce-scatter by the scheme if it can; returns whether it did, and a handle."""
         if input.numel() < self.least:
             return False, None
-        fits = _averages(input, opts.reduceOp)
+        fits = _can_average(input, opts.reduceOp)
         if not (fits and self._scheme.traits.shards):
             self._warn("reduce_scatter_tensor", [input], opts.reduceOp)
             return False, None
@@ -253,25 +253,25 @@ class SchemeGroup(dist.ProcessGroup):
         return True, Handle(future, output.device)
 
     def _warn(self, call: str, tensors: Sequence[Any], op: Any) -> None:
-        # A list has the parts of all ranks.
+        # An entry may be a list: the parts of all ranks.
         flat = [tensor for given in tensors for tensor in ([given] if _is_tensor(given) else given)]
         numel = sum(tensor.numel() for tensor in flat if _is_real(tensor))
-        averages = not any(op == other for other in _NO_AVERAGES)
-        silent = type(self._scheme) is Dense or call in self._warned_calls
-        if silent or not averages or numel < self.least:
+        averages = not any(op == other for other in _OTHER_OPS)
+        is_quiet = type(self._scheme) is Dense or call in self._warned_calls
+        if is_quiet or not averages or numel < self.least:
             return
         self._warned_calls.add(call)
         warnings.warn(
             f"{call} of {numel} entries in a process group of {self._scheme} is sent "
             f"uncompressed: such a group compresses all_reduce, and by schemes that reduce shards "
-            f"reduce_scatter_tensor, of one floating tensor with SUM or AVG. For models of FSDP, "
-            f"commhooks.register(model, scheme) over a plain process group is the way",
+            f"reduce_scatter_tensor, of one floating-point tensor with SUM or AVG. For models of "
+            f"FSDP, use commhooks.register(model, scheme) over a plain process group",
             RuntimeWarning,
             stacklevel=4,
         )
 
 
-def _averages(tensor: Tensor, op: Any) -> bool:
+def _can_average(tensor: Tensor, op: Any) -> bool:
     """Whether ``op`` is a sum or a mean, and a scheme can take the tensor."""
     # ``op`` on the left: torch compares the two kinds of operations in this order only.
     mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG
@@ -279,12 +279,12 @@ def _averages(tensor: Tensor, op: Any) -> bool:
 
 
 def _is_real(tensor: Tensor) -> bool:
-    """Whether a tensor has real floating numbers, not the pairs of complex ones.
+    """Whether a tensor has real floating-point numbers, not complex ones as pairs.
 
-    torch hands complex numbers to a group as ``torch.view_as_real``, whose last dimension has 2
-    entries. The reducer flattens that, and what the tensor is a view of tells. (A real tensor with
-    2 columns may be meant, which nothing tells from complex numbers in inference mode or of
-    functional collectives: it travels exactly, too.)
+    torch passes complex numbers to a group as ``torch.view_as_real``, whose last dimension has 2
+    entries. The reducer flattens that view; then the tensor's base is complex. (A real tensor with
+    2 columns looks the same in inference mode or in functional collectives, which have no base: it
+    is sent uncompressed, too.)
     """
     base = base_of(tensor)
     pairs = tensor.shape[-1:] == (2,) or (base is not None and base.is_complex())
@@ -295,8 +295,8 @@ def _is_tensor(given: Any) -> bool:
     return isinstance(given, Tensor)
 
 
-def _passed_on(name: str) -> Any:
-    # Reducers call collectives while torch.compile looks at every Python function that runs.
+def _forwarded(name: str) -> Any:
+    # Reducers call collectives while torch.compile traces every Python function that runs.
     @dynamo_disable
     def method(self: SchemeGroup, *args: Any, **options: Any) -> Any:
         return getattr(self.wrapped, name)(*args, **options)
@@ -304,7 +304,7 @@ def _passed_on(name: str) -> Any:
     return method
 
 
-def _by_scheme(name: str) -> Any:
+def _reduced_by_scheme(name: str) -> Any:
     @dynamo_disable
     def method(self: SchemeGroup, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         opts = dist.ReduceScatterOptions() if opts is None else opts
@@ -314,7 +314,7 @@ def _by_scheme(name: str) -> Any:
     return method
 
 
-def _for_list(name: str) -> Any:
+def _forwarded_with_warning(name: str) -> Any:
     @dynamo_disable
     def method(self: SchemeGroup, *given: Any, **options: Any) -> Any:
         *tensors, opts = (*given, *options.values())
@@ -325,8 +325,12 @@ def _for_list(name: str) -> Any:
     return method
 
 
-# The last one is for some names of the first.
-for _names, _made in ((COLLECTIVES, _passed_on), (SCATTERING, _by_scheme), (_LISTS, _for_list)):
+# The last entry overrides some names of the first.
+for _names, _made in (
+    (COLLECTIVES, _forwarded),
+    (SCATTERING, _reduced_by_scheme),
+    (_LIST_COLLECTIVES, _forwarded_with_warning),
+):
     for _name in _names:
         if hasattr(dist.ProcessGroup, _name):
             setattr(SchemeGroup, _name, _made(_name))

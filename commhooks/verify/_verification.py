@@ -31,7 +31,7 @@ from commhooks.verify._judge import (
     judge_shards,
 )
 from commhooks.verify._measure import Measurement, ShardMeasurement
-from ddp_core import AllReduce, LaneGroup, acquire_lane_groups, host_backend, is_gloo, needs
+from ddp_core import AllReduce, LaneGroup, acquire_lane_groups, cpu_backend, is_gloo, needs
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -140,7 +140,7 @@ class Verification:
         self._values, self._names, self._apart = values, tuple(values()), False
         # Its own group: on the hook's, the next step's messages would queue behind this one's. On a
         # GPU the order of collectives of one group is that of the host, the same on all ranks.
-        if devices <= {"cpu"} and is_gloo(host_backend(group)):
+        if devices <= {"cpu"} and is_gloo(cpu_backend(group)):
             (self._lane_group,) = acquire_lane_groups(group, 1)
             self._group = self._lane_group.group
         # At interpreter exit before Gloo's threads lose the interpreter.
@@ -217,7 +217,7 @@ class Verification:
             if works:
                 self._lane_group.discard(works)  # waits for no peer
             else:
-                self._lane_group.release_group()
+                self._lane_group.release()
         self._pending.clear()
         self._group = self._lane_group = None
 

@@ -1,9 +1,12 @@
 """Makes process groups for lanes, and keeps them for the next hook on a group of the same ranks.
 
+A lane issues the collectives of one round of exchanges, on a process group of its own.
+
 A Gloo group finds its peers by its name in a store, so a name must not be used twice, and all ranks
 have to use the same name. torch's own names for groups of some ranks are a hash of these ranks and
-of how many groups a rank has: used again after a group has gone, and different where one rank has
-dropped a group that another still holds. Here ranks compare, each time, which groups are free.
+of how many groups a rank has: they recur after a group was destroyed, and differ where one rank
+has destroyed a group that another still holds. Here ranks compare, each time, which groups are
+free.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ __all__ = [
     "LaneGroup",
     "acquire_lane_groups",
     "backend_for",
-    "host_backend",
+    "cpu_backend",
     "is_gloo",
     "is_nccl",
     "make_with_timeout",
@@ -52,7 +55,7 @@ __all__ = [
 
 _T = TypeVar("_T")
 _CPU = torch.device("cpu")
-_MORE = 1.0  # seconds from the timeout of a wait for other ranks until the store counts as silent
+_EXTRA_S = 1.0  # seconds that a store has beyond the timeout of a wait for other ranks
 
 
 def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
@@ -64,8 +67,8 @@ def backend_for(group: dist.ProcessGroup, device: torch.device) -> Any:
     return backend
 
 
-def host_backend(group: dist.ProcessGroup) -> Any:
-    """Returns the backend of ``group`` for host tensors."""
+def cpu_backend(group: dist.ProcessGroup) -> Any:
+    """Returns the backend of ``group`` for CPU tensors."""
     return backend_for(group, _CPU)
 
 
@@ -85,44 +88,44 @@ class LaneGroup:
 
     Attributes:
         issued: collectives so far. If ranks differ in this count, the next ones would not match.
-        completed: how many of these collectives have ended.
+        completed: how many of these collectives have completed.
         unusable: one of these collectives failed.
     """
 
     name: str
-    group: Any  # dist.ProcessGroup; None once it is dropped
+    group: Any  # dist.ProcessGroup; None once it is destroyed
     pool: _Pool
     issued: int = 0
     completed: int = 0
     unusable: bool = False
 
-    def release_group(self) -> None:
+    def release(self) -> None:
         """Returns the group to the pool, for the next hook."""
         if self.unusable or self.issued != self.completed or self.pool.closed:
-            self.pool.drop(self)
+            self.pool.destroy(self)
         else:
             self.pool.free[self.name] = self
 
     def discard(self, works: Sequence[Any] = ()) -> None:
-        """Drops the group without waiting for other ranks, which may be gone.
+        """Destroys the group without waiting for other ranks, which may have ended.
 
         Args:
-            works: collectives that may be under way.
+            works: work handles of collectives that may be under way.
         """
         self.unusable = True
-        ends = [_end_of(work) for work in works]
-        if ends:
-            self.pool.drop_later(self, lambda: [end.wait() for end in ends])
+        events = [_done_event(work) for work in works]
+        if events:
+            self.pool.destroy_later(self, lambda: [event.wait() for event in events])
         else:
-            self.pool.drop(self)
+            self.pool.destroy(self)
 
 
-def _end_of(work: Any) -> threading.Event:
-    """Returns an event that is set when a collective has ended, with or without an error."""
-    end = threading.Event()
-    # Not ``work.wait`` on the thread: when the interpreter ends meanwhile, that aborts the process.
-    work.get_future().add_done_callback(lambda _: end.set())
-    return end
+def _done_event(work: Any) -> threading.Event:
+    """Returns an event that is set when a collective has completed, or failed."""
+    done = threading.Event()
+    # Not ``work.wait`` on the thread: if the interpreter ends meanwhile, that aborts the process.
+    work.get_future().add_done_callback(lambda _: done.set())
+    return done
 
 
 class _Pool:
@@ -132,48 +135,51 @@ class _Pool:
         self.all: dict[str, LaneGroup] = {}
         self.free: dict[str, LaneGroup] = {}
         self.closed = False
-        self.is_inherited = False  # by a child of os.fork(), see _keep
+        self.is_inherited = False  # by a child of os.fork(), see _leak_groups
 
-    def drop(self, lent: LaneGroup) -> None:
+    def destroy(self, lane_group: LaneGroup) -> None:
         if self.is_inherited:
             return
-        self.all.pop(lent.name, None)
-        self.free.pop(lent.name, None)
-        group, lent.group = lent.group, None
+        self.all.pop(lane_group.name, None)
+        self.free.pop(lane_group.name, None)
+        group, lane_group.group = lane_group.group, None
         with contextlib.suppress(Exception):
             if is_known_group(group):
                 dist.destroy_process_group(group)
             elif group is not None:
                 group.shutdown()
 
-    def drop_later(self, lent: LaneGroup, ended: Callable[[], object]) -> None:
-        """Drops a group on another thread, once ``ended`` has returned.
+    def destroy_later(self, lane_group: LaneGroup, wait: Callable[[], object]) -> None:
+        """Destroys a group on another thread, once ``wait`` has returned.
 
-        Gloo knows no abort: a group that is dropped with a collective under way makes its dropper
-        wait for the collective, until the timeout if another rank is silent.
+        Gloo has no abort: who destroys a group with a collective under way waits for the
+        collective, until the timeout if another rank is silent.
         """
-        self.all.pop(lent.name, None)
-        self.free.pop(lent.name, None)
+        self.all.pop(lane_group.name, None)
+        self.free.pop(lane_group.name, None)
         threading.Thread(
-            target=_drop_later, args=(self, lent, ended), name="commhooks-drop", daemon=True
+            target=_destroy_later,
+            args=(self, lane_group, wait),
+            name="commhooks-pool",
+            daemon=True,
         ).start()
 
     def close(self) -> None:
         self.closed = True
-        for lent in list(self.free.values()):
-            self.drop(lent)
+        for lane_group in list(self.free.values()):
+            self.destroy(lane_group)
 
 
-def _drop_later(pool: _Pool, lent: LaneGroup, ended: Callable[[], object]) -> None:
-    ended()
-    pool.drop(lent)
+def _destroy_later(pool: _Pool, lane_group: LaneGroup, wait: Callable[[], object]) -> None:
+    wait()
+    pool.destroy(lane_group)
 
 
-# By the group they belong to; they go with it, or when the interpreter ends.
+# By parent group; a pool is closed with its parent, or when the interpreter ends.
 _pools: weakref.WeakKeyDictionary[dist.ProcessGroup, _Pool] = weakref.WeakKeyDictionary()
 
 
-def _keep() -> None:
+def _leak_groups() -> None:
     """Keeps the parent's process groups open in a child of os.fork(), which cannot close them.
 
     A group waits for its threads when it is destroyed. The child has none of these threads, so it
@@ -184,13 +190,13 @@ def _keep() -> None:
     groups = list(group_ranks())
     for pool in _pools.values():
         pool.is_inherited = True
-        groups += [lent.group for lent in pool.all.values()]
-    for group in groups:  # no list would do: the interpreter clears those when it ends
+        groups += [lane_group.group for lane_group in pool.all.values()]
+    for group in groups:  # a list would not do: the interpreter clears it when it ends
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 if sys.platform != "win32":
-    os.register_at_fork(after_in_child=_keep)
+    os.register_at_fork(after_in_child=_leak_groups)
 
 
 def acquire_lane_groups(parent: dist.ProcessGroup, count: int) -> list[LaneGroup]:
@@ -214,36 +220,37 @@ def acquire_lane_groups(parent: dist.ProcessGroup, count: int) -> list[LaneGroup
     offer = {
         "new": uuid.uuid4().hex,
         "all": sorted(pool.all),
-        "free": {name: lent.issued for name, lent in pool.free.items()},
+        "free": {name: lane_group.issued for name, lane_group in pool.free.items()},
     }
     offers: list[Any] = [None] * parent.size()
     dist.all_gather_object(offers, offer, group=parent)
 
-    # A group is of use where every rank has it free and has issued as many collectives on it.
+    # A group can be used again if it is free on every rank, and all ranks have issued as many
+    # collectives on it.
     on_all = set.intersection(*(set(offer_of_rank["all"]) for offer_of_rank in offers))
-    alike = set.intersection(*(set(offer_of_rank["free"].items()) for offer_of_rank in offers))
+    reusable = set.intersection(*(set(offer_of_rank["free"].items()) for offer_of_rank in offers))
     free_on_all = set.intersection(*(set(offer_of_rank["free"]) for offer_of_rank in offers))
-    useless = (set(offer["free"]) - on_all) | (free_on_all - {name for name, _ in alike})
-    for name in useless:
-        pool.drop(pool.free[name])
-    taken = [pool.free.pop(name) for name, _ in sorted(alike)[:count]]
-    if len(taken) < count:
-        for number in range(count - len(taken)):
+    unusable_names = (set(offer["free"]) - on_all) | (free_on_all - {name for name, _ in reusable})
+    for name in unusable_names:
+        pool.destroy(pool.free[name])
+    acquired = [pool.free.pop(name) for name, _ in sorted(reusable)[:count]]
+    if len(acquired) < count:
+        for number in range(count - len(acquired)):
             name = f"lane/{offers[0]['new']}/{number}"
             pool.all[name] = LaneGroup(name, _make(parent, name, store), pool)
-            taken.append(pool.all[name])
-        # A rank may end at once, but not while another still connects to it.
+            acquired.append(pool.all[name])
+        # A rank may end right after this, but not while another still connects to it.
         dist.barrier(parent)
-    return taken
+    return acquired
 
 
 def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
-    """Makes a group of the same ranks whose collectives return at once."""
-    if is_gloo(host_backend(parent)):
-        seconds, place = group_timeout_s(parent), (parent.rank(), parent.size(), name)
-        limit = timedelta(seconds=seconds)
+    """Makes a group of the same ranks; its collectives return a work handle at once."""
+    if is_gloo(cpu_backend(parent)):
+        seconds, arguments = group_timeout_s(parent), (parent.rank(), parent.size(), name)
+        timeout = timedelta(seconds=seconds)
         return store.call(
-            lambda client: private_group(client, *place, _CPU, limit), seconds + _MORE
+            lambda client: private_group(client, *arguments, _CPU, timeout), seconds + _EXTRA_S
         )
     ranks = dist.get_process_group_ranks(parent)
     return make_with_timeout(
@@ -258,7 +265,7 @@ def _make(parent: dist.ProcessGroup, name: str, store: SharedStore) -> Any:
 
 
 def make_with_timeout(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
-    """Returns what ``make`` returns: a group whose ranks connect through the store.
+    """Calls ``make``, which connects the ranks of a new group through the store; returns the group.
 
     Raises:
         SilentStoreError: the store of ``parent`` does not answer within its timeout.
@@ -268,11 +275,11 @@ def make_with_timeout(parent: dist.ProcessGroup, make: Callable[[], _T]) -> _T:
         return make()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1  # -1: none
 
-    def made(_: Any) -> _T:
-        with torch.cuda.device(device):  # a thread has its own
+    def on_thread(_: Any) -> _T:
+        with torch.cuda.device(device):  # each thread has its own current device
             return make()
 
-    return store.call(made, group_timeout_s(parent) + _MORE)
+    return store.call(on_thread, group_timeout_s(parent) + _EXTRA_S)
 
 
 def private_group(

@@ -42,7 +42,7 @@ _JOIN_TIMEOUT = 5.0  # seconds for the driver thread to process an event
 @dataclass(eq=False)
 class _Lane:
     group: dist.ProcessGroup
-    lent: LaneGroup | None = None  # of lane 1 and up
+    lane_group: LaneGroup | None = None  # of all lanes but the first
     next_ticket: int = 0  # the ticket that issues next
     issuing: bool = False  # a thread issues, and continues with all that is ready
     waiting: dict[int, Task] = field(default_factory=dict)
@@ -83,31 +83,31 @@ def _discard(
     lanes: Lanes, discarded: threading.Event, events: queue.SimpleQueue[_Event | None]
 ) -> None:
     """Fails exchanges under way, and drops the groups once their last collectives have ended."""
-    lent, left = list(lanes._lent), lanes._fail_all()
-    lanes._lent.clear()
+    lane_groups, left = list(lanes._lane_groups), lanes._fail_all()
+    lanes._lane_groups.clear()
     discarded.set()
     # Whoever drops a group with a collective under way waits for it, until the timeout if another
     # rank is silent. So this thread keeps the lanes, and with them the groups, until then.
     while left:
         left -= isinstance(events.get(), tuple)  # and not a ticket with work
-    for lane_group in lent:
+    for lane_group in lane_groups:
         lane_group.discard()
 
 
 def _shut_down(
     events: queue.SimpleQueue[_Event | None],
     threads: list[threading.Thread],
-    lent: list[LaneGroup],
+    lane_groups: list[LaneGroup],
 ) -> None:
     events.put(None)
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(timeout=_JOIN_TIMEOUT)
             if thread.is_alive():  # it may yet issue something
-                for lane_group in lent:
+                for lane_group in lane_groups:
                     lane_group.unusable = True
-    while lent:
-        lent.pop().release_group()
+    while lane_groups:
+        lane_groups.pop().release()
 
 
 class Lanes:
@@ -127,10 +127,10 @@ class Lanes:
         self._lock = threading.Lock()
         self._events: queue.SimpleQueue[_Event | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._lent: list[LaneGroup] = []
+        self._lane_groups: list[LaneGroup] = []
         # Also runs at interpreter exit, before Gloo's threads lose the interpreter.
         self._finalizer = weakref.finalize(
-            self, _shut_down, self._events, self._threads, self._lent
+            self, _shut_down, self._events, self._threads, self._lane_groups
         )
         self.ensure(rounds)
 
@@ -144,10 +144,11 @@ class Lanes:
         missing = rounds - len(self._lanes)
         if missing <= 0:  # a group that torch.distributed does not know has one lane all the same
             return
-        lent = acquire_lane_groups(self._lanes[0].group, missing)
-        self._lent += lent
+        lane_groups = acquire_lane_groups(self._lanes[0].group, missing)
+        self._lane_groups += lane_groups
         self._lanes += [
-            _Lane(lane_group.group, lane_group, next_ticket=self._tickets) for lane_group in lent
+            _Lane(lane_group.group, lane_group, next_ticket=self._tickets)
+            for lane_group in lane_groups
         ]
 
     def run(self, task: Task) -> torch.futures.Future[Tensor]:
@@ -213,8 +214,8 @@ class Lanes:
             # drops the groups by itself, later.
             if not discarded.wait(_JOIN_TIMEOUT):
                 return
-        while self._lent:
-            self._lent.pop().discard()
+        while self._lane_groups:
+            self._lane_groups.pop().discard()
 
     def _fail_all(self) -> int:
         """Fails all exchanges under way; returns how many collectives have yet to end."""
@@ -234,10 +235,10 @@ class Lanes:
     def _resume(self, ticket: int, error: Exception | None) -> _Completion | None:
         """Resumes an exchange whose collective is done; see ``_submit_next``."""
         task = self._under_way[ticket]
-        lent = self._lanes[task.round].lent
-        if lent is not None:
-            lent.completed += 1
-            lent.unusable |= error is not None
+        lane_group = self._lanes[task.round].lane_group
+        if lane_group is not None:
+            lane_group.completed += 1
+            lane_group.unusable |= error is not None
         return self._submit_next(task, task.advance(None if error is None else task.failed(error)))
 
     def _submit_next(self, task: Task, request: Collective | None) -> _Completion | None:
@@ -283,8 +284,8 @@ class Lanes:
         """Starts the pending collective of ``task``; its completion becomes an event."""
         assert task.request is not None
         row, ticket, events = task.rows[-1], task.ticket, self._events
-        if lane.lent is not None:
-            lane.lent.issued += 1
+        if lane.lane_group is not None:
+            lane.lane_group.issued += 1
         row.issued = clock()
         try:
             future = task.request.issue(lane.group).get_future()

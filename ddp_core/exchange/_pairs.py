@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange._devices import as_bytes
-from ddp_core.exchange._lane_groups import backend_for, host_backend, is_gloo
+from ddp_core.exchange._lane_groups import backend_for, cpu_backend, is_gloo
 
 __all__ = [
     "Pairs",
@@ -36,7 +36,7 @@ _TAG = 0x9A125  # of these messages; the same peers' are matched in their order
 
 def on_gloo(group: dist.ProcessGroup, tensor: Tensor) -> bool:
     """Whether Gloo carries collectives of ``group`` over a host tensor such as this one."""
-    return tensor.device.type == "cpu" and is_gloo(host_backend(group))
+    return tensor.device.type == "cpu" and is_gloo(cpu_backend(group))
 
 
 def carried_by_host(group: dist.ProcessGroup, device: torch.device) -> bool:

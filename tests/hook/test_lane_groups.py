@@ -64,7 +64,7 @@ def _again_and_again(rank, world_size, directory):
     names = {}
 
     def lanes(hook):
-        return [lane.name for lane in hook.drivers._lanes._lent]
+        return [lane.name for lane in hook.drivers._lanes._lane_groups]
 
     def group_of_two():
         groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -120,7 +120,7 @@ def test_a_group_with_something_left_over_on_one_rank_is_not_lent_again(rank, wo
         return lanes.run(Task(_sum(torch.ones(1)), 0, 0, 4, world_size, 2))
 
     lanes = Lanes(dist.group.WORLD, rounds=2)
-    first = lanes._lent[0]
+    first = lanes._lane_groups[0]
     run(lanes).wait()
     if rank == 0:
         first.issued += how == "no answer"
@@ -131,7 +131,7 @@ def test_a_group_with_something_left_over_on_one_rank_is_not_lent_again(rank, wo
     lanes.close()
     lanes = Lanes(dist.group.WORLD, rounds=2)
     assert float(run(lanes).wait()) == 4.0
-    assert (lanes._lent[0] is first) == (how == "nothing")
+    assert (lanes._lane_groups[0] is first) == (how == "nothing")
     assert len(_pools[dist.group.WORLD].all) == 1
     lanes.close()
 

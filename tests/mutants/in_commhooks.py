@@ -547,7 +547,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_averages",
+        "_can_average",
         (
             "the largest of numbers is averaged",
             "mean = op == dist.ReduceOp.SUM or op == dist.ReduceOp.AVG",
@@ -565,7 +565,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "_by_scheme.method",
+        "_reduced_by_scheme.method",
         (
             "what fully_shard reduces over a group travels as it is",
             "done, handle = self._scatter(output, input, opts)",

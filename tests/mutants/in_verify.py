@@ -302,7 +302,7 @@ MUTANTS: list[Mutant] = [
         (
             "closing waits for a late peer",
             "self._lane_group.discard(works)  # waits",
-            "self._lane_group.release_group()  # waits",
+            "self._lane_group.release()  # waits",
             f"{VERIFY}::test_a_hook_closes_without_a_peer_that_is_late",
         ),
         (

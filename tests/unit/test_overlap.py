@@ -104,6 +104,6 @@ def test_lanes_that_are_given_up_keep_their_groups_until_their_collectives_have_
         events.put(event)
     left: list[int] = []
     group = SimpleNamespace(discard=lambda: left.append(events.qsize()))
-    lanes: Any = SimpleNamespace(_lent=[group], _fail_all=lambda: 2)
+    lanes: Any = SimpleNamespace(_lane_groups=[group], _fail_all=lambda: 2)
     _discard(lanes, threading.Event(), events)
     assert left == [0]
