@@ -38,8 +38,8 @@ __all__ = [
     "CallMonitor",
     "ForwardGuard",
     "HostGuard",
-    "ShardedParameters",
-    "Unfrozen",
+    "ShardedModelGuard",
+    "UnfrozenParameters",
     "known_parameters",
 ]
 
@@ -49,22 +49,22 @@ _ADVICE = (
     "Lightning's DDPStrategy(ddp_comm_hook=...) registers on CUDA only"
 )
 _IS_TRAINED, _DTYPE = attrgetter("requires_grad"), attrgetter("dtype")
-# Number of observed parameters: each costs a call in every backward pass. Some of them are in any
-# part of a model that trains alone.
-_OBSERVED = 16
+# Each observed parameter costs a call in every backward pass. They are spread over the model, so
+# that a part of the model that trains alone has some of them.
+_MAX_OBSERVED = 16
 
 
 class CallMonitor:
     """Counts the calls of a hook, and detects gradients that never reached the hook.
 
-    Torch's class does not say what its reducer does with a gradient, so some gradients are
-    observed: a bucket has to follow them in the same backward pass. ``ddp_core`` checks that
-    itself. A state that was never called warns when it is deleted.
+    torch's reducer does not report what it does with a gradient, so some gradients are observed:
+    the hook has to be called with a bucket after them, in the same backward pass. ``ddp_core``
+    checks that itself. A state that was never called warns when it is deleted.
 
     Attributes:
-        calls: number of buckets that came to the hook.
-        suppressed: whether the warning is off, since the state had another use (it was saved, say).
-        is_guarded: whether a forward pre-hook reports forward passes.
+        calls: number of calls of the hook, each with a bucket.
+        suppressed: whether the warning is off, since the state was used otherwise (saved, say).
+        is_guarded: whether a forward pre-hook records forward passes here.
         knows_model: whether gradients of a model are observed.
     """
 
@@ -77,16 +77,17 @@ class CallMonitor:
         self._seen: set[int] = set()
         self._model: weakref.ref[Any] | None = None
         self._latest: tuple[int, Tensor | None] = (0, None)  # the latest observed gradient
-        self._called_before = -1  # calls at the latest observed gradient; -1: there was none
+        self._calls_at_gradient = -1  # `calls` at the latest observed gradient; -1: there was none
         self._observed_in = NO_BACKWARD  # backward pass of the latest observed gradient
-        # In that pass: whether gradients count as training, and whether a bucket has to come.
-        self._counts = self._expects_call = False
-        # A forward pass was synchronised, and its last bucket has not come.
-        self._expects = False
+        # In that pass: whether its gradients train this hook's model, and whether a bucket has to
+        # follow them.
+        self._is_training = self._bucket_must_follow = False
+        # A forward pass outside of no_sync was made, and its last bucket has not come.
+        self._awaits_last_bucket = False
         self._is_local = False  # the latest forward pass was within no_sync
-        # A gradient of a reentrant pass came after it; a further bucket may still come.
-        self._doubtful: str | None = None
-        self._called_at_forward, self._was_silent = 0, False
+        # Raised if no bucket comes after all: a reentrant pass had a gradient after the last one.
+        self._pending_error: str | None = None
+        self._calls_at_forward, self._last_pass_lacked_call = 0, False
 
     def warn_at_exit(self, state: object, what: str, advice: str = _ADVICE) -> None:
         """Warns when ``state`` is deleted, or at exit, if it was never called.
@@ -96,8 +97,8 @@ class CallMonitor:
             what: name of the state in the warning.
             advice: possible causes, for the warning.
         """
-        # A finalizer also runs at exit. It must not hold the state, which would never be dropped.
-        weakref.finalize(state, self._end, what, advice)
+        # A finalizer also runs at exit. It must not hold the state, which would never be deleted.
+        weakref.finalize(state, self._warn_if_not_called, what, advice)
 
     def observe(
         self,
@@ -105,21 +106,22 @@ class CallMonitor:
         model: DistributedDataParallel,
         parameters: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """Observes gradients of ``model``: always on torch's class, otherwise until the first call.
+        """Observes gradients of ``model``: always on torch's DDP, else until the first call.
 
         Args:
             parameters: the parameters in the model's buckets, by name; None: by the model's names.
         """
         self.knows_model, self._model = True, weakref.ref(model)
-        watchable = list((reduced(model) if parameters is None else parameters).items())
-        places = sorted(
-            {*range(0, len(watchable), len(watchable) // _OBSERVED + 1), len(watchable) - 1} - {-1}
+        candidates = list((reduced(model) if parameters is None else parameters).items())
+        indices = sorted(
+            {*range(0, len(candidates), len(candidates) // _MAX_OBSERVED + 1), len(candidates) - 1}
+            - {-1}
         )
         callback = partial(self._on_gradient, weakref.ref(state), self._model)
-        for place in places:
-            self._names[place], parameter = watchable[place]
+        for index in indices:
+            self._names[index], parameter = candidates[index]
             # Not called for torch.autograd.grad, which accumulates nothing.
-            hook = partial(callback, place)
+            hook = partial(callback, index)
             self._handles.append(when_accumulated(parameter, hook))
 
     def disable(self) -> None:
@@ -137,9 +139,9 @@ class CallMonitor:
     def record_call(self, *, is_last: bool) -> None:
         """Records a call of the hook; ``is_last``: with the last bucket of a step."""
         self.calls += 1
-        self._doubtful = None
+        self._pending_error = None
         if is_last:
-            self._expects = False
+            self._awaits_last_bucket = False
 
     def forward_begins(self, *, synchronises: bool) -> None:
         """Records a forward pass of the wrapper that builds an autograd graph.
@@ -148,22 +150,22 @@ class CallMonitor:
             HookNotAttachedError: two passes produced gradients and no call of the hook, or one pass
                 produced a gradient twice.
         """
-        if self._doubtful is not None:
-            text, self._doubtful = self._doubtful, None
+        if self._pending_error is not None:
+            text, self._pending_error = self._pending_error, None
             raise HookNotAttachedError(text)
         self.is_guarded, self._is_local = True, not synchronises
         if not synchronises:
             return
-        silent = self._called_before == self._called_at_forward == self.calls
-        # After one such pass, torch's class may be about to say that parameters were unused.
-        if silent and self._was_silent:
+        lacked_call = self._calls_at_gradient == self._calls_at_forward == self.calls
+        # After one such pass, torch's DDP may be about to raise that parameters were unused.
+        if lacked_call and self._last_pass_lacked_call:
             raise HookNotAttachedError(
                 "two backward passes have brought gradients, and the registered hook was not "
                 "called: the reducer of this DistributedDataParallel does not have it. Wrap the "
                 "module again, and register the hook again"
             )
-        self._was_silent, self._called_at_forward = silent, self.calls
-        self._expects, self._called_before = True, -1
+        self._last_pass_lacked_call, self._calls_at_forward = lacked_call, self.calls
+        self._awaits_last_bucket, self._calls_at_gradient = True, -1
 
     def _on_gradient(self, state: Any, model: Any, place: int, parameter: Tensor) -> None:
         """Records a gradient of an observed parameter."""
@@ -171,48 +173,50 @@ class CallMonitor:
         if self._observed_in != number:
             self._pass_begins(state(), model())
             self._observed_in = number
-        # Two backward passes without a call are training. In the first one the hook's call may
-        # still come, since a bucket is launched after its gradients.
-        if self._counts and not self.calls:
+        # After two backward passes without a call the model was trained without the hook. In the
+        # first one the call may still come, since a bucket is launched after its gradients.
+        if self._is_training and not self.calls:
             self._trained |= place in self._seen
             self._seen.add(place)
-        if self._expects_call:
-            self._latest, self._called_before = (place, parameter), self.calls
+        if self._bucket_must_follow:
+            self._latest, self._calls_at_gradient = (place, parameter), self.calls
 
     def _pass_begins(self, state: object, ddp: Any) -> None:
-        """Looks up what is constant in a backward pass, at its first observed gradient."""
-        self._counts = self._expects_call = False
+        """Sets what is constant in a backward pass, at its first observed gradient."""
+        self._is_training = self._bucket_must_follow = False
         if ddp is None or not ddp.require_backward_grad_sync:
             return
-        # Another object may be registered that calls the state (torchft).
-        named = [hook[1] for hook in comm_hooks(ddp)]
-        self._counts = all(getattr(holder, "hook_state", holder) is state for holder in named)
+        # The registered state may be another object that calls this one (torchft).
+        registered = [hook[1] for hook in comm_hooks(ddp)]
+        self._is_training = all(
+            getattr(holder, "hook_state", holder) is state for holder in registered
+        )
         if isinstance(ddp, CoreDDP):
             if self.calls or self._trained:
                 self._stop()
-        elif named and self._counts:
-            self._expects_call = True
+        elif registered and self._is_training:
+            self._bucket_must_follow = True
             call_after_backward(self._pass_ended)
 
     def _pass_ended(self) -> None:
         """Raises if no bucket followed the latest observed gradient of a backward pass."""
         (place, parameter), self._latest = self._latest, (0, None)
         self._observed_in = NO_BACKWARD
-        if parameter is None:  # a reentrant pass has looked
+        if parameter is None:  # a reentrant pass has checked
             return
-        if self.calls != self._called_before or self._expects or self._is_local:
+        if self.calls != self._calls_at_gradient or self._awaits_last_bucket or self._is_local:
             return
         model = None if self._model is None else self._model()
         if not self.is_guarded or model is None or has_another_wrapper(model, parameter):
             return
         if is_nested():  # a trainer may have begun another step without a forward pass
-            self._doubtful = twice_error(self._names[place], place)
+            self._pending_error = twice_error(self._names[place], place)
             return
         raise HookNotAttachedError(local_error(self._names[place], landed=self.calls > 0))
 
-    def _end(self, what: str, advice: str) -> None:
-        # With a model, training decides. Without, a state that was neither called nor used for
-        # anything else is suspicious only where there are other ranks to average with.
+    def _warn_if_not_called(self, what: str, advice: str) -> None:
+        # With a model: warn if the model was trained. Without: a state that was neither called nor
+        # used otherwise deserves a warning only where there are other ranks to average with.
         if self.calls or (not self._trained if self.knows_model else self.suppressed):
             return
         if not self.knows_model and not _is_distributed():
@@ -233,7 +237,7 @@ def _is_distributed() -> bool:
     return os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
 
 
-class Unfrozen:
+class UnfrozenParameters:
     """Warns of parameters that were unfrozen after DistributedDataParallel was made.
 
     Args:
@@ -245,7 +249,7 @@ class Unfrozen:
 
     def warn(self) -> None:
         """Warns once if a parameter that is in no bucket is trained."""
-        # In every forward pass, so without a loop in Python.
+        # Called in every forward pass, so without a loop in Python.
         if not any(map(_IS_TRAINED, self._not_reduced.values())):
             return
         names = [name for name, value in self._not_reduced.items() if value.requires_grad]
@@ -261,24 +265,24 @@ class Unfrozen:
 
 
 def known_parameters(owner: nn.Module, ddp: Any, prefix: str = "module.") -> KnownParameters:
-    """Returns the check that a model of torch's class still trains the same parameters.
+    """Returns the check that a model of torch's DDP still trains the same parameters.
 
     Args:
         owner: the module that is called.
         ddp: the DistributedDataParallel that reduces its gradients.
         prefix: prefix of parameter names in the owner.
     """
-    within = set(map(id, reduced(ddp).values()))
+    reduced_ids = set(map(id, reduced(ddp).values()))
     named = {name.removeprefix(prefix): parameter for name, parameter in owner.named_parameters()}
-    # Torch's class counts frozen parameters among its own, but not ignored ones.
+    # torch's DDP lists frozen parameters among its own, but not ignored ones.
     ignored = [parameter for name, parameter in named.items() if name in ddp.parameters_to_ignore]
     return KnownParameters(
         owner,
-        {name: parameter for name, parameter in named.items() if id(parameter) in within},
+        {name: parameter for name, parameter in named.items() if id(parameter) in reduced_ids},
         ignored=ddp.parameters_to_ignore,
         first=[*wrapped_parameters(ddp), *ignored],
         prefix=prefix,
-        # Beside tensor parallelism torch's class takes parameters out of the model.
+        # With tensor parallelism, torch's DDP removes parameters from the model.
         may_lack=ddp.find_unused_parameters
         or ddp.static_graph
         or any(local_spec_of(parameter) is not None for parameter in reduced(ddp).values()),
@@ -315,7 +319,7 @@ class AttachmentGuard(ForwardGuard):
         self._state = state
         # Weak: the module holds its pre-hooks, and no cycle should keep a model alive.
         self._ddp: weakref.ref[nn.Module] | None = weakref.ref(ddp)
-        self._unfrozen = Unfrozen(not_reduced(ddp))
+        self._unfrozen = UnfrozenParameters(not_reduced(ddp))
         # ``ddp_core`` checks this itself.
         is_core = isinstance(ddp, CoreDDP)
         self._known: KnownParameters | None = None if is_core else known_parameters(ddp, ddp)
@@ -335,15 +339,15 @@ class AttachmentGuard(ForwardGuard):
                 "Call commhooks.register(model, ...) on it, then load_state_dict; an average of "
                 "weights is evaluated after eval(), or under torch.no_grad()"
             )
-        self._refuse_guessing(module)
+        self._check_join(module)
         if self._known is not None:
             self._known.check()
             self._state.call_monitor.forward_begins(synchronises=module.require_backward_grad_sync)
         self._state.forward_begins()
         self._unfrozen.warn()
 
-    def _refuse_guessing(self, module: Any) -> None:
-        """Raises if the hook could not know which gradients torch's class writes."""
+    def _check_join(self, module: Any) -> None:
+        """Raises if within ``join`` the hook could not know which gradients torch's DDP writes."""
         joins = in_join(module) and module.find_unused_parameters
         if joins and self._state.engine.keeps_memory and not isinstance(module, CoreDDP):
             raise RegistrationError(
@@ -361,15 +365,15 @@ class AttachmentGuard(ForwardGuard):
 
     def __setstate__(self, saved: dict[str, Any]) -> None:
         self._state, self._ddp, self._known = saved["state"], None, None
-        self._unfrozen = Unfrozen({})
+        self._unfrozen = UnfrozenParameters({})
 
 
-class ShardedParameters:
-    """Raises where a model that a host shards trains other parameters than before.
+class ShardedModelGuard:
+    """Raises if the parameters of a model that a host (FSDP) shards were replaced or converted.
 
-    A host takes parameters of ``load_state_dict(assign=True)`` for its own, so their gradients are
-    averaged; an optimizer that was made before trains nothing from then on. It has its own memory
-    for whole parameters, which ``.double()`` leaves as it was.
+    A host adopts the parameters of ``load_state_dict(assign=True)``, so their gradients are
+    averaged; but an optimizer that was made before holds the old ones, and trains nothing. And a
+    host keeps buffers of its own for unsharded parameters, which ``.double()`` does not convert.
 
     Args:
         model: held weakly.
@@ -380,8 +384,8 @@ class ShardedParameters:
         self._model, self._held = weakref.ref(model), held
         self._structure = Structure(model)
         # Not weakly: torch does not swap a tensor that has weak references (``to_empty``).
-        self._had: dict[int, Tensor] = {}
-        self._gone: list[weakref.ref[Tensor]] = []  # those that an optimizer may have still
+        self._tensors: dict[int, Tensor] = {}
+        self._removed: list[weakref.ref[Tensor]] = []  # tensors that an optimizer may still hold
         self._remember(model)
         before_every_step(self._optimizer_steps)
 
@@ -389,13 +393,13 @@ class ShardedParameters:
         return {id(tensor): tensor for tensor in (*model.parameters(), *self._held(model))}
 
     def _remember(self, model: nn.Module) -> None:
-        self._had = self._present(model)
-        self._dtypes = list(map(_DTYPE, self._had.values()))
+        self._tensors = self._present(model)
+        self._dtypes = list(map(_DTYPE, self._tensors.values()))
         self._structure.record(model)
 
     def check(self) -> None:
         """Raises before a forward pass if the dtype of parameters has changed."""
-        dtypes = list(map(_DTYPE, self._had.values()))
+        dtypes = list(map(_DTYPE, self._tensors.values()))
         if dtypes == self._dtypes:
             return
         now, before = next(
@@ -403,7 +407,7 @@ class ShardedParameters:
         )
         raise HookNotAttachedError(
             f"commhooks: parameters are of {now}, and were of {before} when the model was sharded: "
-            f"FSDP keeps their memory of before. Convert the model before it is sharded, or give "
+            f"FSDP keeps buffers of the old dtype. Convert the model before it is sharded, or give "
             f"FSDP the dtype (MixedPrecisionPolicy, MixedPrecision), and register its hook again"
         )
 
@@ -413,20 +417,22 @@ class ShardedParameters:
         if model is None:
             return
         if self._structure.has_changed:
-            before = self._had.values()
+            before = self._tensors.values()
             self._remember(model)
-            self._gone += [weakref.ref(tensor) for tensor in before if id(tensor) not in self._had]
-        if not self._gone:
+            self._removed += [
+                weakref.ref(tensor) for tensor in before if id(tensor) not in self._tensors
+            ]
+        if not self._removed:
             return
-        # Those of earlier optimizers end with them, and some may be back in the model.
-        self._gone = [
+        # Some are deleted with their optimizer, and some may be back in the model.
+        self._removed = [
             reference
-            for reference in self._gone
-            if reference() is not None and id(reference()) not in self._had
+            for reference in self._removed
+            if reference() is not None and id(reference()) not in self._tensors
         ]
-        gone = {id(reference()) for reference in self._gone}
+        removed = {id(reference()) for reference in self._removed}
         if any(
-            id(parameter) in gone
+            id(parameter) in removed
             for group in optimizer.param_groups
             for parameter in group["params"]
         ):
@@ -443,8 +449,8 @@ class HostGuard(ForwardGuard):
     Args:
         model: the model that the host shards.
         hook: the hook that the host runs.
-        units: the modules that the host reduces one by one, by name; all have the hook.
-        present: returns the units of a model now.
+        units: the modules whose gradients the host reduces together, by name; all have the hook.
+        present: returns the units that a model has now.
         has_hook: whether a unit still has the hook.
         check_ready: raises if the last backward pass raised, and the host cannot begin another.
         held: returns parameters that the host has taken out of the model for a while.
@@ -460,15 +466,17 @@ class HostGuard(ForwardGuard):
         check_ready: Callable[[], None],
         held: Callable[[nn.Module], Iterable[Tensor]],
     ) -> None:
-        self._parameters = ShardedParameters(model, held)
+        self._parameters = ShardedModelGuard(model, held)
         self._hook, self._units = hook, dict(units)
         self._present, self._has_hook, self._check_ready = present, has_hook, check_ready
-        self._looks = True
+        self._rescans = True
 
     def pass_begins(self, module: nn.Module) -> None:
         self._parameters.check()
         units = self._units
-        if self._looks:  # until it is right once: after that a host takes no further modules
+        if (
+            self._rescans
+        ):  # until all have the hook once: after that a host shards no further modules
             units = {**units, **self._present(module)}
         lost = [
             plain_name(name) or "root" for name, unit in units.items() if not self._has_hook(unit)
@@ -480,7 +488,7 @@ class HostGuard(ForwardGuard):
                 f", another hook). Call register after the last fully_shard, and set no other "
                 f"reduction afterwards"
             )
-        self._looks = False
+        self._rescans = False
         # Activation checkpointing runs forward passes within backward.
         if backward_number() == NO_BACKWARD:
             self._check_ready()

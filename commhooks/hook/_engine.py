@@ -30,7 +30,7 @@ from commhooks.kernels import all_finite
 from commhooks.verify._measure import Measurement, Observer, ShardMeasurement
 from commhooks.wrappers._feedback import unwrap_flush, with_flush
 from commhooks.wrappers._guard import Guard
-from commhooks.wrappers._parts import Part, whole_of
+from commhooks.wrappers._parts import Part, join_parts
 from ddp_core import AllReduce, Exchange
 from ddp_core._torch import sparse_values
 
@@ -103,7 +103,7 @@ class ExactParameters:
         parts = [Part(dense, bucket, exact), Part(scheme, bucket, others)]
         for part in parts:
             part.result = yield from part.exchange
-        return whole_of(parts, bucket)
+        return join_parts(parts, bucket)
 
     def _split(self, layout: Layout) -> tuple[list[int], list[int]]:
         """Returns the positions of the exact parameters, and of the others."""

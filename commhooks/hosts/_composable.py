@@ -21,7 +21,7 @@ from commhooks._torch import (
 from commhooks.core._names import plain_names
 from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
-from commhooks.hook._attachment import ForwardGuard, Unfrozen, known_parameters
+from commhooks.hook._attachment import ForwardGuard, UnfrozenParameters, known_parameters
 from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._hook_function import comm_hook
 from commhooks.hook._parameters import not_reduced
@@ -60,13 +60,13 @@ class _Guard(ForwardGuard):
     def __init__(self, hook: HookState, state: Any) -> None:
         self._hook, self._state = hook, state
         self._known: KnownParameters | None = None
-        self._unfrozen = Unfrozen({})
+        self._unfrozen = UnfrozenParameters({})
 
     def pass_begins(self, module: nn.Module) -> None:
         ddp, call_monitor = composable_ddp(self._state), self._hook.call_monitor
         if self._known is None:  # the first forward pass has made the DistributedDataParallel
             self._known = known_parameters(module, ddp, "")
-            self._unfrozen = Unfrozen(_frozen(module, self._state))
+            self._unfrozen = UnfrozenParameters(_frozen(module, self._state))
             call_monitor.observe(self._hook, ddp, self._known.averaged)
         # With a mesh they are DTensors in forward passes.
         if not composable_options(self._state).get("device_mesh"):

@@ -14,7 +14,7 @@ from commhooks.core._scheme import Scheme
 from ddp_core import AllReduce, Collective, as_request
 from ddp_core._torch import foreach_copy
 
-__all__ = ["Part", "side_by_side", "whole_of"]
+__all__ = ["Part", "exchange_concurrently", "join_parts"]
 
 
 class Part:
@@ -98,8 +98,8 @@ def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] 
     return tuple(pairwise(accumulate(lengths, initial=0))) if lengths[0] == max(lengths) else None
 
 
-def whole_of(parts: Sequence[Part], bucket: Bucket) -> Result:
-    """Returns the result of a bucket once all its parts have been exchanged."""
+def join_parts(parts: Sequence[Part], bucket: Bucket) -> Result:
+    """Joins the results of all parts of a bucket, once they have been exchanged."""
     for part in parts:
         part.write_back(bucket)
     flags = [part.result.finite for part in parts if part.result.finite is not None]
@@ -107,7 +107,7 @@ def whole_of(parts: Sequence[Part], bucket: Bucket) -> Result:
     return Result(bucket.output, unsent=bucket.unsent, finite=finite)
 
 
-def side_by_side(parts: Sequence[Part]) -> SchemeExchange:
+def exchange_concurrently(parts: Sequence[Part]) -> SchemeExchange:
     """Runs the exchanges of all parts together; merges all-reduces of equal operation and dtype.
 
     Every rank has the same parts in the same order, so all ranks merge the same requests.

@@ -21,7 +21,7 @@ from commhooks.core._traits import Traits
 from commhooks.core._user_line import user_stacklevel
 from commhooks.wrappers._base import Choice
 from commhooks.wrappers._feedback import keeps_residual, with_flush
-from commhooks.wrappers._parts import Part, side_by_side, whole_of
+from commhooks.wrappers._parts import Part, exchange_concurrently, join_parts
 from ddp_core.exchange._errors import listed
 
 __all__ = ["ROLES", "PerParameter", "Rule", "role_of", "warn_of_idle_rules"]
@@ -86,7 +86,7 @@ class Rule:
                 )
 
     def matches(self, name: str, shape: torch.Size, dtype: torch.dtype) -> bool:
-        """Whether a parameter, or a rank's piece of it (FSDP2), meets all conditions."""
+        """Whether a parameter, or a rank's shard of it (FSDP2), meets all conditions."""
         name = parameter_name(name)
         return (
             fnmatch.fnmatchcase(name, self.name)
@@ -101,7 +101,7 @@ class Rule:
 class PerParameter(Choice):
     """Chooses a scheme for each parameter: that of the first rule that matches, else ``default``.
 
-    The chosen schemes run side by side; their all-reduces of equal operation and dtype are merged
+    The chosen schemes run concurrently; their all-reduces of equal operation and dtype are merged
     into one message.
 
     A rule that names parameters, roles or dtypes which the model does not have warns when a hook is
@@ -126,7 +126,7 @@ class PerParameter(Choice):
         for rule in self.rules:
             if not isinstance(rule, Rule):
                 raise TypeError(f"PerParameter(rules=...) holds Rule objects, got {shown(rule)}")
-        # By name, shape and dtype: a bucket of hundreds of parameters asks in every step.
+        # A cache by name, shape and dtype: every step looks up hundreds of parameters per bucket.
         object.__setattr__(self, "_index_of", {})
 
     @property
@@ -136,7 +136,7 @@ class PerParameter(Choice):
 
     @property
     def traits(self) -> Traits:
-        # The sum: collectives that cannot be merged run one after the other.
+        # The sum over schemes: collectives that cannot be merged run one after the other.
         rounds = sum(scheme.traits.rounds for scheme in self.schemes)
         return super().traits._replace(rounds=rounds)
 
@@ -165,16 +165,16 @@ class PerParameter(Choice):
             which = self.choose(name, shape, bucket.output.dtype)
             chosen.setdefault(which, []).append(position)
         schemes = self.schemes
-        # A parameter may have the residual of another scheme, by a schedule or a loaded state: a
-        # scheme without feedback sends it.
+        # After a switch or a loaded state, a parameter may have the residual of another scheme: a
+        # scheme without error feedback sends it.
         if keeps_residual(self):
             schemes = [with_flush(scheme) for scheme in schemes]
         if len(chosen) == 1:  # the usual case with ``layout="scheme"``: nothing is copied
             (which,) = chosen
             return (yield from schemes[which].exchange(bucket))
         parts = [Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
-        yield from side_by_side(parts)
-        return whole_of(parts, bucket)
+        yield from exchange_concurrently(parts)
+        return join_parts(parts, bucket)
 
 
 def warn_of_idle_rules(
@@ -188,29 +188,29 @@ def warn_of_idle_rules(
         scheme: the scheme whose rules are checked, and those of schemes inside.
         parameters: name, shape and dtype of each parameter; further items are ignored.
     """
-    facts = [parameter[:3] for parameter in parameters]
-    for policy in walk(scheme) if facts else ():
-        if not isinstance(policy, PerParameter):
+    known = [parameter[:3] for parameter in parameters]
+    for nested in walk(scheme) if known else ():
+        if not isinstance(nested, PerParameter):
             continue
-        unclaimed = facts
-        for rule in policy.rules:
-            after = [parameter for parameter in unclaimed if not rule.matches(*parameter)]
-            if len(after) == len(unclaimed) and (rule.name != "*" or rule.role or rule.dtype):
-                hidden = any(rule.matches(*parameter) for parameter in facts)
-                names = list(dict.fromkeys(parameter_name(name) for name, _, _ in facts))
-                warnings.warn(_idle(rule, names, hidden), stacklevel=user_stacklevel())
-            unclaimed = after
+        remaining = known
+        for rule in nested.rules:
+            unmatched = [parameter for parameter in remaining if not rule.matches(*parameter)]
+            if len(unmatched) == len(remaining) and (rule.name != "*" or rule.role or rule.dtype):
+                is_shadowed = any(rule.matches(*parameter) for parameter in known)
+                names = list(dict.fromkeys(parameter_name(name) for name, _, _ in known))
+                warnings.warn(_idle_warning(rule, names, is_shadowed), stacklevel=user_stacklevel())
+            remaining = unmatched
 
 
-def _idle(rule: Rule, names: Sequence[str], hidden: bool) -> str:
-    """Returns the warning for a rule that is never used; ``hidden``: because of earlier rules."""
+def _idle_warning(rule: Rule, names: Sequence[str], is_shadowed: bool) -> str:
+    """Returns the warning for a rule that is never used; ``is_shadowed``: by earlier rules."""
     conditions = [
         f"{setting.name}={getattr(rule, setting.name)!r}"
         for setting in fields(rule)
         if setting.name != "scheme" and getattr(rule, setting.name) != setting.default
     ]
     which = f"PerParameter: Rule({', '.join(conditions)})"
-    if hidden:
+    if is_shadowed:
         return f"{which} is never used: earlier rules take all parameters that it matches"
     near = difflib.get_close_matches(rule.name.strip("*"), names, n=3, cutoff=0.4)
     others = f"the nearest are {', '.join(near)}" if near else f"it has {listed(names)}"

@@ -90,7 +90,7 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     *planted(
-        "whole_of",
+        "join_parts",
         (
             "one finite part stands for all",
             "if len(flags) == len(parts) else None",

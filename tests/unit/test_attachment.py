@@ -23,7 +23,7 @@ from commhooks.core._names import plain_name, plain_names
 from commhooks.errors import RegistrationError
 from commhooks.hook import _parameters as _model
 from commhooks.hook import as_hook
-from commhooks.hook._attachment import ShardedParameters
+from commhooks.hook._attachment import ShardedModelGuard
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.unit.one_rank import KINDS, layers, train
 
@@ -485,7 +485,7 @@ def held_model():
 
 
 @pytest.mark.parametrize(
-    "make", [held_model, lambda: ShardedParameters(layers(), lambda _: ())], ids=["held", "sharded"]
+    "make", [held_model, lambda: ShardedModelGuard(layers(), lambda _: ())], ids=["held", "sharded"]
 )
 def test_a_model_may_be_collected_while_an_optimizer_calls_its_hooks(make):
     """Python may collect at any time, also while torch iterates over all hooks of optimizers."""
