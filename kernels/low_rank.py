@@ -1,8 +1,8 @@
 """Multiplies all matrices of a bucket with thin factors: the arithmetic of PowerSGD.
 
-Factors are rank-major: the left factor of an n x m matrix has shape (r, n), the right one (r, m).
-A thin operand whose last, fastest dimension is the rank costs MKL 3 to 26 times more. One call
-handles all matrices of a bucket, and its tail: the entries that no matrix has.
+Factors have the rank as their first dimension: the left factor of an n x m matrix has shape (r, n),
+the right one (r, m). With the rank as the last, contiguous dimension MKL takes 3 to 26 times as
+long. One call handles all matrices of a bucket, and its tail: the entries that are in no matrix.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ __all__ = [
 _BUCKETS = (*FLOATS, torch.float64)
 _IN_PLACE = [("x", "total"), ("residual", "total")]
 
-# All ops also carry the tail, which no matrix has: `tails` is its table.
+# All ops also take the tail, whose entries are in no matrix: `tails` is its table, `tail` the
+# values.
 
 
 def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **others: Entries) -> dict[str, Rule]:
-    """Returns the rules of an op: those of its bucket, of factors, and of other tensors."""
+    """Returns the checks of an op's tensors: of its bucket, of the factors, and of others."""
     return {
         "table": matrices_of,
         "tails": tail_of,
@@ -52,7 +53,7 @@ def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **others: Entries) -> d
 
 
 def _takes_sum(factor: str) -> dict[str, Rule]:
-    """Returns the rules of an op that adds a residual and writes ``factor``, and a copy of it."""
+    """Returns the checks of an op that adds a residual and writes ``factor``, and a copy of it."""
     return _takes(
         "x",
         _BUCKETS,
@@ -80,7 +81,7 @@ def multiply_right_op(
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    for run, source in _sums(table, x, residual, total, left.dtype):
+    for run, source in _sum_with_residual(table, x, residual, total, left.dtype):
         run.left(left).copy_(torch.bmm(run.right(right), source.mT))
     if local_copy is not None:
         local_copy.copy_(left)
@@ -105,7 +106,7 @@ def multiply_left_op(
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    for run, source in _sums(table, x, residual, total, right.dtype):
+    for run, source in _sum_with_residual(table, x, residual, total, right.dtype):
         run.right(right).copy_(torch.bmm(run.left(left), source))
     if local_copy is not None:
         local_copy.copy_(right)
@@ -113,10 +114,10 @@ def multiply_left_op(
         gather(x, residual, total, tails, tail)
 
 
-def _sums(
+def _sum_with_residual(
     table: Tensor, x: Tensor, residual: Tensor | None, total: Tensor | None, dtype: torch.dtype
 ) -> Iterator[tuple[Run, Tensor]]:
-    """Yields the matrices of ``x + residual``, and writes them to ``total``."""
+    """Yields the matrices of ``x + residual``; also writes them to ``total``, if given."""
     for run in runs_of(table):
         source = run.bucket(x).to(dtype)  # 16-bit entries are summed in float32
         if residual is not None:
@@ -245,9 +246,6 @@ def _is_double(first: Tensor, *rest: Tensor | None) -> bool:
     return first.dtype == torch.float64
 
 
-# ---- ops and kernels
-
-
 # Public functions -------------------------------------------------------------------------------
 
 
@@ -281,7 +279,7 @@ def multiply_right(
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
-    # There is nothing to write then; kernels would copy the bucket onto itself.
+    # Then there is nothing to write; kernels would copy the bucket onto itself.
     total = None if total is x and residual is None else total
     table = table_of("multiply_right", matrices)
     multiply_right_op(x, residual, total, table, right, left, local_copy, *(tail or (None, None)))
@@ -298,7 +296,7 @@ def multiply_left(
     local_copy: Tensor | None = None,
     tail: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """Writes the right factors ``left @ M`` of each matrix; otherwise as :func:`multiply_right`."""
+    """Writes the right factors ``left @ M`` of each matrix M, as :func:`multiply_right`."""
     total = None if total is x and residual is None else total
     table = table_of("multiply_left", matrices)
     multiply_left_op(x, residual, total, table, left, right, local_copy, *(tail or (None, None)))
@@ -315,8 +313,8 @@ def decode_low_rank(
 ) -> None:
     """Writes ``left^T @ right`` of each matrix to ``out``, and the tail to its places.
 
-    Entries of no matrix and of no piece of the tail stay unchanged. Kernels sum in the order of the
-    rows of the factors, so that all machines get the same bits.
+    Other entries of ``out`` stay unchanged. Kernels sum in the order of the rows of the factors, so
+    that all machines get the same bits.
 
     Args:
         left, right: float32 (float64 for an ``out`` of float64).
@@ -423,8 +421,8 @@ def _subtract_cpu(
 
 # CUDA kernels ----------------------------------------------------------------------------------
 
-# Threads of a block of the products. Many registers leave room for 16 to 24 warps on a
-# multiprocessor, and a bucket of 25 MiB has 12 for each: small blocks spread them evenly.
+# Threads per block in the kernels of products. These use many registers, so a multiprocessor has
+# room for 16 to 24 warps, and a bucket of 25 MiB has 12 for each: small blocks spread them evenly.
 _THREADS = 128
 
 
@@ -455,23 +453,30 @@ def _multiply_cuda(
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    there, pieces = on_device(table, x.device), _tail.on_device(tails, x.device)
+    device_table, pieces = on_device(table, x.device), _tail.on_device(tails, x.device)
     if kernel == "multiply_right":
-        adding, tasks, numel, sums = (
+        add_kernel, tasks, numel, sums = (
             "add_segments",
-            there.block_tasks,
-            there.lefts,
-            there.block_sums,
+            device_table.block_tasks,
+            device_table.lefts,
+            device_table.block_sums,
         )
     else:
-        adding, tasks, numel, sums = "add_chunks", there.chunk_tasks, there.rights, there.chunk_sums
-    # Partial sums go through memory, and a second launch adds them in their order. Atomic additions
-    # would save it, but their order, and so the bits, would change from run to run.
+        add_kernel, tasks, numel, sums = (
+            "add_chunks",
+            device_table.chunk_tasks,
+            device_table.rights,
+            device_table.chunk_sums,
+        )
+    # Partial sums go through memory, and a second launch adds them in a fixed order. Atomic
+    # additions would save that launch, but their order, and so the bits, would vary between runs.
     partial = torch.empty(sums, dtype=torch.float32, device=x.device)
-    places, source = (there.table, there.matrices), (x, residual, total)
+    places, source = (device_table.table, device_table.matrices), (x, residual, total)
     _launch(x, kernel, tasks, *places, tasks, *source, factor, partial)
     warps = (numel + pieces[2]) // 32 + 1
-    _launch(x, adding, warps, *places, numel, partial, result, local_copy, *pieces, *source, tail)
+    _launch(
+        x, add_kernel, warps, *places, numel, partial, result, local_copy, *pieces, *source, tail
+    )
 
 
 @expand_op.kernel("cuda")
@@ -484,9 +489,9 @@ def _expand_cuda(
     tails: Tensor | None,
     tail: Tensor | None,
 ) -> None:
-    there, pieces = on_device(table, out.device), _tail.on_device(tails, out.device)
-    source = (there.table, there.matrices, there.block_tasks, left, right)
-    _launch(out, "expand", _tasks(there, pieces[2]), *source, out, finite, *pieces, tail)
+    device_table, pieces = on_device(table, out.device), _tail.on_device(tails, out.device)
+    source = (device_table.table, device_table.matrices, device_table.block_tasks, left, right)
+    _launch(out, "expand", _tasks(device_table, pieces[2]), *source, out, finite, *pieces, tail)
 
 
 @subtract_op.kernel("cuda")
@@ -499,15 +504,22 @@ def _subtract_cuda(
     tails: Tensor | None,
     sent: Tensor | None,
 ) -> None:
-    there, pieces = on_device(table, total.device), _tail.on_device(tails, total.device)
-    source = (there.table, there.matrices, there.block_tasks, total, left, right)
+    device_table, pieces = on_device(table, total.device), _tail.on_device(tails, total.device)
+    source = (
+        device_table.table,
+        device_table.matrices,
+        device_table.block_tasks,
+        total,
+        left,
+        right,
+    )
     arguments = (*source, unsent, *pieces, sent)
-    warps = _tasks(there, pieces[2])
+    warps = _tasks(device_table, pieces[2])
     cuda.launch(
         "low_rank.cu", "subtract_low_rank", total.device, warps, arguments, threads=_THREADS
     )
 
 
-def _tasks(there: OnDevice, tail_numel: int) -> int:
+def _tasks(device_table: OnDevice, tail_numel: int) -> int:
     """Returns the number of tasks, each for a warp: pieces of matrices, and of the tail."""
-    return there.block_tasks + tail_numel // 256 + 1  # kTask entries of the tail each
+    return device_table.block_tasks + tail_numel // 256 + 1  # kTask entries of the tail each

@@ -1,10 +1,10 @@
-"""Divides a flat tensor into blocks that begin at parameters, and places them in payloads.
+"""Divides a flat tensor into blocks that start at parameters, and places them in payloads.
 
-A block shares one scale, so a parameter whose gradient is small would drown in the rounding errors
-of a neighbour in the same block. Here every segment, as a parameter or the part of it that lies in
-a shard, begins a block. What remains of a segment behind its whole blocks travels in 16 bits where
-that takes no more bytes than a block, and otherwise as a block that zeros fill up: a segment costs
-one block of padding at most.
+The entries of a block share one scale, so a parameter with a small gradient would be lost in the
+rounding errors of a neighbour in the same block. Here every segment (a parameter, or the part of a
+parameter that lies in a shard) starts a block. The entries after a segment's last whole block, its
+tail, are sent in 16 bits where that takes no more bytes than a block, and otherwise as a block that
+is padded with zeros: a segment costs at most one block of padding.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from ._tables import once_per_table
 
 __all__ = ["Segments", "rows_of", "segments_of"]
 
-_GROUP = 256  # entries that share calls of Philox, and that a warp takes at least
+_MIN_BLOCK = 256  # entries that share calls of Philox, and that a warp takes at least
 
-Run = tuple[int, int, int]
+Run = tuple[int, int, int]  # slot, begin, count: see Segments.runs
 
 
 class Segments:
-    """Lists where the entries of a message lie: a row of bytes for each shard of a flat tensor.
+    """Describes where the entries of a flat tensor lie in a message, which has a row per shard.
 
-    Coded entries lie in slots, of which every row has the same number: whole blocks. Slots that no
-    entry has are coded as zeros. Entries of 16 bits lie one after the other behind the codes.
+    Entries of whole blocks are coded, and lie in slots; all rows have the same number of slots.
+    Slots without an entry are coded as zeros. Entries of 16 bits follow the codes of their row.
 
     Args:
-        rows: for each row the lengths of its segments; together they are the flat tensor.
-        granule: a multiple of 256 and of the block; runs of slots begin at multiples of it.
-        most: the largest rest of a segment that travels in 16 bits; 0: none.
+        rows: for each row the lengths of its segments; all rows together are the flat tensor.
+        granule: alignment of segments in slots: a multiple of 256 and of the block size.
+        most: the largest tail of a segment that is sent in 16 bits; 0: none.
 
     Attributes:
-        slots, tails: coded entries and entries of 16 bits that a row has room for.
-        entries: begin of each row in the flat tensor, and the end.
-        runs: for each row (slot, begin, count): ``count`` entries from ``begin`` on, in the slots
-            from ``slot`` on. Begins are those in the row.
+        slots, tails: number of slots, and of entries of 16 bits, of a row.
+        entries: where each row begins in the flat tensor, and where the last one ends.
+        runs: for each row a list of (slot, begin, count): ``count`` entries of the row from
+            ``begin`` on lie in the slots from ``slot`` on.
         tail_runs: the same for entries of 16 bits.
-        table: int64, four columns: (rows, granule, most, slots), for each row and behind the last
-            the numbers before it of (runs, tail runs, entries, segments); all runs, all tail runs
-            and all segments. Kernels read it.
+        table: what kernels read: int64, with four columns. Its lines are (rows, granule, most,
+            slots); for each row, and once more at the end, the numbers of (runs, tail runs,
+            entries, segments) before it; then all runs, all tail runs, and all segment lengths.
 
     Example:
         >>> segments = Segments([[300, 20]], granule=256, most=130)
@@ -54,9 +54,9 @@ class Segments:
 
     def __init__(self, rows: Sequence[Sequence[int]], granule: int, most: int) -> None:
         self.rows, self.granule, self.most = [tuple(row) for row in rows], granule, most
-        if granule < _GROUP or granule % _GROUP or not 0 <= most < granule:
+        if granule < _MIN_BLOCK or granule % _MIN_BLOCK or not 0 <= most < granule:
             raise ValueError(
-                f"Segments(granule, most): a multiple of {_GROUP} and a number below it, "
+                f"Segments(granule, most): a multiple of {_MIN_BLOCK} and a number below it, "
                 f"got {granule} and {most}"
             )
         if not self.rows or min(map(min, filter(None, self.rows)), default=0) < 0:
@@ -66,21 +66,21 @@ class Segments:
         self.entries = [0]
         self.slots = self.tails = 0
         for row in self.rows:
-            slots, tails = self._place(row)
+            slots, tails = self._add_row(row)
             self.slots, self.tails = max(self.slots, slots), max(self.tails, tails)
             self.entries.append(self.entries[-1] + sum(row))
         if self.entries[-1] >= 2**56:
             raise ValueError(f"Segments(rows): less than 2^56 entries, got {self.entries[-1]}")
         self.table = self._table()
 
-    def _place(self, row: tuple[int, ...]) -> tuple[int, int]:
-        """Adds the runs of a row; returns its slots and its entries of 16 bits."""
+    def _add_row(self, row: tuple[int, ...]) -> tuple[int, int]:
+        """Adds the runs of a row; returns its numbers of slots and of entries of 16 bits."""
         runs: list[Run] = []
         tail_runs: list[Run] = []
         slots = tails = begin = 0
         for length in row:
-            rest = length % self.granule
-            coded = length - rest if rest <= self.most else length
+            tail = length % self.granule
+            coded = length - tail if tail <= self.most else length
             slots += _append(runs, (slots, begin, coded), self.granule)
             tails += _append(tail_runs, (tails, begin + coded, length - coded), 1)
             begin += length
@@ -103,8 +103,8 @@ class Segments:
         return torch.tensor(lines, dtype=torch.int64, device="cpu")
 
     @classmethod
-    def read(cls, table: Tensor) -> Segments | None:
-        """Returns the segments that have this table, or None if none have."""
+    def from_table(cls, table: Tensor) -> Segments | None:
+        """Returns the segments of this table, or None if ``Segments`` makes no such table."""
         if not table.is_cpu or table.dtype != torch.int64 or not table.is_contiguous():
             return None
         if table.dim() != 2 or len(table) < 3 or table.shape[1] != 4:
@@ -121,15 +121,15 @@ class Segments:
         return segments if torch.equal(segments.table, table) else None
 
     def row(self, index: int) -> tuple[int, int]:
-        """Returns the begin and the end of a row in the flat tensor; of -1 those of all rows."""
+        """Returns where a row begins and ends in the flat tensor; -1: all rows together."""
         return (
             (0, self.entries[-1]) if index < 0 else (self.entries[index], self.entries[index + 1])
         )
 
-    # For definitions: indices in place of runs.
+    # ---- for the definitions of ops in PyTorch: indices in place of runs
 
     def coded(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns the slots that have entries in a row, and these entries."""
+        """Returns the slots of a row that have entries, and the indices of these in the row."""
         return self._indices[index][0].to(device), self._indices[index][1].to(device)
 
     def counts(self, index: int, block: int, device: torch.device) -> Tensor:
@@ -139,7 +139,7 @@ class Segments:
         return slots.view(-1, block).sum(1)
 
     def in_16_bits(self, index: int, device: torch.device) -> Tensor:
-        """Returns the entries of a row that travel in 16 bits."""
+        """Returns the indices of a row's entries that are sent in 16 bits."""
         return self._indices[index][2].to(device)
 
     @cached_property
@@ -155,11 +155,11 @@ class Segments:
 
 
 def _append(runs: list[Run], run: Run, unit: int) -> int:
-    """Appends a run, or makes the last one longer; returns its size, in whole units."""
-    place, begin, count = run
+    """Appends a run, or extends the last one; returns ``count``, rounded up to whole units."""
+    slot, begin, count = run
     if count:
         last = runs[-1] if runs else (0, 0, 0)
-        if last[2] and last[0] + last[2] == place and last[1] + last[2] == begin:
+        if last[2] and last[0] + last[2] == slot and last[1] + last[2] == begin:
             runs[-1] = (last[0], last[1], last[2] + count)
         else:
             runs.append(run)
@@ -172,10 +172,10 @@ def _ranges(spans: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def rows_of(segments: Segments, row: int) -> list[tuple[int, int, int]]:
-    """Returns the rows that an op works on, with the begin and end of their entries in its tensor.
+    """Returns the rows that an op works on: (row, begin, end) with its entries in the op's tensor.
 
     Args:
-        row: one row, whose entries are the whole tensor; -1: all.
+        row: a row, whose entries are all of the tensor; -1: all rows.
     """
     if row >= 0:
         begin, end = segments.row(row)
@@ -189,7 +189,7 @@ def segments_of(table: Tensor, caller: str) -> Segments:
 
     Kernels trust the table for every address, and an op may be called with any tensor.
     """
-    segments = Segments.read(table)
+    segments = Segments.from_table(table)
     if segments is None:
         raise ValueError(
             f"{caller}(segments): a table as Segments makes it, on the CPU, "

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 # Denormals are kept and multiply-adds are not contracted, so that kernels equal their definitions
-# bit for bit. ptxas reports spilled registers, which are a failure of the tests.
+# bit for bit. With -v ptxas reports spilled registers, on which tests fail.
 OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 
 
@@ -61,9 +61,11 @@ def cached_cubin(source: str, name: str, architecture: str) -> Cubin:
     """Returns the cubin from the folder ``COMMHOOKS_CACHE``, or compiles and stores it there."""
     # The key covers all headers, whether included or not, so that no cubin is stale.
     parts = [source, name, architecture, *OPTIONS, str(_nvrtc_version())]
-    key = hashlib.blake2b("\0".join([*parts, *_texts(source)]).encode(), digest_size=16).hexdigest()
-    # Without a home, or with one that cannot be read or written, every process compiles again, a
-    # second per kernel.
+    key = hashlib.blake2b(
+        "\0".join([*parts, *_all_sources(source)]).encode(), digest_size=16
+    ).hexdigest()
+    # Without a home directory, or if it cannot be read or written, every process compiles again,
+    # which takes a second per kernel.
     with suppress(OSError, RuntimeError):
         lowered, _, code = (cache_folder() / f"{key}.cubin").read_bytes().partition(b"\0")
         return Cubin(code, {name: lowered.decode()}, "")
@@ -79,7 +81,7 @@ def cached_cubin(source: str, name: str, architecture: str) -> Cubin:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled kernels; raises RuntimeError where no home is known."""
+    """Returns the folder of compiled kernels; raises RuntimeError without a home directory."""
     return Path(os.environ.get("COMMHOOKS_CACHE") or Path.home() / ".cache" / "commhooks")
 
 
@@ -87,17 +89,17 @@ def _folder() -> Path:
     return Path(str(resources.files("commhooks.kernels")))
 
 
-def _texts(source: str) -> list[str]:
+def _all_sources(source: str) -> list[str]:
     headers = sorted((_folder() / "include").glob("*.h"))
     return [source_text(source), *(path.read_text() for path in headers)]
 
 
-_INLINE: dict[str, str] = {}  # source text that lies in no file, by its name
+_INLINE: dict[str, str] = {}  # source texts without a file, by name
 
 
 def add_source(name: str, text: str) -> str:
-    """Registers source text under a name, which then serves as a file's name."""
-    # #line: errors of the compiler count from the first line of the text as its author wrote it.
+    """Registers source text under a name, which can then be used as a file name."""
+    # #line: in the compiler's messages, line 1 is the first line of ``text``.
     _INLINE[name] = f'#include "include/cuda.h"\n#line 1 "{name}"\n{text}'
     return name
 
@@ -121,7 +123,7 @@ def compile_cubin(source: str, names: Sequence[str], architecture: str) -> Cubin
 
 
 def compile_text(text: str, file: str, names: Sequence[str], architecture: str) -> Cubin:
-    """Compiles kernels of a source text; otherwise as ``compile_cubin``."""
+    """Compiles kernels of a source text, as ``compile_cubin`` does those of a file."""
     library = load_nvrtc()
     program = ctypes.c_void_p()
     _check(
@@ -139,7 +141,7 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
         options = [f"-arch={target}", f"-I{_folder()}", *OPTIONS]
         array = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
         failed = library.nvrtcCompileProgram(program, len(options), array)
-        log = _text(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog).decode()
+        log = _read(program, library.nvrtcGetProgramLogSize, library.nvrtcGetProgramLog).decode()
         if failed:
             raise CudaCompileError(f"{file} does not compile for {target}:\n{log}")
         lowered = {}
@@ -147,22 +149,22 @@ def compile_text(text: str, file: str, names: Sequence[str], architecture: str) 
             mangled = ctypes.c_char_p()
             _check(library.nvrtcGetLoweredName(program, name.encode(), ctypes.byref(mangled)))
             lowered[name] = (mangled.value or b"").decode()
-        if as_ptx:  # a text, of which the driver finds the end by its zero
-            code = _text(program, library.nvrtcGetPTXSize, library.nvrtcGetPTX) + b"\0"
+        if as_ptx:  # PTX is text, which the driver takes with its terminating zero
+            code = _read(program, library.nvrtcGetPTXSize, library.nvrtcGetPTX) + b"\0"
         else:
-            of_code = library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN
-            code = _text(program, *of_code, zero_ended=False)
+            getters = library.nvrtcGetCUBINSize, library.nvrtcGetCUBIN
+            code = _read(program, *getters, zero_terminated=False)
         return Cubin(code, lowered, log)
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _text(program: Any, size_of: Any, read: Any, *, zero_ended: bool = True) -> bytes:
+def _read(program: Any, size_of: Any, read: Any, *, zero_terminated: bool = True) -> bytes:
     size = ctypes.c_size_t()
     _check(size_of(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
     _check(read(program, buffer))
-    return buffer.raw[: size.value - 1] if zero_ended else buffer.raw
+    return buffer.raw[: size.value - 1] if zero_terminated else buffer.raw
 
 
 def _check(status: int) -> None:
@@ -186,8 +188,7 @@ def load_nvrtc() -> Any:
             pass
     for folder in map(Path, sys.path):
         for path in sorted(folder.glob(f"nvidia/*/lib/libnvrtc.so.{major}")):
-            # NVRTC opens this library by its name alone, and the wheel of CUDA 13 does not say
-            # where it lies.
+            # NVRTC opens this library by its file name, and the wheel of CUDA 13 gives no path.
             for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
@@ -195,10 +196,10 @@ def load_nvrtc() -> Any:
 
 
 def architecture_of(capability: tuple[int, int]) -> str:
-    """Returns the target of this NVRTC for a device's compute capability.
+    """Returns the architecture to compile for, by a device's compute capability.
 
-    That is machine code where NVRTC knows the device. For a newer one the driver compiles PTX;
-    machine code of an earlier device would run on some of them only (not across Tegra).
+    That is the device's own (machine code) where NVRTC knows it. For a newer device the driver
+    compiles PTX: machine code for an earlier device would not run on all of them (Tegra).
     """
     device, known = 10 * capability[0] + capability[1], _known_architectures()
     return str(device) if device in known else f"compute_{max(n for n in known if n <= device)}"
