@@ -2,9 +2,9 @@
 
 The names of daily use are here. Schemes are in :mod:`commhooks.schemes`, wrappers in
 :mod:`commhooks.wrappers`, research tools in :mod:`commhooks.research`, what authors of schemes
-import in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`, other hosts than
-DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names of PyTorch's hooks are in
-:mod:`commhooks.classic`, and can be imported from here.
+import in :mod:`commhooks.core`, exceptions in :mod:`commhooks.errors`, other
+wrappers and frameworks than DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names
+of PyTorch's hooks are in :mod:`commhooks.classic`, and can be imported from here.
 """
 
 # Packages, the lowest first; each lists its modules:
@@ -13,16 +13,16 @@ DistributedDataParallel in :mod:`commhooks.hosts`. Hooks with the names of PyTor
 # wrappers            schemes around schemes
 # schemes             a file per scheme or family
 # checkpoint          the saved form of a state
-# verify              some steps compared with the dense mean and across ranks
+# verify              compares some steps with the dense mean and across ranks
 # hook                a scheme on a model: register, steps, state, ledger
-# collectives         schemes as functions
+# collectives         all_reduce and others, compressed by a scheme, without a model
 # fsdp, hosts         FSDP2 and FSDP1; frameworks, a process group, torchft, Megatron
 # zero, local         sharded optimizers; DiLoCo
-# predict, auto       what compression would save; candidates in turns
-# report              pictures, traces and pages
-# research            simulation, laws, traces, budgets, baselines
+# predict, auto       what compression would save; trials of schemes in a running job
+# report              figures, traces and HTML pages
+# research            simulation, convergence laws, traces, budgets, baselines
 # classic             torch's hooks under torch's names
-# ddp_comm_hooks      the modules of torch's package of this name
+# ddp_comm_hooks      stands for torch.distributed.algorithms.ddp_comm_hooks
 # optim               optimizers that belong to a scheme
 # cli                 the command line
 # kernels             ops: definition, CPU and CUDA side by side
@@ -37,8 +37,8 @@ from commhooks import errors, schemes, wrappers
 from commhooks._version import __version__
 
 # The names of torch.distributed.algorithms.ddp_comm_hooks: a script that imports them from there
-# runs after a change of the import. They are not in __all__: ``import *`` gives what is new here.
-# Not on first use: torch.load, which takes listed functions only, needs their names before.
+# only has to change the import. They are not in __all__: ``import *`` gives no name of torch's.
+# Imported now, not on first use: torch.load(weights_only=True) has to know them before.
 from commhooks.classic import (  # noqa: F401
     PostLocalSGDState,
     PowerSGDState,
@@ -106,12 +106,12 @@ __all__ = [
     "wrappers",
 ]
 
-# What one hook on DistributedDataParallel does not need is imported on first use.
-_MODULES = (
+# Imported on first use: a hook on DistributedDataParallel does not need these.
+_LAZY_MODULES = (
     *("auto", "ddp_comm_hooks", "fsdp", "hosts", "local"),
     *("optim", "predict", "report", "research", "zero"),
 )
-_NAMES = {
+_LAZY_NAMES = {
     "DiLoCo": "commhooks.local",
     "Simulation": "commhooks.research",
     "ZeroOptimizer": "commhooks.zero",
@@ -123,20 +123,19 @@ _FOR_AUTHORS = ("core", "schemes", "wrappers")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
+    if name in _LAZY_MODULES:
         return import_module(f"{__name__}.{name}")
-    if name not in _NAMES:
+    if name not in _LAZY_NAMES:
         homes = (import_module(f"{__name__}.{package}") for package in _FOR_AUTHORS)
         hints = (f"; it is {home.__name__}.{name}" for home in homes if name in home.__all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{next(hints, '')}")
-    # The package before its module: two threads that import them the other way round would wait for
-    # each other.
-    package = _NAMES[name].rpartition(".")[0]
+    # The package before its module: two threads that import them in opposite orders would deadlock.
+    package = _LAZY_NAMES[name].rpartition(".")[0]
     if package != __name__:
         import_module(package)
-    value = globals()[name] = getattr(import_module(_NAMES[name]), name)
+    value = globals()[name] = getattr(import_module(_LAZY_NAMES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES, *_NAMES})
+    return sorted({*globals(), *_LAZY_MODULES, *_LAZY_NAMES})

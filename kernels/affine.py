@@ -17,7 +17,7 @@ _TOP = 255  # the largest level
 _TINY = 2.0**-120  # blocks whose levels are closer decode to zero
 # Of CUDA kernels: rows of 32 entries that a warp keeps in registers; entries of a warp that finds a
 # part of a range, and the number of parts.
-_ROWS, _CHUNK, _MOST_CHUNKS = (8, 16, 32), 2048, 4096
+_ROWS, _CHUNK, _MAX_CHUNKS = (8, 16, 32), 2048, 4096
 
 
 def quantize_affine(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block: int) -> None:
@@ -139,7 +139,7 @@ def _quantize_cuda(x: Tensor, levels: Tensor, scale: Tensor, zero: Tensor, block
             return
     # The range of a long block is found by several warps. Their results go through memory: a kernel
     # cannot wait for all of its blocks. Not more chunks than the next launch reads in no time.
-    chunk = _CHUNK * -(-block // (_CHUNK * _MOST_CHUNKS))
+    chunk = _CHUNK * -(-block // (_CHUNK * _MAX_CHUNKS))
     chunks = -(-block // chunk)
     extents = torch.empty(3 * chunks * blocks, dtype=torch.float32, device=x.device)
     each = 8 if chunks > 64 else 1  # warps that read the chunks of a block

@@ -13,7 +13,7 @@ from .runtime.op import FEEDBACK, FLOATS, Entries, Rule, op
 __all__ = ["top_k", "top_k_sampled"]
 
 _SAMPLE = 8192  # entries, as in sparse.cu and in top_k_sampled of sparse.cpp
-_MOST_PADDING = 256  # threads of a CUDA block, of which each writes one
+_MAX_PADDING = 256  # threads of a CUDA block, of which each writes one
 _MARGIN = 1 << 16  # room for candidates beyond 2 k, which a bound from a sample may let through
 
 
@@ -173,9 +173,9 @@ def _check_selection(
         raise ValueError(f"{caller}(unsent): needed with a residual")
     if indices.numel() != k:
         raise ValueError(f"{caller}(indices): {k} entries, got {indices.numel()}")
-    if not k <= values.numel() < k + _MOST_PADDING:
+    if not k <= values.numel() < k + _MAX_PADDING:
         raise ValueError(
-            f"{caller}(values): {k} entries, and fewer than {_MOST_PADDING} of padding, got "
+            f"{caller}(values): {k} entries, and fewer than {_MAX_PADDING} of padding, got "
             f"{values.numel()}"
         )
 

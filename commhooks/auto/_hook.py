@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 from commhooks.auto._trials import Candidate, Trials
-from commhooks.checkpoint._form import read
+from commhooks.checkpoint._format import read
 from commhooks.core._registry import check_known
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting, from_json
+from commhooks.core._settings import check_value, from_json
 from commhooks.errors import CheckpointError, OptionError
 from commhooks.hook._ledger import Summary
 from commhooks.hook._sharded import check_returns_shards
@@ -76,10 +76,10 @@ class AutoHook(HookState):
         made = made_candidates(candidates)
         for scheme in made.values() if shards_for else ():
             check_returns_shards(scheme, shards_for)
-        steps = fitting("auto", "measure_steps", measure_steps, int)
+        steps = check_value("auto", "measure_steps", measure_steps, int)
         if steps < 1:
             raise ValueError(f"auto(measure_steps=...) is 1 or more, got {measure_steps}")
-        most = fitting("auto", "max_error", max_error, float)
+        most = check_value("auto", "max_error", max_error, float)
         self._schemes, self._begins_anew = made, False
         if most < 0:
             raise OptionError(f"auto(max_error=...): a squared error, 0 or more, got {max_error}")

@@ -36,7 +36,7 @@ _SAME = 0.01
 _VALIDATE_FACTOR = 5
 _CLOSE = 0.01  # differences below this share of a step do not matter
 _SURE = 2.0  # standard errors of a difference, from which it is no chance
-_MOST_ROUNDS = 6
+_MAX_ROUNDS = 6
 
 
 class Stage(Enum):
@@ -321,7 +321,7 @@ class CandidateTimings:
                 entry.runs = False
             elif noise > _CLOSE * best.median:
                 undecided = True
-        if undecided and self._rounds < _MOST_ROUNDS:
+        if undecided and self._rounds < _MAX_ROUNDS:
             self._order = [entry for entry in self.entries if entry.runs]
             if self._rounds % 2:
                 self._order.reverse()

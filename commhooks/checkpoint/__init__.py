@@ -2,7 +2,7 @@
 
 # Modules, in the order in which to read them:
 #
-# _form                the form of a saved state, and its checks
+# _format              the format of a saved state, and its checks
 # _plain_scheme        a scheme as plain values
 # _memory              checks that tensors fit a scheme and a model
 # _ranks               states on another number of ranks

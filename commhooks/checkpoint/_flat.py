@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from torch import Tensor
 
-from commhooks.checkpoint._form import MemoryDict, StateDict, read_memory
+from commhooks.checkpoint._format import MemoryDict, StateDict, read_memory
 from commhooks.core._settings import from_json
 from commhooks.errors import CheckpointError
 

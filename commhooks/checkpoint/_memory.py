@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint._form import MemoryDict, tensor_error
+from commhooks.checkpoint._format import MemoryDict, tensor_error
 from commhooks.core._names import is_padding
 from commhooks.core._scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError

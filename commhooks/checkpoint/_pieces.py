@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from commhooks.checkpoint._form import MemoryDict, Part, Saved
+from commhooks.checkpoint._format import MemoryDict, Part, Saved
 from commhooks.core._names import padding_name, split_shard_name
 from commhooks.errors import CheckpointError
 from ddp_core.exchange._errors import listed, ranks_in_words

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from commhooks.checkpoint._form import MemoryDict, Part, Saved, StateDict, read
+from commhooks.checkpoint._format import MemoryDict, Part, Saved, StateDict, read
 from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, children, slots_of
 from commhooks.errors import CheckpointError

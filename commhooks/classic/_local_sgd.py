@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.checkpoint._form import MAX_STEP, check_fields, check_numbers
+from commhooks.checkpoint._format import MAX_STEP, check_fields, check_numbers
 from commhooks.classic._hook_access import group_of
 from commhooks.classic._hooked_model import Group, HookedModel, hooked_model
 from commhooks.classic._launch import BucketFuture, WireDtypes, cast_payloads, classic_hook

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
 from commhooks._torch import comm_hooks
-from commhooks.checkpoint._form import MAX_STEP, check_fields, check_numbers, read, whole_number
+from commhooks.checkpoint._format import MAX_STEP, check_fields, check_numbers, is_int_between, read
 from commhooks.classic._hook_access import memory_of
 from commhooks.classic._hooked_model import Group
 from commhooks.classic._launch import BucketFuture, Launcher, WireDtypes, classic_hook, classics
@@ -29,7 +29,7 @@ from commhooks.classic._powersgd_models import (
     PowerSGDSettings,
     scheme_of,
 )
-from commhooks.core._settings import check_seed, declared, fitting
+from commhooks.core._settings import check_seed, check_value, declared
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook._parameters import ddp_models
 from commhooks.hook._state import HookState
@@ -287,17 +287,17 @@ class PowerSGDState(CompressionStats):
         settings, numel, states = saved["settings"], saved["numel"], saved["saved"]
         check_fields(settings, SETTINGS, _PICKLE)
         check_numbers(saved, {"iter": (0, MAX_STEP)}, _PICKLE)
-        if not _is_pair(numel) or not all(whole_number(count, 0, MAX_STEP) for count in numel):
+        if not _is_pair(numel) or not all(is_int_between(count, 0, MAX_STEP) for count in numel):
             raise CheckpointError(f"{_PICKLE} is damaged: its 'numel' are no two numbers")
         if type(states) is not list or not all(map(_is_pair, states)):
             raise CheckpointError(f"{_PICKLE} is damaged: its 'saved' are no states")
         try:
             for state, strict in states:
                 read(state, _PICKLE)
-                fitting(_PICKLE, "strict", strict, bool)
+                check_value(_PICKLE, "strict", strict, bool)
             kinds = declared(PowerSGDState.__init__)
             for name in SETTINGS:
-                fitting(_PICKLE, name, settings[name], kinds[name])
+                check_value(_PICKLE, name, settings[name], kinds[name])
             check_seed(settings["random_seed"])
             self.__init__(None, **settings)  # type: ignore[misc]
         except (TypeError, ValueError) as error:

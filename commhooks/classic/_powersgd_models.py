@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 
-from commhooks.checkpoint._form import read
+from commhooks.checkpoint._format import read
 from commhooks.classic._hook_access import (
     continue_from,
     group_of,
@@ -26,7 +26,7 @@ from commhooks.classic._hook_access import (
 from commhooks.classic._hooked_model import Group, HookedModel, hooked_model
 from commhooks.classic._launch import WireDtypes, cast_payloads
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting
+from commhooks.core._settings import check_value
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook._handshake import handshake
 from commhooks.hook._state import HookState
@@ -123,7 +123,7 @@ def scheme_of(settings: PowerSGDSettings, kind: Kind, wire_dtypes: WireDtypes) -
         TypeError, ValueError: a setting has a wrong type or value.
     """
     scheme = kind.scheme(settings)
-    if fitting("PowerSGDState", "use_error_feedback", settings.use_error_feedback, bool):
+    if check_value("PowerSGDState", "use_error_feedback", settings.use_error_feedback, bool):
         scheme = ErrorFeedback(scheme)
     # The cast is outside: dense steps travel in 16 bits, too, as with torch's wrappers.
     return cast_payloads(DelayedStart(scheme, settings.start_powerSGD_iter), wire_dtypes)

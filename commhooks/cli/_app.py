@@ -19,7 +19,7 @@ from commhooks.cli._arguments import load_files
 from commhooks.cli._simulate import print_presets
 from commhooks.core._settings import printable
 from commhooks.errors import Error, MissingPackageError
-from commhooks.predict._step import MOST_RANKS
+from commhooks.predict._step import MAX_RANKS
 
 __all__ = ["app", "load_files"]
 
@@ -207,7 +207,7 @@ def simulate(
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = "none,bf16,int8,int4,powersgd",
     ranks: Annotated[
-        str, typer.Option(help=f"With commas, each from 2 to {MOST_RANKS:,}.")
+        str, typer.Option(help=f"With commas, each from 2 to {MAX_RANKS:,}.")
     ] = "2,8,64,1024",
     device: Annotated[
         str, typer.Option(help="That computes model and schemes; here: schemes are timed.")
@@ -269,7 +269,7 @@ def advise(
     fabric: Annotated[
         str, typer.Option("--network", help="A preset, or a file of commhooks link.")
     ] = "10gbe",
-    ranks: Annotated[int, typer.Option(min=2, max=MOST_RANKS)] = 8,
+    ranks: Annotated[int, typer.Option(min=2, max=MAX_RANKS)] = 8,
     schemes: Annotated[
         str, typer.Option(help="With commas; options after colons: bf16,powersgd:rank=4.")
     ] = ",".join(_advise.CANDIDATES),

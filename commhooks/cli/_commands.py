@@ -27,7 +27,7 @@ from commhooks.cli._arguments import made, sentence, split
 from commhooks.cli._catalogue import one_thread
 from commhooks.cli._tradeoff import (
     FIGURES,
-    MOST_STEPS,
+    MAX_STEPS,
     Case,
     Course,
     Point,
@@ -311,8 +311,8 @@ def _measured(cases: Sequence[Case], gradients: Gradients) -> list[Point]:
     """Runs all schemes over each step: of a large model, memory has room for one step."""
     courses = [Course(case) for case in cases]
     title = title_of(gradients.name, gradients.world_size)
-    total = min(len(gradients.steps), MOST_STEPS) * len(cases)
-    pairs = ((step, course) for step in steps_of(gradients, MOST_STEPS) for course in courses)
+    total = min(len(gradients.steps), MAX_STEPS) * len(cases)
+    pairs = ((step, course) for step in steps_of(gradients, MAX_STEPS) for course in courses)
     with one_thread():
         for step, course in track(pairs, title, total):
             try:

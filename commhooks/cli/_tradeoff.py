@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FIGURES",
-    "MOST_STEPS",
+    "MAX_STEPS",
     "Case",
     "Course",
     "Point",
@@ -225,7 +225,7 @@ def _label(
 
 
 WORLD_SIZE, RANDOM_STEPS, SHAPE = 4, 4, (512, 512)
-MOST_STEPS = 6  # that a scheme runs over
+MAX_STEPS = 6  # that a scheme runs over
 # Settings beyond the defaults, by name.
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "eden": [{"bits": bits} for bits in (1, 2, 3, 4)],

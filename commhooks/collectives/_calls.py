@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.checkpoint._form import FLOATS, MAX_STEP, SavedBuckets, read, whole_number
+from commhooks.checkpoint._format import FLOATS, MAX_STEP, SavedBuckets, is_int_between, read
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
 from commhooks.core._dense import Dense
 from commhooks.core._layout import Layout, equal_shards
@@ -601,7 +601,7 @@ def _tensors_of(plan: str) -> tuple[dict[str, int], NamedTensors, int | None]:
 
 
 def _step_of(step: Any) -> int:
-    if not whole_number(step, 0, MAX_STEP):
+    if not is_int_between(step, 0, MAX_STEP):
         raise ValueError("no number of a step")
     number: int = step
     return number

@@ -33,9 +33,9 @@ __all__ = [
     "check_dataclass",
     "check_seed",
     "check_settings",
+    "check_value",
     "checked",
     "declared",
-    "fitting",
     "from_json",
     "is_shape",
     "printable",
@@ -47,8 +47,8 @@ Bound: TypeAlias = Annotated[float, _ENDLESS]  # a limit; the only float that ma
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_MOST_SHOWN = 80
-_MOST_DIMENSIONS, _MOST_ENTRIES = 64, 2**48  # of a tensor; no memory has as many
+_MAX_SHOWN = 80
+_MAX_DIMENSIONS, _MAX_ENTRIES = 64, 2**48  # of a tensor; no memory has as many
 _DEEPEST = 16  # lists and dicts within each other; those that this package writes have seven
 _SEEDS = range(-(2**63), 2**63)
 
@@ -66,7 +66,7 @@ def check_settings(owner: Any) -> None:
     kind: Any = type(owner)
     for name, annotation in _fields_of(kind):
         value = getattr(owner, name)
-        fit = fitting(kind.__name__, name, value, annotation)
+        fit = check_value(kind.__name__, name, value, annotation)
         if fit is not value:
             # Frozen, but not used yet. Ranks and checkpoints compare schemes by their text, in
             # which np.int64(4) and 4 are not equal.
@@ -82,7 +82,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         given = dict(zip(kinds, args, strict=False)) | options
         for name, value in given.items():
             if name in kinds:
-                given[name] = fitting(function.__name__, name, value, kinds[name])
+                given[name] = check_value(function.__name__, name, value, kinds[name])
         by_name = {name: given[name] for name in options}
         by_position = [given[name] for name, _ in zip(kinds, args, strict=False)]
         surplus = args[len(by_position) :]  # handed on, so that Python's own TypeError names them
@@ -91,8 +91,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def fitting(call: str, name: str, value: Any, annotation: Any) -> Any:
-    """Returns ``value`` in its declared type: a whole number of NumPy as an int, and so on.
+def check_value(call: str, name: str, value: Any, annotation: Any) -> Any:
+    """Checks an argument and returns it in its declared type: a NumPy integer as an int, and so on.
 
     Args:
         call: the function or class that takes the value, for the message.
@@ -150,7 +150,7 @@ def check_seed(seed: Any) -> int:
     Raises:
         OptionError: the seed is something else, such as None, a float or a tensor.
     """
-    fit: int = fitting("HookState", "seed", seed, int)
+    fit: int = check_value("HookState", "seed", seed, int)
     if fit not in _SEEDS:
         raise OptionError(f"HookState(seed=...) is a whole number of 64 bits, got {shown(seed)}")
     return fit
@@ -162,7 +162,7 @@ def shown(value: Any) -> str:
         text = " ".join(repr(value).split())
     except Exception:  # a class of the user's: the message at hand is worth more than its error
         text = f"a {type(value).__name__}"
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def printable(text: str) -> str:
@@ -209,9 +209,9 @@ def is_shape(sizes: object) -> bool:
     """Whether a value from an untrusted file is a possible shape of a tensor."""
     return (
         isinstance(sizes, list | tuple)
-        and len(sizes) <= _MOST_DIMENSIONS
-        and all(type(size) is int and 0 <= size <= _MOST_ENTRIES for size in sizes)
-        and math.prod(sizes) <= _MOST_ENTRIES
+        and len(sizes) <= _MAX_DIMENSIONS
+        and all(type(size) is int and 0 <= size <= _MAX_ENTRIES for size in sizes)
+        and math.prod(sizes) <= _MAX_ENTRIES
     )
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from commhooks.checkpoint._form import rank_fields
+from commhooks.checkpoint._format import rank_fields
 from commhooks.errors import CheckpointError
 from commhooks.hook._parameters import find_owner
 from commhooks.hook._saving import needed_fields

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from commhooks.checkpoint._form import MemoryDict, Part, SavedBuckets
+from commhooks.checkpoint._format import MemoryDict, Part, SavedBuckets
 from commhooks.checkpoint._ranks import merged, resizes_of
 from commhooks.core._scheme import slots_of, walk
 from commhooks.errors import RegistrationError

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._version import __version__
-from commhooks.checkpoint._form import SavedBuckets, digest
+from commhooks.checkpoint._format import SavedBuckets, digest
 from commhooks.checkpoint._ranks import resizes_of
 from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme, slot_error, walk

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from commhooks.checkpoint._form import (
+from commhooks.checkpoint._format import (
     FORMAT,
     VERSION,
     MemoryDict,
     SavedBuckets,
     check_numbers,
     checksum,
+    is_int_between,
     read,
-    whole_number,
 )
 from commhooks.checkpoint._placement import stored_placement
 from commhooks.checkpoint._plain_scheme import from_plain, to_plain
@@ -25,7 +25,7 @@ from commhooks.hook._target import Origin
 __all__ = ["Pickled", "from_pickle", "sealed", "to_pickle"]
 
 _PICKLE = "the pickled HookState"
-_MOST_RANKS = 2**31 - 1
+_MAX_RANKS = 2**31 - 1
 
 
 class Pickled(NamedTuple):
@@ -119,7 +119,7 @@ def _as_state(pickled: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
     """Converts a pickled form to a saved state of one rank, and the name of the rank's field."""
     ranks = (0, 1) if pickled.get("ranks") is None else pickled["ranks"]
     is_pair = type(ranks) is tuple and len(ranks) == 2
-    if not is_pair or not all(whole_number(number, 0, _MOST_RANKS) for number in ranks):
+    if not is_pair or not all(is_int_between(number, 0, _MAX_RANKS) for number in ranks):
         raise CheckpointError(f"{_PICKLE} is damaged: its 'ranks' are no numbers")
     rank, world_size = ranks
     part = {"rank": rank, "memory": pickled.get("memory"), "arrival": pickled.get("arrival")}

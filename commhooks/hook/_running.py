@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import forward_pre_hooks
-from commhooks.checkpoint._form import SavedBuckets
+from commhooks.checkpoint._format import SavedBuckets
 from commhooks.core._names import parameter_name
 from commhooks.core._scheme import Scheme
 from commhooks.core._user_line import user_stacklevel

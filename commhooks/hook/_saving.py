@@ -13,7 +13,7 @@ from torch import Tensor
 
 from commhooks._torch import device_of_objects
 from commhooks._version import __version__
-from commhooks.checkpoint._form import (
+from commhooks.checkpoint._format import (
     FORMAT,
     VERSION,
     MemoryDict,

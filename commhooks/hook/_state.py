@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.core._scheme import Scheme, slot_error
-from commhooks.core._settings import fitting, shown
+from commhooks.core._settings import check_value, shown
 from commhooks.errors import RegistrationError
 from commhooks.hook import _group_change as group_change
 from commhooks.hook import _pickling as pickling
@@ -87,7 +87,7 @@ class HookState(Running):
         check_process_group(process_group)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
-        history = fitting("HookState", "history", history, int)
+        history = check_value("HookState", "history", history, int)
         self._init(make(scheme, **options), seed, history, process_group)
         if model is not None:
             self._adopt(model)

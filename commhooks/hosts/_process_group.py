@@ -22,7 +22,7 @@ from commhooks.collectives._calls import Handle
 from commhooks.collectives._functions import Collectives
 from commhooks.core._dense import Dense
 from commhooks.core._scheme import Scheme, slots_of
-from commhooks.core._settings import check_seed, fitting
+from commhooks.core._settings import check_seed, check_value
 from commhooks.errors import RegistrationError
 from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
 from commhooks.hook._target import check_process_group
@@ -91,7 +91,7 @@ def process_group(
         )
     built = make(scheme, **options)
     _check_no_memory("process_group", built)
-    least, seed = fitting("process_group", "least", least, int), check_seed(seed)
+    least, seed = check_value("process_group", "least", least, int), check_seed(seed)
     facts = {"scheme and options": describe(built), "least": least, "seed": seed}
     handshake("commhooks.process_group", facts, wrapped, HANDSHAKE_LIMIT)
     _register_backend()

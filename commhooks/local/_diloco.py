@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from commhooks._torch import comm_hooks
-from commhooks.checkpoint._form import MAX_STEP, digest, tensor_error, whole_number
+from commhooks.checkpoint._format import MAX_STEP, digest, is_int_between, tensor_error
 from commhooks.checkpoint._placement import check_placement, stored_placement
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting
+from commhooks.core._settings import check_value
 from commhooks.errors import CheckpointError
 from commhooks.hook import GroupChange, HookState
 from commhooks.hook import _saving as _checkpoint_hook
@@ -65,14 +65,14 @@ def checked_settings(
         ValueError: a setting is out of range, or does not fit another one.
     """
     every, fragments, delay = (
-        fitting("DiLoCo", name, value, int)
+        check_value("DiLoCo", name, value, int)
         for name, value in (("every", every), ("fragments", fragments), ("delay", delay))
     )
     lr, momentum = (
-        fitting("DiLoCo", name, value, float)
+        check_value("DiLoCo", name, value, float)
         for name, value in (("lr", lr), ("momentum", momentum))
     )
-    nesterov = fitting("DiLoCo", "nesterov", nesterov, bool)
+    nesterov = check_value("DiLoCo", "nesterov", nesterov, bool)
     for name, value in (("every", every), ("fragments", fragments)):
         if value < 1:
             raise ValueError(f"DiLoCo({name}=...) is 1 or more, got {value!r}")
@@ -134,13 +134,13 @@ def check_state(
     if not isinstance(state, Mapping) or any(field not in state for field in _FIELDS):
         raise _load_error(f"takes what state_dict() returned, with {', '.join(_FIELDS)}")
     for field in ("steps", "outer_steps"):
-        if not whole_number(state[field], 0, MAX_STEP):
+        if not is_int_between(state[field], 0, MAX_STEP):
             raise _load_error(f"{field!r} is no number of steps; the file is damaged")
     for field in ("outer", "momentum"):
         _check_parameters(field, state[field], fragments)
     _check_arriving(state["arriving"], fragments, every)
     version = state.get("version", 1)
-    if not whole_number(version, 1, VERSION):
+    if not is_int_between(version, 1, VERSION):
         raise _load_error("saved in a newer version of the format: update commhooks")
     stored, expected = state.get("checksum"), _checksum(state) if version > 1 else None
     if type(stored) is not type(expected) or stored != expected:
@@ -181,12 +181,12 @@ def _check_arriving(arriving: object, fragments: Mapping[int, Fragment], every: 
         if not isinstance(saved, Mapping) or any(key not in saved for key in ("fragment", "mean")):
             raise _load_error("'arriving' holds fragments and means; the file is damaged")
         number = saved["fragment"]
-        if not whole_number(number, 0, MAX_STEP) or number in seen:
+        if not is_int_between(number, 0, MAX_STEP) or number in seen:
             raise _load_error("'arriving' holds each fragment once; the file is damaged")
         if number not in fragments:
             raise _load_error("saved with more fragments; make it with as many")
         seen.add(number)
-        if not whole_number(saved.get("left"), 0, every):
+        if not is_int_between(saved.get("left"), 0, every):
             raise _load_error("'arriving' has steps left, no more than every; the file is damaged")
         # A mean that is not finite is allowed: ``DiLoCo`` then goes back to the last exchange.
         numel = sum(value.numel() for value in fragments[number].outer)

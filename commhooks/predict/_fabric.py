@@ -15,8 +15,8 @@ __all__ = ["PRESETS", "Fabric", "Library", "Link", "fabric", "load_fabric", "sav
 
 Library = Literal["gloo", "mpi", "nccl"]
 
-MOST_SECONDS = 1e9  # 30 years: sums and products of what is longer leave the range of numbers
-_MOST_MEMBERS = 2**31 - 1  # ranks of a node
+MAX_SECONDS = 1e9  # 30 years: sums and products of what is longer leave the range of numbers
+_MAX_MEMBERS = 2**31 - 1  # ranks of a node
 
 # The ``source`` of a fabric that was measured on one node.
 COPIED = "commhooks link, on one node: the link between nodes is a copy of that inside"
@@ -40,9 +40,9 @@ class Link:
     def __post_init__(self) -> None:
         check_settings(self)
         times = (self.latency, self.chunk_s)
-        if not (all(0 <= seconds <= MOST_SECONDS for seconds in times) and self.bandwidth >= 1):
+        if not (all(0 <= seconds <= MAX_SECONDS for seconds in times) and self.bandwidth >= 1):
             raise ValueError(
-                f"Link(latency, bandwidth, chunk_s): seconds from 0 to {MOST_SECONDS:.0g}, a byte "
+                f"Link(latency, bandwidth, chunk_s): seconds from 0 to {MAX_SECONDS:.0g}, a byte "
                 f"per second or more, seconds, got {self}"
             )
 
@@ -92,9 +92,9 @@ class Fabric:
     def __post_init__(self) -> None:
         check_settings(self)
         object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
-        if not 0 <= self.cpu_s_per_byte <= MOST_SECONDS:
+        if not 0 <= self.cpu_s_per_byte <= MAX_SECONDS:
             raise ValueError(
-                f"Fabric(cpu_s_per_byte=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
+                f"Fabric(cpu_s_per_byte=...): seconds, from 0 to {MAX_SECONDS:.0g}, got "
                 f"{self.cpu_s_per_byte!r}"
             )
         if self.multicast is not None and not self.multicast >= 1:
@@ -106,9 +106,9 @@ class Fabric:
                 f"Fabric(overlap=...): from 0 to 1, and 0 unless the library is gloo, got "
                 f"{self.overlap!r} on {self.library}"
             )
-        if not 1 <= self.ranks_per_node <= _MOST_MEMBERS:
+        if not 1 <= self.ranks_per_node <= _MAX_MEMBERS:
             raise ValueError(
-                f"Fabric(ranks_per_node=...): a whole number from 1 to {_MOST_MEMBERS}, got "
+                f"Fabric(ranks_per_node=...): a whole number from 1 to {_MAX_MEMBERS}, got "
                 f"{shown(self.ranks_per_node)}"
             )
         if self.ranks_per_node > 1 and self.inside is None:

@@ -17,7 +17,7 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._settings import shown
 from commhooks.predict._device import Device
 from commhooks.predict._fabric import Fabric, Link
-from commhooks.predict._step import MOST_RANKS, Steps, predict_steps
+from commhooks.predict._step import MAX_RANKS, Steps, predict_steps
 from commhooks.predict._workload import Workload
 from commhooks.wrappers._make import make
 from ddp_core import needs
@@ -38,7 +38,7 @@ __all__ = [
 BASELINE = "bf16"
 # A scheme pays if it saves this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
-WORLD_SIZES = tuple(2**power for power in range(1, 15))  # 2 to MOST_RANKS
+WORLD_SIZES = tuple(2**power for power in range(1, 15))  # 2 to MAX_RANKS
 # Bytes per second: 10 Mbit/s to 10 Tbit/s.
 BANDWIDTHS = 1.25e6 * 10.0 ** np.linspace(0, 6, 121)
 
@@ -196,9 +196,9 @@ def compare(
         ...                 ranks=[8], fabrics=[fabric("10gbe")], device=DEVICES["a100"])
         >>> [(row.scheme, row.step_s) for row in found.rows()]
     """
-    if not ranks or min(ranks) < 2 or max(ranks) > MOST_RANKS:
+    if not ranks or min(ranks) < 2 or max(ranks) > MAX_RANKS:
         raise ValueError(
-            f"compare(ranks=...): one number or more, 2 at least and {MOST_RANKS:,} at most, got "
+            f"compare(ranks=...): one number or more, 2 at least and {MAX_RANKS:,} at most, got "
             f"{shown(list(ranks))}"
         )
     if not fabrics:

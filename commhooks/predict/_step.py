@@ -21,7 +21,7 @@ from commhooks.predict._workload import Buckets, Layer, Workload
 
 __all__ = [
     "AT_ONCE",
-    "MOST_RANKS",
+    "MAX_RANKS",
     "Parts",
     "Step",
     "Steps",
@@ -172,7 +172,7 @@ def pipelined(parts: Parts, *, backward_ends: float, contention: Contention) -> 
 
 
 # A plan holds what each rank sends to each other one: of more ranks it takes minutes and gigabytes.
-MOST_RANKS = 2**14
+MAX_RANKS = 2**14
 
 Layout = Literal["scheme"] | None  # as of ``register``
 
@@ -266,7 +266,7 @@ def predict_step(
     Args:
         scheme: the scheme, wrappers included: its own payloads, rounds and computations count.
         workload: the step without communication.
-        ranks: number of ranks, 1 to ``MOST_RANKS`` (16,384).
+        ranks: number of ranks, 1 to ``MAX_RANKS`` (16,384).
         fabric: the links between them.
         device: computes the scheme's part.
         cap_mb, first_mb: MiB at which a bucket, and the first one, are full.
@@ -313,12 +313,12 @@ def predict_steps(
         layout: see :func:`predict_step`.
 
     Raises:
-        ValueError: a number of ranks is below 1 or above ``MOST_RANKS``.
+        ValueError: a number of ranks is below 1 or above ``MAX_RANKS``.
         PredictionError: a scheme reads values of the gradient, and so cannot be predicted.
     """
-    if wrong := [count for count in ranks if not 1 <= count <= MOST_RANKS]:
+    if wrong := [count for count in ranks if not 1 <= count <= MAX_RANKS]:
         raise ValueError(
-            f"predict_steps(ranks=...): numbers of ranks from 1 to {MOST_RANKS:,}, got "
+            f"predict_steps(ranks=...): numbers of ranks from 1 to {MAX_RANKS:,}, got "
             f"{shown(wrong)}"
         )
     # The exchanges of each scheme, by number of ranks and bucket.

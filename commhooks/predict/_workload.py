@@ -21,14 +21,14 @@ from torch import nn
 
 from commhooks.core._names import plain_names
 from commhooks.core._settings import check_settings, from_json, is_shape, printable, shown
-from commhooks.predict._fabric import MOST_SECONDS
+from commhooks.predict._fabric import MAX_SECONDS
 from ddp_core.reducer._plan import assign_buckets
 
 __all__ = ["Buckets", "Layer", "Recorder", "Workload", "load_workload", "record", "save_workload"]
 
 
 MiB = 2**20
-_MOST_FLOPS = 1e30  # of a parameter: far more than any takes
+_MAX_FLOPS = 1e30  # of a parameter: far more than any takes
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Layer:
     def __post_init__(self) -> None:
         check_settings(self)
         whole = isinstance(self.shape, tuple) and is_shape(self.shape)
-        if not whole or not 0 <= self.flops <= _MOST_FLOPS:
+        if not whole or not 0 <= self.flops <= _MAX_FLOPS:
             raise ValueError(
                 f"Layer(shape, flops): a tuple of whole numbers, 0 or more each, of 2**48 entries "
-                f"at most, and a number from 0 to {_MOST_FLOPS:.0g}, got {shown(self.shape)} and "
+                f"at most, and a number from 0 to {_MAX_FLOPS:.0g}, got {shown(self.shape)} and "
                 f"{self.flops!r} for {shown(self.name)}"
             )
 
@@ -106,18 +106,18 @@ class Workload:
         check_settings(self)
         object.__setattr__(self, "name", printable(self.name))  # a file's, shown on a terminal
         for name in ("forward_s", "backward_s", "optimizer_s", "per_bucket_overhead_s"):
-            if not 0 <= getattr(self, name) <= MOST_SECONDS:
+            if not 0 <= getattr(self, name) <= MAX_SECONDS:
                 raise ValueError(
-                    f"Workload({name}=...): seconds, from 0 to {MOST_SECONDS:.0g}, got "
+                    f"Workload({name}=...): seconds, from 0 to {MAX_SECONDS:.0g}, got "
                     f"{getattr(self, name)!r}"
                 )
         if self.ready_s is not None:
             times = np.array(self.ready_s)
             if times.shape != (len(self.layers),) or not (
-                times.dtype.kind in "iuf" and ((times >= 0) & (times <= MOST_SECONDS)).all()
+                times.dtype.kind in "iuf" and ((times >= 0) & (times <= MAX_SECONDS)).all()
             ):
                 raise ValueError(
-                    f"Workload(ready_s=...): seconds from 0 to {MOST_SECONDS:.0g}, one for each of "
+                    f"Workload(ready_s=...): seconds from 0 to {MAX_SECONDS:.0g}, one for each of "
                     f"{len(self.layers)} layers, got {shown(self.ready_s)}"
                 )
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting
+from commhooks.core._settings import check_value
 from commhooks.hook._coalesce import Coalescer, Group
 from commhooks.hook._engine import Engine
 from commhooks.wrappers._make import make
@@ -51,7 +51,7 @@ class Simulation:
         seed: int = 0,
         **options: Any,
     ) -> None:
-        world_size = fitting("Simulation", "world_size", world_size, int)
+        world_size = check_value("Simulation", "world_size", world_size, int)
         if world_size < 1:
             raise ValueError(f"Simulation(world_size=...) is 1 or more, got {world_size}")
         built = make(scheme, **options)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting, shown
+from commhooks.core._settings import check_value, shown
 from commhooks.research._simulation import Simulation
 from commhooks.research.trace import Trace
 from commhooks.wrappers._base import Coalesced
@@ -93,14 +93,14 @@ def allocate(
     """
     if (bits is None) == (max_error is None):
         raise ValueError("allocate(bits=..., max_error=...): one of the two is given")
-    bits = fitting("allocate", "bits", bits, float | None)
-    max_error = fitting("allocate", "max_error", max_error, float | None)
+    bits = check_value("allocate", "bits", bits, float | None)
+    max_error = check_value("allocate", "max_error", max_error, float | None)
     if isinstance(candidates, (str, Scheme)) or not candidates:
         raise ValueError(
             f"allocate(candidates): a list of schemes, one scheme at least, got {shown(candidates)}"
         )
     for candidate in candidates:
-        fitting("allocate", "candidates", candidate, Scheme)
+        check_value("allocate", "candidates", candidate, Scheme)
     # The table is made last: without this import a missing pandas shows after minutes of work.
     with needs("allocate(...)", "pandas"):
         import pandas  # noqa: F401

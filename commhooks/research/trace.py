@@ -12,7 +12,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting, shown
+from commhooks.core._settings import check_value, shown
 from commhooks.research._error_figures import ErrorFigures, SecondMoment, error_figures
 from commhooks.research._simulation import Simulation
 from commhooks.wrappers._traced import FILE_NAME
@@ -69,7 +69,7 @@ class Trace:
                 if (step, rank) not in self._files:
                     raise ValueError(f"Trace({str(folder)!r}): rank {rank} has no step {step}")
         if ranks is not None:
-            ranks = fitting("Trace", "ranks", ranks, int)
+            ranks = check_value("Trace", "ranks", ranks, int)
             if not 1 <= ranks <= self.world_size:
                 raise ValueError(
                     f"Trace({str(folder)!r}, ranks=...): {self.world_size} ranks recorded, so it "

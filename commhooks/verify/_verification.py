@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from commhooks.core._scheme import Scheme
-from commhooks.core._settings import fitting, shown
+from commhooks.core._settings import check_value, shown
 from commhooks.errors import CollectiveError, OptionError, RegistrationError, VerificationError
 from commhooks.verify._equal import hashes_of, keeps_equal, local_part
 from commhooks.verify._judge import (
@@ -75,13 +75,13 @@ class Verification:
     """
 
     def __init__(self, every: int, action: Action = "warn", *, history: int = 100_000) -> None:
-        self.every = fitting("Verification", "every", every, int)
+        self.every = check_value("Verification", "every", every, int)
         if self.every < 1:
             raise OptionError(f"Verification(every): a number of steps, 1 or more, got {every}")
         if action not in ("warn", "raise"):
             raise OptionError(f"Verification(action): 'warn' or 'raise', got {shown(action)}")
         self.action: Action = action
-        history = fitting("Verification", "history", history, int)
+        history = check_value("Verification", "history", history, int)
         if history < 1:
             raise OptionError(
                 f"Verification(history=...): a number of rows, 1 or more, got {history}"

@@ -10,7 +10,7 @@ import torch
 
 from commhooks.core._registry import build, scheme_names
 from commhooks.core._scheme import Scheme, check_declarations, walk
-from commhooks.core._settings import check_dataclass, fitting
+from commhooks.core._settings import check_dataclass, check_value
 from commhooks.errors import OptionError
 from commhooks.wrappers._base import Coalesced
 from commhooks.wrappers._cast import Cast
@@ -38,13 +38,13 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     """Builds a scheme by name, with its options and those of the usual wrappers.
 
     Args:
-        scheme: a registered name, or a scheme, which is wrapped as the options say.
+        scheme: a registered name, or a scheme, which is wrapped according to the options.
         options: fields of the scheme's class, and for every scheme
             ``error_feedback`` (default: True for a biased scheme that is given by name, False for
-            an object; around ``Scaled`` where an unbiased scheme has a large variance),
-            ``start_step`` (dense before that step),
-            ``wire_dtype`` ("fp16", "bf16": floating payloads travel in that type),
-            ``coalesce`` (all buckets of a step in one exchange).
+            an object; with it, an unbiased scheme of large variance is also wrapped in ``Scaled``),
+            ``start_step`` (gradients are averaged uncompressed before that step),
+            ``wire_dtype`` ("fp16", "bf16": floating-point payloads are sent in that dtype),
+            ``coalesce`` (all buckets of a step are sent in one exchange).
 
     Raises:
         UnknownSchemeError: no scheme has that name; the message suggests the nearest.
@@ -55,8 +55,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
     """
     name = scheme if isinstance(scheme, str) else type(scheme).__name__
-    wrapping = {
-        key: fitting(name, key, options.pop(key), kind)
+    wrapper_options = {
+        key: check_value(name, key, options.pop(key), kind)
         for key, kind in WRAPPER_OPTIONS.items()
         if key in options
     }
@@ -74,21 +74,22 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
             f"a scheme is given by name or as a Scheme, got {_kind_of(scheme)}: "
             f"commhooks.scheme_names() lists the names"
         )
-    for inside in walk(built):
-        kind: Any = type(inside)
+    for nested in walk(built):
+        kind: Any = type(nested)
         check_dataclass(kind)
-        check_declarations(inside)
-    # From the inside out. The cast is inside feedback, which then keeps its rounding errors, too;
-    # feedback is inside the delayed start, which sends dense gradients that need none.
-    if "wire_dtype" in wrapping:
-        built = Cast(built, as_dtype(wrapping["wire_dtype"]))
+        check_declarations(nested)
+    # From the innermost wrapper to the outermost. The cast is inside error feedback, whose residual
+    # then has its rounding errors, too; error feedback is inside the delayed start, whose dense
+    # gradients need none.
+    if "wire_dtype" in wrapper_options:
+        built = Cast(built, as_dtype(wrapper_options["wire_dtype"]))
     traits = built.traits
     needs_feedback = isinstance(scheme, str) and traits.biased and traits.returns != "update"
-    if wrapping.get("error_feedback", needs_feedback):
+    if wrapper_options.get("error_feedback", needs_feedback):
         built = ErrorFeedback(Scaled(built) if traits.error.variance > 1 else built)
-    if wrapping.get("start_step"):
-        built = DelayedStart(built, wrapping["start_step"])
-    if wrapping.get("coalesce"):
+    if wrapper_options.get("start_step"):
+        built = DelayedStart(built, wrapper_options["start_step"])
+    if wrapper_options.get("coalesce"):
         built = Coalesced(built)
     return built
 
@@ -124,7 +125,7 @@ def short_repr(scheme: Scheme) -> str:
         >>> short_repr(make("powersgd", rank=4, start_step=100))
         'DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=100)'
     """
-    # Of two names for one scheme, that of ``switch("none")`` and of all pages.
+    # "none" first: of two names for one scheme, the documentation uses this one.
     for name in ("none", *scheme_names()):
         try:
             if make(name) == scheme:
@@ -132,10 +133,10 @@ def short_repr(scheme: Scheme) -> str:
         # A user's scheme may need an option, or raise anything: printing must not fail.
         except Exception:
             continue
-    return _shown(scheme)
+    return _repr_of(scheme)
 
 
-def _shown(value: object) -> str:
+def _repr_of(value: object) -> str:
     if not isinstance(value, Scheme) or not is_dataclass(value):
         text = repr(value)
         return text if len(text) <= 40 else f"{type(value).__name__}(...)"
@@ -148,5 +149,5 @@ def _shown(value: object) -> str:
         if isinstance(setting, Scheme) and default is MISSING:
             parts.append(short_repr(setting))
         elif setting != default:
-            parts.append(f"{field.name}={_shown(setting)}")
+            parts.append(f"{field.name}={_repr_of(setting)}")
     return f"{type(value).__name__}({', '.join(parts)})"

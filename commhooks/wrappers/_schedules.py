@@ -10,7 +10,7 @@ import torch
 from commhooks.core._bucket import Bucket, SchemeExchange
 from commhooks.core._dense import Dense
 from commhooks.core._scheme import Scheme, walk
-from commhooks.core._settings import fitting, shown
+from commhooks.core._settings import check_value, shown
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits, worst
 from commhooks.wrappers._base import Choice, Coalesced, Wrapper, check_is_scheme
@@ -144,7 +144,9 @@ class Schedule(Choice):
                 f"Schedule(parts=...) takes pairs of a step and a scheme, [(0, ...), (500, ...)], "
                 f"got {shown(self.parts)}"
             )
-        parts = tuple((fitting("Schedule", "step", step, int), scheme) for step, scheme in pairs)
+        parts = tuple(
+            (check_value("Schedule", "step", step, int), scheme) for step, scheme in pairs
+        )
         object.__setattr__(self, "parts", parts)
         steps = [step for step, _ in parts]
         if steps[0] != 0 or sorted(set(steps)) != steps:

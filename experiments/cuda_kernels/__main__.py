@@ -37,7 +37,7 @@ from tests.kernels.fuzz import FAMILIES
 __all__ = ["describe", "expected_share", "resident_threads"]
 
 THREADS = 256  # of a block
-REGISTERS, MOST_WARPS, MOST_SHARED = 65536, 64, 227 * 1024  # of a multiprocessor, sm_90
+REGISTERS, MAX_WARPS, MAX_SHARED = 65536, 64, 227 * 1024  # of a multiprocessor, sm_90
 LATENCY, CLOCK, CYCLES = 0.8, 1755, 2  # microseconds; cycles of one; cycles per instruction
 COPY = 4.3e6 / 132  # bytes that a multiprocessor moves in a microsecond
 # Kernels whose main loop goes through entries; in others it goes through sums or factors.
@@ -52,10 +52,10 @@ def resident_threads(registers: int, shared: int) -> int:
     """Returns how many threads of blocks of 256 a multiprocessor holds at once."""
     # Registers are given to a warp in portions of 256.
     per_warp = -(-registers * 32 // 256) * 256
-    warps = min(MOST_WARPS, REGISTERS // max(per_warp, 1))
+    warps = min(MAX_WARPS, REGISTERS // max(per_warp, 1))
     blocks = warps // (THREADS // 32)
     if shared:
-        blocks = min(blocks, MOST_SHARED // (shared + 1024))  # a block costs 1 KiB by itself
+        blocks = min(blocks, MAX_SHARED // (shared + 1024))  # a block costs 1 KiB by itself
     return blocks * THREADS
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.checkpoint._form import checksum
+from commhooks.checkpoint._format import checksum
 from commhooks.local._diloco import VERSION as OUTER_VERSION
 from commhooks.local._diloco import add_checksum as add_outer_checksum
 from tests.tools.harness import run_ranks

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.checkpoint._form import checksum
+from commhooks.checkpoint._format import checksum
 from commhooks.checkpoint._placement import shard_description
 from commhooks.core._names import is_padding, parameter_name
 from commhooks.errors import CheckpointError, MismatchError

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks.checkpoint._form import checksum
+from commhooks.checkpoint._format import checksum
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import Died, run_ranks
 from tests.tools.models import loss_of

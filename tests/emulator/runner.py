@@ -21,7 +21,7 @@ from tests.builds import built
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
 # Fewer blocks than work, so that every loop over the grid takes more than one turn.
-MOST_BLOCKS = 3
+MAX_BLOCKS = 3
 # Several blocks at once, in turns that a seed decides.
 RESIDENT = ("-DRESIDENT=4", "-pthread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
@@ -110,7 +110,7 @@ def emulated(
     order: int = 0,
     flags: Sequence[str] = (),
     *,
-    blocks: int = MOST_BLOCKS,
+    blocks: int = MAX_BLOCKS,
     seed: int = 0,
 ) -> Iterator[None]:
     """Within it, ``cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.

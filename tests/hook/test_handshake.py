@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import HookState
-from commhooks.checkpoint._form import SavedBuckets
+from commhooks.checkpoint._format import SavedBuckets
 from commhooks.hook import _handshake
 from commhooks.hook import _registration as _register
 from commhooks.hook import _running as _meeting

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 import commhooks
 from commhooks.auto._hook import _read_plan as plan_of_auto
-from commhooks.checkpoint._form import checksum
+from commhooks.checkpoint._format import checksum
 from commhooks.cli._app import app
 from commhooks.collectives._calls import _tensors_of as tensors_of
 from commhooks.core._scheme import walk

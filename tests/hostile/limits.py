@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["MOST_BYTES", "MOST_SECONDS", "Cost", "measured"]
+__all__ = ["MAX_BYTES", "MAX_SECONDS", "Cost", "measured"]
 
-MOST_BYTES, MOST_SECONDS = 64 << 20, 1.0
+MAX_BYTES, MAX_SECONDS = 64 << 20, 1.0
 
 
 class Cost(NamedTuple):
@@ -20,9 +20,9 @@ class Cost(NamedTuple):
 
     def error(self) -> str | None:
         """What is too much; None if nothing is."""
-        if self.nbytes > MOST_BYTES:
+        if self.nbytes > MAX_BYTES:
             return f"took {self.nbytes >> 20} MB"
-        return f"took {self.seconds:.1f} s" if self.seconds > MOST_SECONDS else None
+        return f"took {self.seconds:.1f} s" if self.seconds > MAX_SECONDS else None
 
 
 def measured(call: Callable[[], None]) -> Cost:

@@ -133,8 +133,8 @@ MUTANTS: list[Mutant] = [
         ),
         (
             "a race has a round more",
-            "self._rounds < _MOST_ROUNDS",
-            "self._rounds <= _MOST_ROUNDS",
+            "self._rounds < _MAX_ROUNDS",
+            "self._rounds <= _MAX_ROUNDS",
             "tests/unit/test_race.py::test_a_race_that_noise_never_lets_end_ends_after_six_rounds",
         ),
         (

@@ -44,7 +44,7 @@ from commhooks.predict._collectives import collective_seconds, shared_seconds
 from commhooks.predict._device import Contention
 from commhooks.predict._models import MODELS
 from commhooks.predict._simulate import MARGIN, Row
-from commhooks.predict._step import AT_ONCE, MOST_RANKS, Parts, exchanges_of, pipelined
+from commhooks.predict._step import AT_ONCE, MAX_RANKS, Parts, exchanges_of, pipelined
 
 A100 = DEVICES["a100"]
 
@@ -223,7 +223,7 @@ def test_a_bucket_has_a_size(wrong: float) -> None:
 
 
 def test_too_many_ranks_are_refused_before_they_are_counted() -> None:
-    for ranks in (0, MOST_RANKS + 1, 10**400):
+    for ranks in (0, MAX_RANKS + 1, 10**400):
         with pytest.raises(ValueError, match=r"numbers of ranks from 1 to 16,384"):
             predict_step(make("none"), SMALL, ranks=ranks, fabric=SLOW, device=A100)
     with pytest.raises(ValueError, match="one or more, got none"):

@@ -1,4 +1,4 @@
-"""Reads and checks the form of a saved state of any scheme: fields, ranks, tensors, checksum.
+"""Reads and checks a saved state of any scheme: its fields, ranks, tensors and checksum.
 
 All values here may come from a damaged or hostile file. None of them is used as a size, copied or
 added to another before it was checked.
@@ -23,11 +23,11 @@ from commhooks.kernels import all_finite
 from ddp_core.exchange._devices import as_bytes
 
 __all__ = [
-    "COMMON",
-    "FIELDS",
+    "CHECKSUM_FIELDS",
     "FLOATS",
     "FORMAT",
     "MAX_STEP",
+    "REQUIRED_FIELDS",
     "VERSION",
     "MemoryDict",
     "Part",
@@ -38,16 +38,16 @@ __all__ = [
     "check_numbers",
     "checksum",
     "digest",
+    "is_int_between",
     "rank_fields",
     "read",
     "read_memory",
     "tensor_error",
-    "whole_number",
 ]
 
 
-# The common fields of a checksum. A field that a state lacks, as older ones may, is left out.
-FIELDS = (
+# The common fields that a checksum covers. A field that an older state lacks is skipped.
+CHECKSUM_FIELDS = (
     "format",
     "version",
     "commhooks",
@@ -61,22 +61,22 @@ FIELDS = (
     "bucket_bytes",
     "plan",
 )
-_CHUNK = 1 << 24  # bytes of a GPU's tensor that are copied to the host at once
+_CHUNK = 1 << 24  # bytes of a GPU tensor that are copied to the host at once
 
 
 def checksum(common: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     """Returns the SHA-256 of the common fields and of one rank's part, in hexadecimal digits.
 
-    Keys of memory without values do not count, since not every file format keeps them.
+    Keys of memory without values are skipped, since not every file format keeps them.
     """
-    fields = {field: common[field] for field in FIELDS if field in common}
-    # One checksum per rank, not of the whole: files of several ranks may be merged or split.
-    places = [part["rank"], part["global_rank"], part["leader"]]
-    further = [part[field] for field in ("arrival", "placement") if field in part]
+    fields = {field: common[field] for field in CHECKSUM_FIELDS if field in common}
+    # One checksum per rank, not one of all: files of several ranks may be merged or split.
+    ranks = [part["rank"], part["global_rank"], part["leader"]]
+    optional = [part[field] for field in ("arrival", "placement") if field in part]
     values: dict[tuple[str, ...], Tensor] = {
         (key, name): value for key, names in part["memory"].items() for name, value in names.items()
     }
-    return digest([fields, places, *further], values)
+    return digest([fields, ranks, *optional], values)
 
 
 def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
@@ -99,25 +99,28 @@ def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
     return sha256.hexdigest()
 
 
-# ---- the form
+# ---- the format
 
 
 FORMAT = "commhooks.hook_state"
-# 1 had no checksum and no global ranks; 2 did not tell that a rank trains whole parameters.
+# Version 1 had no checksum and no global ranks. In version 2 a missing "placement" does not tell
+# that a rank trains whole parameters.
 VERSION = 3
-COMMON = ("format", "version", "scheme", "structure", "step", "seed", "world_size")
+REQUIRED_FIELDS = ("format", "version", "scheme", "structure", "step", "seed", "world_size")
 
 StateDict = Mapping[str, Any]
 MemoryDict = dict[str, dict[str, Tensor]]
 
-_SECOND_VERSION = ("global_rank", "leader", "checksum")
-# Fields that are equal in all states of one checkpoint. Ranks may describe a scheme differently: an
-# earlier version named a pending flush as a part of it.
-_SHARED = [name for name in FIELDS if name not in ("format", "commhooks", "torch", "scheme")]
-# Without leading zeros, so that no two keys are of one rank; nine digits are more than any job has.
+_VERSION_2_FIELDS = ("global_rank", "leader", "checksum")  # new in version 2
+# Fields that are equal in all states of one checkpoint. "scheme" may differ: an earlier version
+# wrote a pending ``FlushResidual`` into it.
+_EQUAL_FIELDS = [
+    name for name in CHECKSUM_FIELDS if name not in ("format", "commhooks", "torch", "scheme")
+]
+# Without leading zeros, so that a rank has one key only; no job has more ranks than nine digits.
 _RANK_KEY = re.compile(r"rank(0|[1-9][0-9]{0,8})")
 MAX_STEP = 2**62  # the next steps still fit the 64 bits in which kernels take a step
-_MOST_RANKS = 2**31 - 1
+_MAX_RANKS = 2**31 - 1
 FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _INTEGERS = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 _DTYPES = FLOATS | _INTEGERS | {torch.bool}  # complex parameters are pairs of reals
@@ -128,12 +131,12 @@ class Part(NamedTuple):
 
     Attributes:
         rank: the rank within the hook's process group.
-        global_rank: the rank within the job; the part's key in a state.
+        global_rank: the rank within the job; the part is under the key "rank<global_rank>".
         leader: the smallest global rank of the group, which identifies the group.
-        arrival: names of all parameters, in the order in which gradients came in the last step;
-            empty if that is not known, None if the model was not ``ddp_core``'s.
-        placement: shard that the rank trains of each parameter that tensor parallelism cuts, by
-            name; None if the state does not say.
+        arrival: names of all parameters, in the order in which their gradients were ready in the
+            last step; empty if not known, None if the model was not ``ddp_core``'s.
+        placement: the shard that the rank trains of each parameter that tensor parallelism shards,
+            by name; None if the state does not say.
     """
 
     rank: int
@@ -150,7 +153,7 @@ class SavedBuckets(NamedTuple):
 
     Attributes:
         layout: names of the parameters of each bucket.
-        bucket_bytes: sizes at which buckets were full; empty if not known, or not final yet.
+        bucket_bytes: size limit of each bucket; empty if not known, or not final yet.
         arrival: see :class:`Part`.
     """
 
@@ -166,7 +169,7 @@ class Saved(NamedTuple):
     parts: list[Part]
 
     def with_keys(self, keys: Collection[str]) -> Saved:
-        """Returns the state with only these keys of memory."""
+        """Returns the state with these keys of memory only."""
         parts = [
             part._replace(memory={key: part.memory[key] for key in keys if key in part.memory})
             for part in self.parts
@@ -174,7 +177,7 @@ class Saved(NamedTuple):
         return Saved(self.common, parts)
 
     def renamed(self, find: Callable[[str], str]) -> Saved:
-        """Returns the state with parameters renamed by ``find``."""
+        """Returns the state with parameters renamed by ``find``, a function of the old name."""
         layout = [[find(name) for name in names] for names in self.common.get("layout", [])]
         parts = [
             part._replace(
@@ -204,9 +207,13 @@ def read(
         raise CheckpointError(f"{call}: an empty list of states")
     for each in states:
         _check_common(each, call)
-    common = {field: states[0][field] for field in (*COMMON, *FIELDS) if field in states[0]}
+    common = {
+        field: states[0][field]
+        for field in (*REQUIRED_FIELDS, *CHECKSUM_FIELDS)
+        if field in states[0]
+    }
     for each in states[1:]:
-        for field in _SHARED:
+        for field in _EQUAL_FIELDS:
             if each.get(field) != common.get(field):
                 raise CheckpointError(
                     f"{call}: the states given are not of one checkpoint: {field} is "
@@ -226,8 +233,8 @@ def read(
     return Saved(common, list(parts.values()))
 
 
-def whole_number(value: object, least: int, most: int) -> bool:
-    """Whether ``value`` is an int in a range; a bool, which is an int in Python, is not."""
+def is_int_between(value: object, least: int, most: int) -> bool:
+    """Whether ``value`` is an int from ``least`` to ``most``; a bool does not count as one."""
     return type(value) is int and least <= value <= most
 
 
@@ -248,12 +255,12 @@ def _check_common(state: object, call: str) -> None:
             f"hook.state_dict() returned"
         )
     version = state.get("version")
-    if not whole_number(version, 1, VERSION):
+    if not is_int_between(version, 1, VERSION):
         raise CheckpointError(
             f"{call}: saved in version {_short(version)} of the format, this release reads up to "
             f"{VERSION}: update commhooks"
         )
-    missing = [field for field in COMMON if field not in state]
+    missing = [field for field in REQUIRED_FIELDS if field not in state]
     if missing:
         raise CheckpointError(f"{call}: the state is incomplete, it lacks {missing}")
     for field in ("scheme", "structure", "commhooks", "torch", "plan"):
@@ -264,7 +271,7 @@ def _check_common(state: object, call: str) -> None:
     ranges = {
         "step": (0, MAX_STEP),
         "seed": (-(2**63), 2**63 - 1),
-        "world_size": (1, _MOST_RANKS),
+        "world_size": (1, _MAX_RANKS),
     }
     check_numbers(state, ranges, call)
     _check_layout(state.get("layout", []), call)
@@ -284,7 +291,7 @@ def check_numbers(
 ) -> None:
     """Raises unless these fields are whole numbers in their ranges, ends included."""
     for field, (least, most) in ranges.items():
-        if not whole_number(state.get(field), least, most):
+        if not is_int_between(state.get(field), least, most):
             raise CheckpointError(
                 f"{call}: {field!r} is a whole number from {least} to {most}, got "
                 f"{_short(state.get(field))}; the file is damaged"
@@ -293,7 +300,7 @@ def check_numbers(
 
 def _check_layout(layout: object, call: str) -> None:
     """Raises unless ``layout`` is a list of lists of parameter names, no name twice."""
-    # ``type(...) is list``: a subclass, or a tensor, may answer questions in any way.
+    # ``type(...) is list``: a subclass, or a tensor, may override any method.
     buckets = layout if type(layout) is list else [None]
     names = [name for bucket in buckets for name in (bucket if type(bucket) is list else [None])]
     if not all(map(_is_text, names)) or len(set(names)) != len(names):
@@ -305,7 +312,7 @@ def _check_layout(layout: object, call: str) -> None:
 
 def _check_limits(limits: object, call: str) -> None:
     """Raises unless ``limits`` is a list of sizes in bytes."""
-    if type(limits) is not list or not all(whole_number(size, 0, 2**63 - 1) for size in limits):
+    if type(limits) is not list or not all(is_int_between(size, 0, 2**63 - 1) for size in limits):
         raise CheckpointError(
             f"{call}: 'bucket_bytes' is a list of whole numbers, got {_short(limits)}; the file is "
             f"damaged"
@@ -328,10 +335,10 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     part = state[field]
     if not isinstance(part, Mapping):
         raise CheckpointError(f"{call}: {field!r} is {_short(part)}, not a rank's part")
-    # Version 1, or read by torch.distributed.checkpoint into a template of that form.
-    first_version = state["version"] == 1 or not any(name in part for name in _SECOND_VERSION)
-    wanted_fields = ("rank", "memory", *(() if first_version else _SECOND_VERSION))
-    missing = [name for name in wanted_fields if name not in part]
+    # Version 1, or read by torch.distributed.checkpoint into a template of version 1.
+    first_version = state["version"] == 1 or not any(name in part for name in _VERSION_2_FIELDS)
+    required = ("rank", "memory", *(() if first_version else _VERSION_2_FIELDS))
+    missing = [name for name in required if name not in part]
     if missing or not isinstance(part["memory"], Mapping):
         raise CheckpointError(
             f"{call}: {field!r} is incomplete, it lacks {', '.join(missing or ['its values'])}: "
@@ -339,22 +346,22 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
         )
     rank, global_rank = part["rank"], part["rank" if first_version else "global_rank"]
     leader = 0 if first_version else part["leader"]
-    if not whole_number(global_rank, int(field[4:]), int(field[4:])):
+    if not is_int_between(global_rank, int(field[4:]), int(field[4:])):
         raise CheckpointError(
             f"{call}: {field!r} says it is of rank {_short(global_rank)}; the file was mixed up"
         )
-    if not whole_number(rank, 0, state["world_size"] - 1):
+    if not is_int_between(rank, 0, state["world_size"] - 1):
         raise CheckpointError(
             f"{call}: {field!r} is of rank {_short(rank)} of a group of {state['world_size']}; "
             f"the file is damaged"
         )
-    if not whole_number(leader, 0, global_rank):
+    if not is_int_between(leader, 0, global_rank):
         raise CheckpointError(
             f"{call}: {field!r} is of a group led by rank {_short(leader)}; the file is damaged"
         )
     memory, arrival = read_memory(part["memory"], field, call), cast(Any, part.get("arrival"))
-    listed = type(arrival) is list and all(map(_is_text, arrival))
-    if arrival is not None and not (listed and len(set(arrival)) == len(arrival)):
+    is_list = type(arrival) is list and all(map(_is_text, arrival))
+    if arrival is not None and not (is_list and len(set(arrival)) == len(arrival)):
         raise CheckpointError(
             f"{call}: 'arrival' of {field!r} is a list of parameter names, none twice, got "
             f"{_short(arrival)}; the file is damaged"
@@ -362,17 +369,18 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     placement = None
     if "placement" in part or state["version"] > 2:
         placement = read_placement(part.get("placement", []), f"{call}: 'placement' of {field!r}")
-    # After the tensors, which the checksum reads. A checksum in version 1 is a damaged version 2.
-    wanted, stored = None, part.get("checksum")
+    # After the check of the tensors, which the checksum reads. A state of version 1 with a checksum
+    # is a damaged state of version 2.
+    expected, stored = None, part.get("checksum")
     if verify and not first_version:
-        wanted = checksum(state, part)
-    if verify and (type(stored) is not type(wanted) or stored != wanted):
+        expected = checksum(state, part)
+    if verify and (type(stored) is not type(expected) or stored != expected):
         raise CheckpointError(
             f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
-            f"saved, or the file is damaged. Load an older checkpoint. (Of another integration, "
-            f"torch.distributed.checkpoint's load reads a part only: call commhooks.load_dcp)"
+            f"saved, or the file is damaged. Load an older checkpoint. (If another integration saved "
+            f"it, torch.distributed.checkpoint.load reads only a part: call commhooks.load_dcp)"
         )
-    return Part(rank, global_rank, leader, memory, wanted, arrival, placement)
+    return Part(rank, global_rank, leader, memory, expected, arrival, placement)
 
 
 def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
@@ -393,8 +401,8 @@ def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
                     f"{call}: {field}[{_short(key)}][{_short(name)}] does not hold tensors of "
                     f"plain numbers: it {error}; the file is damaged"
                 )
-            # In float32, in which kernels compute: a larger float64 value is infinite there. A NaN
-            # in memory makes all later gradients NaN, on all ranks.
+            # Checked in float32, in which kernels compute: a larger float64 value becomes infinite.
+            # A NaN in memory makes all later gradients NaN, on all ranks.
             if value.is_floating_point() and not all_finite(value.detach().float()):
                 raise CheckpointError(
                     f"{call}: {field}[{_short(key)}][{_short(name)}] is not finite in float32; the "
@@ -406,7 +414,7 @@ def read_memory(stored: Any, field: str, call: str) -> MemoryDict:
 
 def tensor_error(value: object) -> str | None:
     """Returns why ``value`` is not a dense tensor of plain numbers, or None if it is."""
-    # No other subclasses: they may redefine what is asked of them below.
+    # No other subclasses: they may override the attributes that are read below.
     if type(value) not in (Tensor, torch.nn.Parameter):
         return f"is a {type(value).__name__}"
     assert isinstance(value, Tensor)
