@@ -377,8 +377,9 @@ def _part(state: StateDict, field: str, call: str, verify: bool) -> Part:
     if verify and (type(stored) is not type(expected) or stored != expected):
         raise CheckpointError(
             f"{call}: the checksum of {field!r} is wrong: the state was changed after it was "
-            f"saved, or the file is damaged. Load an older checkpoint. (If another integration saved "
-            f"it, torch.distributed.checkpoint.load reads only a part: call commhooks.load_dcp)"
+            f"saved, or the file is damaged. Load an older checkpoint. (If another integration "
+            f"saved it, torch.distributed.checkpoint.load reads a part only: call "
+            f"commhooks.load_dcp)"
         )
     return Part(rank, global_rank, leader, memory, expected, arrival, placement)
 
