@@ -112,8 +112,9 @@ class _LocalRun:
             self.model, made(cell.codec), every=cell.every, delay=cell.delay
         )
         self.outer_s = 0.0
-        for fragment in self.outer._all():  # the outer optimizer's arithmetic is timed apart
-            for name in ("measure", "apply"):
+        # The outer optimizer's arithmetic is timed apart.
+        for fragment in self.outer._all_fragments():
+            for name in ("compute_outer_gradient", "apply"):
                 setattr(fragment, name, self._timed(getattr(fragment, name)))
         # A part of the parameters moves in each step, while the rank computes.
         self.noise = torch.randn(_PIECE) * 1e-3

@@ -490,9 +490,10 @@ def _diloco(rank: int, world_size: int) -> Any:
     assert change.joined == (2,)
     assert (outer.steps, outer.outer_steps) == (4, 1)
     if rank == 2:  # it trains from there
-        assert torch.equal(flat(model.parameters()), flat(outer._all()[0].outer))
+        assert torch.equal(flat(model.parameters()), flat(outer._all_fragments()[0].outer))
     train(3, 4)
-    values = flat(outer._all()[0].outer)  # with a delay, each rank keeps a part of its own
+    # Not the model: with a delay, each rank keeps a part of its own parameters.
+    values = flat(outer._all_fragments()[0].outer)
     outer.close()
     return values
 

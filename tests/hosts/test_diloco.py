@@ -318,7 +318,7 @@ def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
                 parameter -= torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
         time.sleep(0.002 * rank)  # ranks are not in step
         outer.step()
-    values = torch.cat([t.double().flatten() for f in outer._all() for t in f.outer])
+    values = torch.cat([t.double().flatten() for f in outer._all_fragments() for t in f.outer])
     outer.close()
     return outer.hook.step, outer.outer_steps, values
 
