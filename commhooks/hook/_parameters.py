@@ -91,15 +91,19 @@ def find_owner(state: object) -> DistributedDataParallel | None:
     return None
 
 
-def ddp_models() -> Iterator[DistributedDataParallel]:
-    """Yields all DistributedDataParallel modules of this process."""
-    for candidate in gc.get_objects():
+def ddp_models() -> list[DistributedDataParallel]:
+    """Returns all DistributedDataParallel modules of this process."""
+    # A list, no generator: a generator that is not exhausted is in a circle with the list of all
+    # objects, which has the generator, and keeps every tensor of the process until that is found.
+    return [
+        candidate
+        for candidate in gc.get_objects()
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
-        if DistributedDataParallel not in type(candidate).__mro__:
-            continue
+        if DistributedDataParallel in type(candidate).__mro__
         # A module whose constructor raised, or has not ended, lacks them.
-        if hasattr(candidate, "module") and knows_comm_hooks(candidate):
-            yield candidate
+        and hasattr(candidate, "module")
+        and knows_comm_hooks(candidate)
+    ]
 
 
 class Parameter(NamedTuple):

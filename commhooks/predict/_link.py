@@ -93,7 +93,7 @@ MAKE_REQUEST: dict[str, Callable[[torch.Tensor, int], Collective]] = {
 _SMALL_NUMEL = 256  # entries of a small message
 # A burst of repetitions takes about this many seconds: where latency is a processor's work, a
 # single message takes 0.2 or 3 ms, depending on the scheduler.
-_BURST_S, _BURST = 20e-3, 20
+_OVERLAP_BURST_S, _OVERLAP_BURST = 20e-3, 20
 _MIN_PAIRS, _MAX_PAIRS = 3, 9
 _OVERLAP_SHARE = 0.2  # of the budget of the whole measurement
 
@@ -111,7 +111,7 @@ def measure_overlap(
         budget_s: seconds of the whole measurement, of which this takes a fifth.
     """
     (alone,) = max_over_ranks([_seconds(group, 1, 1)])
-    burst = max(1, min(_BURST, round(_BURST_S / max(alone, 1e-9))))
+    burst = max(1, min(_OVERLAP_BURST, round(_OVERLAP_BURST_S / max(alone, 1e-9))))
     pairs: list[tuple[float, float]] = []
     took = 0.0
     while len(pairs) < _MIN_PAIRS or (len(pairs) < _MAX_PAIRS and took < _OVERLAP_SHARE * budget_s):

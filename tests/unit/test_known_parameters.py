@@ -3,6 +3,7 @@
 import gc
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import commhooks
 from commhooks import HookState, comm_hook
+from commhooks.classic._hooked_model import find_model
+from commhooks.hook._parameters import find_owner
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
 from ddp_core.reducer._known import KnownParameters
@@ -24,6 +27,26 @@ pytestmark = pytest.mark.usefixtures("one_rank", "warnings_are_errors")
 
 
 HOOKED = [(DistributedDataParallel, "int8"), (CoreDDP, None), (CoreDDP, "int8")]
+
+
+class Tracked:
+    """Something that the garbage collector knows, as it does every module."""
+
+
+def test_the_search_for_a_model_keeps_nothing_alive():
+    model, hook = DistributedDataParallel(layers()), HookState("int8")
+    model.register_comm_hook(hook, comm_hook)
+    train(model)
+    bystander = Tracked()
+    alive = weakref.ref(bystander)
+    gc.disable()
+    try:
+        assert find_owner(hook) is model
+        assert find_model(list(model.parameters())) is model
+        del bystander
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def trained(kind, scheme, model=None, **options):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import pytest
 
@@ -225,6 +225,24 @@ def test_the_map_lists_folders_by_floor(package: str) -> None:
     parts = [folder.split("/") for folder in mapped()]
     listed = [rest[0] for first, *rest in parts if first == package and len(rest) == 1]
     assert listed == sorted(listed, key=FLOORS[package].index)
+
+
+@pytest.mark.parametrize("layer", ["commhooks", "ddp_core", "kernels", "experiments"])
+def test_a_module_names_each_constant_once(layer: str) -> None:
+    # Two subjects in a file may name a constant alike: the second value would hold for both.
+    for path in modules(layer):
+        targets = [
+            target
+            for node in ast.parse(path.read_text()).body
+            if isinstance(node, ast.Assign)
+            for target in node.targets
+        ]
+        names = [name.id for target in targets for name in ast.walk(target) if _is_bound(name)]
+        assert len(set(names)) == len(names), path
+
+
+def _is_bound(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def test_no_lower_layer_reaches_up_as_text_either() -> None:
