@@ -75,7 +75,7 @@ MUTANTS: list[Mutant] = [
             "buckets are known by their address",
             "StorageWeakRef(buffer.untyped_storage())",
             "buffer.data_ptr()",
-            "tests/checkpoint/test_resume.py"
+            "tests/checkpoint/test_saved_buckets.py"
             "::test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt",
         ),
     ),
@@ -102,13 +102,13 @@ MUTANTS: list[Mutant] = [
             "our class does not start from the saved buckets",
             "        core.restore_layout(members,",
             "        print(members,",
-            "tests/checkpoint/test_resume.py::test_our_class_goes_on_with_the_saved_buckets",
+            "tests/checkpoint/test_saved_buckets.py::test_our_class_goes_on_in_the_saved_buckets",
         ),
         (
             "our class travels in the loaded layout whatever its buckets are",
             "regroups=core is None)",
             "regroups=True)",
-            "tests/checkpoint/test_resume.py"
+            "tests/checkpoint/test_saved_buckets.py"
             "::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
     ),

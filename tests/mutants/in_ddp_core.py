@@ -12,7 +12,7 @@ CORE = "tests/ddp/test_ddp_core.py"
 PRECISION = "tests/ddp/test_ddp_precision.py"
 STEPS = "tests/ddp/test_ddp_steps.py"
 
-RESUME = "tests/checkpoint/test_resume.py"
+SAVED_BUCKETS = "tests/checkpoint/test_saved_buckets.py"
 HOLD = "tests/ddp/test_ddp_hold.py"
 ABANDONED = "tests/faults/test_ddp_abandoned.py"
 PARALLEL = "tests/hosts/test_tensor_parallel.py"
@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
             "order, buckets = self.arrival, saved.with_sparse(self._parameters)",
             "order = [index for one in saved.with_sparse(self._parameters) for index in one]\n"
             "            buckets = arrange(self._parameters, self.caps.limits, order=order)",
-            f"{RESUME}::test_our_class_goes_on_with_buckets_by_registration",
+            f"{SAVED_BUCKETS}::test_our_class_goes_on_with_buckets_of_a_layout",
         ),
         (
             "what ranks could not agree on is forgotten",
@@ -98,7 +98,7 @@ MUTANTS: list[Mutant] = [
             "buckets are laid out before the ranks have agreed on what they loaded",
             "            self._saved.agree()",
             "            pass",
-            f"{RESUME}::test_a_state_that_one_rank_has_loaded_names_the_others",
+            f"{SAVED_BUCKETS}::test_a_state_that_one_rank_has_loaded_names_the_others",
         ),
     ),
     *planted(
@@ -116,13 +116,13 @@ MUTANTS: list[Mutant] = [
             "an earlier state's order of gradients stays",
             "list(saved.arrival) if complete else []",
             "list(saved.arrival) if complete else self.arrival",
-            f"{RESUME}::test_the_last_state_that_is_loaded_decides",
+            f"{SAVED_BUCKETS}::test_the_last_state_that_is_loaded_decides",
         ),
         (
             "the saved order of gradients is lost",
             "self.arrival = list(saved.arrival) if complete else []",
             "self.arrival = []",
-            f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
+            f"{SAVED_BUCKETS}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
     ),
     *planted(
@@ -131,7 +131,7 @@ MUTANTS: list[Mutant] = [
             "a static graph that goes on learns as if it began",
             "learns_only = self.static_graph and self.stage is Stage.NEW",
             "learns_only = self.static_graph and self._steps == 0",
-            f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
+            f"{SAVED_BUCKETS}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
     ),
     *planted(
@@ -140,7 +140,7 @@ MUTANTS: list[Mutant] = [
             "saved buckets win over a layout that was asked for after loading",
             "if saved is None or self._anew or not saved.holds(",
             "if saved is None or not saved.holds(",
-            f"{RESUME}::test_our_class_lays_out_by_the_saved_order_of_gradients",
+            f"{SAVED_BUCKETS}::test_our_class_lays_out_by_the_saved_order_of_gradients",
         ),
         (
             "buckets of another size are taken up",
@@ -173,7 +173,7 @@ MUTANTS: list[Mutant] = [
             "a static graph's gradients count as complete when their first part comes",
             "by_last_call = list(dict.fromkeys(reversed(step.hook_call_order)))[::-1]",
             "by_last_call = list(dict.fromkeys(step.hook_call_order))",
-            f"{RESUME}::test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete",
+            f"{SAVED_BUCKETS}::test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete",
         ),
     ),
     *planted(
