@@ -188,9 +188,7 @@ def _laid_out_by_registration(rank: int, world_size: int) -> None:
         return CoreDDP(net, find_unused_parameters=True, bucket_cap_mb=SEVERAL)
 
     first, second = build(), build()
-    hook, resumed = (
-        commhooks.register(model, "fp16", layout="shape") for model in (first, second)
-    )
+    hook, resumed = (commhooks.register(model, "fp16", layout="shape") for model in (first, second))
     train(range(3), rank, first)
     resumed.load_state_dict(hook.state_dict())
     train(range(3, 4), rank, second)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, planted
 
 TEST = "tests/hosts/test_zero_optimizer.py"
+STEPS = "tests/hosts/test_zero_steps.py"
 BITS = f"{TEST}::test_two_ranks_have_the_bits_of_plain_training"
 PAIRS = f"{TEST}::test_pairs_of_features_have_the_bits_of_plain_training"
-OVERFLOW = f"{TEST}::test_a_step_that_overflows_on_one_rank_changes_nothing_on_any"
+OVERFLOW = f"{STEPS}::test_a_step_that_overflows_on_one_rank_changes_nothing_on_any"
 LOST = f"{TEST}::test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters"
 
 MUTANTS: list[Mutant] = [
@@ -17,7 +18,7 @@ MUTANTS: list[Mutant] = [
             "variances that grow are taken",
             "codec.error.variance > 1",
             "codec.error.variance > 1000",
-            f"{TEST}::test_what_cannot_be_combined_is_refused",
+            f"{STEPS}::test_what_cannot_be_combined_is_refused",
         ),
     ),
     *planted(
@@ -44,7 +45,7 @@ MUTANTS: list[Mutant] = [
             "loaded parameters go back to the owner's values",
             "torch.where(held == self._left, self.exact, held)",
             "self.exact",
-            f"{TEST}::test_parameters_that_are_loaded_later_hold",
+            f"{STEPS}::test_parameters_that_are_loaded_or_clipped_in_data_hold",
         ),
     ),
     *planted(
@@ -90,7 +91,7 @@ MUTANTS: list[Mutant] = [
             "parameters whose gradient was dropped take what was gathered",
             " if parameter not in shard.dropped]",
             "]",
-            f"{TEST}::test_gradients_that_the_model_drops_are_dropped[True-none]",
+            f"{STEPS}::test_gradients_that_the_model_drops_are_dropped",
         ),
     ),
     *planted(
@@ -126,7 +127,7 @@ MUTANTS: list[Mutant] = [
             "a piece takes the first entries of its parameter",
             'span = slice(begin - saved_piece["begin"], end - saved_piece["begin"])',
             "span = slice(0, end - begin)",
-            f"{TEST}::test_a_gathered_state_loads_on_another_number_of_ranks",
+            f"{STEPS}::test_a_gathered_state_loads_on_another_number_of_ranks",
         ),
     ),
     *planted(
@@ -144,7 +145,7 @@ MUTANTS: list[Mutant] = [
             "state that began in a step that overflowed stays",
             "                states.pop(piece.value, None)\n",
             "                pass\n",
-            f"{OVERFLOW}[True-0]",
+            OVERFLOW,
         ),
     ),
     *planted(
@@ -153,13 +154,13 @@ MUTANTS: list[Mutant] = [
             "gradients are clipped by the norm of one shard",
             "clip_grads_with_norm_(values, max_norm, total)",
             "clip_grads_with_norm_(values, max_norm, norm)",
-            f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
+            f"{TEST}::test_clipping_by_the_norm_over_all_shards",
         ),
         (
             "norms of shards are added, not their squares",
             "norm.float().pow(norm_type)",
             "norm.float()",
-            f"{TEST}::test_clipping_by_the_norm_over_all_shards[2.0]",
+            f"{TEST}::test_clipping_by_the_norm_over_all_shards",
         ),
     ),
     *planted(
@@ -186,7 +187,7 @@ MUTANTS: list[Mutant] = [
             "parts of a parameter are put together in another order",
             'torch.cat([part["memory"][key][name] for part in parts])',
             'torch.cat([part["memory"][key][name] for part in reversed(parts)])',
-            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[True]",
+            f"{STEPS}::test_a_resumed_run_continues_bit_for_bit",
         ),
     ),
     *planted(
@@ -195,13 +196,13 @@ MUTANTS: list[Mutant] = [
             "states are taken by position",
             "    saved_piece = saved.get(piece.name)\n",
             "    saved_piece = dict(zip(sorted(saved), saved.values())).get(piece.name)\n",
-            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[True]",
+            f"{STEPS}::test_a_resumed_run_continues_bit_for_bit",
         ),
         (
             "exact values are not loaded",
             '    piece.value.detach().copy_(entries.pop("exact"))\n',
             '    entries.pop("exact")\n',
-            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
+            f"{STEPS}::test_a_resumed_run_continues_bit_for_bit",
         ),
     ),
     *planted(
@@ -210,13 +211,13 @@ MUTANTS: list[Mutant] = [
             "the state before a loaded one stays",
             "        self.state.clear()\n",
             "",
-            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
+            f"{STEPS}::test_a_resumed_run_continues_bit_for_bit",
         ),
         (
             "groups go on with the shards from before loading",
             '            group["params"] = self._shards.values(parameters)\n',
             "",
-            f"{TEST}::test_a_resumed_run_continues_bit_for_bit[False]",
+            f"{STEPS}::test_a_resumed_run_continues_bit_for_bit",
         ),
     ),
     *planted(
@@ -225,7 +226,7 @@ MUTANTS: list[Mutant] = [
             "what no_sync has accumulated counts in the next step, too",
             "            parameter.grad = None\n\n    @torch.no_grad()\n    def clip",
             "            pass\n\n    @torch.no_grad()\n    def clip",
-            f"{TEST}::test_zero_grad_drops_what_was_accumulated",
+            f"{STEPS}::test_zero_grad_drops_what_was_accumulated",
         ),
     ),
     *planted(
@@ -262,7 +263,7 @@ MUTANTS: list[Mutant] = [
             "parameters of 16 bits round the owner's exact values",
             "shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)",
             "shard.settle(rounded=packed)",
-            f"{TEST}::test_parameters_of_16_bits_are_stepped_in_float32[none]",
+            f"{TEST}::test_another_memory_format_and_16_bits_are_stepped_in_order_and_in_float32",
         ),
     ),
     *planted(
@@ -271,7 +272,7 @@ MUTANTS: list[Mutant] = [
             "shards are packed with the bits of the first phase",
             "self.pack_shard(Piece.of(inside), shards, bucket.rank, random)",
             "self.pack_shard(Piece.of(inside), shards, bucket.rank, random.first)",
-            f"{LOST}[eden]",
+            f"{LOST}[some]",
         ),
     ),
     *planted(
@@ -280,7 +281,7 @@ MUTANTS: list[Mutant] = [
             "means stay where the model has dropped its gradients",
             "            self.zero_grad()\n            return\n",
             "            return\n",
-            f"{TEST}::test_gradients_that_the_model_drops_are_dropped",
+            f"{STEPS}::test_gradients_that_the_model_drops_are_dropped",
         ),
     ),
     *planted(
@@ -289,7 +290,7 @@ MUTANTS: list[Mutant] = [
             "a parameter without a gradient is stepped",
             "                piece.value.grad = None\n        self._take_back",
             "                pass\n        self._take_back",
-            f"{TEST}::test_gradients_that_the_model_drops_are_dropped[False-none]",
+            f"{STEPS}::test_gradients_that_the_model_drops_are_dropped",
         ),
     ),
     *planted(
@@ -298,7 +299,7 @@ MUTANTS: list[Mutant] = [
             "optimizers that count their calls are taken",
             "[gradient if other is part else None for other in parts]",
             "[*gradients.split(40)]",
-            f"{TEST}::test_gradients_of_one_rank_are_no_step",
+            f"{STEPS}::test_gradients_of_one_rank_are_no_step",
         ),
     ),
     *planted(
@@ -307,7 +308,7 @@ MUTANTS: list[Mutant] = [
             "gradients of this rank alone are no error",
             "type(parameter.parameter.grad) is not ShardedGrad",
             "type(parameter.parameter.grad) is None",
-            f"{TEST}::test_gradients_of_one_rank_are_no_step",
+            f"{STEPS}::test_gradients_of_one_rank_are_no_step",
         ),
     ),
     *planted(
@@ -316,7 +317,7 @@ MUTANTS: list[Mutant] = [
             "a rank's own gradients stay where the mean is expected",
             "parameter.grad = ShardedGrad(parameter)",
             "pass",
-            f"{TEST}::test_misuse_is_an_error",
+            f"{STEPS}::test_misuse_is_an_error",
         ),
     ),
     *planted(
