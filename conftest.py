@@ -55,7 +55,7 @@ VARIANTS = {
     "tests/fsdp/test_hsdp.py::test_a_mesh_loads_what_other_hosts": 2,
     "tests/fsdp/test_hsdp.py::test_factors_of_other_pieces": 3,
     "tests/checkpoint/test_old_states.py::test_a_state_of_format_2_goes_on": 2,
-    "tests/hosts/test_other_hosts.py::test_residuals_arrive": 5,
+    "tests/hosts/test_every_host.py::test_residuals_arrive": 5,
     "tests/checkpoint/test_other_ranks.py::test_ranks_go_on_without_one": 2,
     "tests/checkpoint/test_placement.py::test_parameters_that_are_not_cut_stay_equal": 3,
     "tests/faults/test_silent_store.py::test_a_step_ends_by_the_timeout": 2,

@@ -1,4 +1,4 @@
-"""Which scheme runs on which host: runs every cell, and writes the page that shows them.
+"""Runs every scheme on every host, and writes the page that shows them.
 
 ``python -m tests.hosts.host_matrix`` writes ``docs/integrations/matrix.md``; a test compares.
 """
@@ -7,25 +7,23 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed._composable.replicate import replicate
-from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_with_fsdp
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import commhooks
 import ddp_core
-from commhooks.hosts.megatron import ReduceScatter
 from tests.frameworks.versions import PAGE, section
+from tests.hosts.every_host import MODELS, SHARD_CALLS, WHOLE_CALLS
 from tests.shelf import BUILT_IN
 from tests.tools.harness import run_ranks
 
-STEPS = 2
+STEPS, SUM = 2, dist.ReduceOp.SUM
 SKIPPED = {"allreduce"}  # another name of "none"
 OPTIONS: dict[str, dict[str, Any]] = {"powersgd": {"rank": 2}, "onebit_adam": {"freeze_step": 1}}
 
@@ -58,95 +56,22 @@ def train(net: nn.Module) -> None:
 # ---- hosts: each runs a scheme for some steps, or raises
 
 
-def torch_ddp(name: str) -> None:
-    net = DistributedDataParallel(model())
-    commhooks.register(net, made(name))
-    train(net)
+def trains(host: str, name: str) -> None:
+    train(MODELS[host](made(name), model()))
 
 
-def core_ddp(name: str) -> None:
-    net = ddp_core.DistributedDataParallel(model())
-    commhooks.register(net, made(name))
-    train(net)
-
-
-def composable(name: str) -> None:
-    net = replicate(model())
-    commhooks.register(net, made(name))
-    train(net)
-
-
-def group(name: str) -> None:
-    group = commhooks.process_group(made(name))
-    train(DistributedDataParallel(model(), process_group=group))
-
-
-def on_fsdp2(name: str) -> None:
-    group, ranks = commhooks.process_group(made(name)), list(range(dist.get_world_size()))
-    mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("replicate",))
-    train(replicate_with_fsdp(model(), mesh=mesh))
-
-
-def replicated(name: str) -> None:
-    net = model()
-    commhooks.fsdp.replicate(net, made(name), modules=[net[0]])  # type: ignore[index]
-    train(net)
-
-
-def _sharded() -> nn.Module:
-    net, mesh = model(), init_device_mesh("cpu", (dist.get_world_size(),))
-    fully_shard(net[0], mesh=mesh)  # type: ignore[index]
-    fully_shard(net, mesh=mesh)
-    return net
-
-
-def fsdp2(name: str) -> None:
-    net = _sharded()
-    commhooks.register(net, made(name))
-    train(net)
-
-
-def _hsdp() -> tuple[nn.Module, DeviceMesh]:
-    names = ("replicate", "shard")
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=names)
-    net = model()
-    fully_shard(net, mesh=mesh["shard"])
-    return net, mesh["replicate"]
-
-
-def hsdp(name: str) -> None:
-    net, nodes = _hsdp()
-    commhooks.register(net, made(name), replicate_group=nodes)
-    train(net)
-
-
-def hsdp_inside(name: str) -> None:
-    net, nodes = _hsdp()
-    commhooks.register(net, "none", replicate_group=nodes)
-    commhooks.register(net, made(name))
-    train(net)
+def reduces(host: str, name: str) -> None:
+    call, part = (WHOLE_CALLS | SHARD_CALLS)[host](made(name), SUM), torch.empty(64 * 32)
+    for _ in range(STEPS):
+        call(_tensor() if host in WHOLE_CALLS else _tensor().view(-1), part)
 
 
 def gathers(name: str) -> None:
-    net = _sharded()
+    net, mesh = model(), init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(net[0], mesh=mesh)  # type: ignore[index]
+    fully_shard(net, mesh=mesh)
     commhooks.fsdp.gather_parameters(net, name)
     train(net)
-
-
-def _fsdp1(name: str, strategy: ShardingStrategy) -> None:
-    net = FullyShardedDataParallel(
-        model(), sharding_strategy=strategy, device_id=torch.device("cpu"), use_orig_params=True
-    )
-    commhooks.register(net, made(name))
-    train(net)
-
-
-def fsdp1(name: str) -> None:
-    _fsdp1(name, ShardingStrategy.FULL_SHARD)
-
-
-def fsdp1_whole(name: str) -> None:
-    _fsdp1(name, ShardingStrategy.NO_SHARD)
 
 
 def _zero(**options: Any) -> None:
@@ -181,31 +106,6 @@ def _tensor() -> Tensor:
     return torch.randn(64, 64, generator=torch.Generator().manual_seed(dist.get_rank()))
 
 
-def all_reduce(name: str) -> None:
-    for _ in range(STEPS):
-        commhooks.all_reduce(_tensor(), made(name))
-
-
-def collectives(name: str) -> None:
-    found = commhooks.Collectives(made(name))
-    for _ in range(STEPS):
-        found.all_reduce(_tensor(), "tensor")
-    found.close()
-
-
-def reduce_scatter(name: str) -> None:
-    found, part = commhooks.Collectives(made(name)), 64 * 64 // dist.get_world_size()
-    for _ in range(STEPS):
-        found.reduce_scatter(torch.empty(part), _tensor().view(-1), "tensor")
-    found.close()
-
-
-def reduce_scatter_function(name: str) -> None:
-    part = 64 * 64 // dist.get_world_size()
-    for _ in range(STEPS):
-        commhooks.reduce_scatter(torch.empty(part), _tensor().view(-1), made(name))
-
-
 def all_gather_function(name: str) -> None:
     for _ in range(STEPS):
         whole = torch.empty(dist.get_world_size() * 64 * 64)
@@ -213,48 +113,43 @@ def all_gather_function(name: str) -> None:
 
 
 def all_gather(name: str) -> None:
-    found, ranks = commhooks.Collectives(made(name)), dist.get_world_size()
+    calls, ranks = commhooks.Collectives(made(name)), dist.get_world_size()
     for _ in range(STEPS):
-        found.all_gather(torch.empty(ranks * 64 * 64), _tensor().view(-1), "tensor")
-    found.close()
+        calls.all_gather(torch.empty(ranks * 64 * 64), _tensor().view(-1), "tensor")
+    calls.close()
 
 
-def megatron(name: str) -> None:
-    call, whole = ReduceScatter(made(name)), _tensor().view(-1)
-    for _ in range(STEPS):
-        call(whole.chunk(2)[dist.get_rank()], whole, dist.ReduceOp.SUM, dist.group.WORLD, False)
-
-
-# By table: what runs a scheme, and the number of ranks.
-TABLES: dict[str, dict[str, tuple[Callable[[str], None], int]]] = {
+_CALLS = (*WHOLE_CALLS, *SHARD_CALLS)
+_RUNS: dict[str, Callable[[str], None]] = {
+    **{host: partial(trains, host) for host in MODELS},
+    **{host: partial(reduces, host) for host in _CALLS},
+    "`ZeroOptimizer`": zero,
+    "`gather_parameters` (FSDP2)": gathers,
+    "`ZeroOptimizer`, `gather=`": zero_gathers,
+    "`DiLoCo`": diloco,
+    "`all_gather`": all_gather_function,
+    "`Collectives.all_gather`": all_gather,
+}
+# By table: what runs a scheme there.
+TABLES: dict[str, dict[str, Callable[[str], None]]] = {
     "Gradients of a model": {
-        "torch's DDP": (torch_ddp, 2),
-        "`ddp_core`": (core_ddp, 2),
-        "`replicate()`, composable": (composable, 2),
-        "`process_group`": (group, 2),
-        "`replicate()` on FSDP2, over a `process_group`": (on_fsdp2, 2),
-        "`fsdp.replicate` (FSDP2)": (replicated, 2),
-        "FSDP2": (fsdp2, 2),
-        "HSDP, between nodes": (hsdp, 4),
-        "HSDP, within nodes": (hsdp_inside, 4),
-        "FSDP1": (fsdp1, 2),
-        "FSDP1, `NO_SHARD`": (fsdp1_whole, 2),
-        "`ZeroOptimizer`": (zero, 2),
-        "Megatron-Core": (megatron, 2),
+        host: _RUNS[host] for host in (*MODELS, "`ZeroOptimizer`", "Megatron-Core")
     },
     "Parameters, and tensors of your own": {
-        "`gather_parameters` (FSDP2)": (gathers, 2),
-        "`ZeroOptimizer`, `gather=`": (zero_gathers, 2),
-        "`DiLoCo`": (diloco, 2),
-        "`all_reduce`": (all_reduce, 2),
-        "`reduce_scatter`": (reduce_scatter_function, 2),
-        "`all_gather`": (all_gather_function, 2),
-        "`Collectives.all_reduce`": (collectives, 2),
-        "`Collectives.reduce_scatter`": (reduce_scatter, 2),
-        "`Collectives.all_gather`": (all_gather, 2),
+        host: _RUNS[host]
+        for host in (
+            *("`gather_parameters` (FSDP2)", "`ZeroOptimizer`, `gather=`", "`DiLoCo`"),
+            *("`all_reduce`", "`reduce_scatter`", "`all_gather`"),
+            *(f"`Collectives.{call}`" for call in ("all_reduce", "reduce_scatter", "all_gather")),
+        )
     },
 }
-HOSTS = {host: how for table in TABLES.values() for host, how in table.items()}
+HOSTS = {host: run for table in TABLES.values() for host, run in table.items()}
+
+
+def ranks_of(host: str) -> int:
+    return 4 if host.startswith("HSDP") else 2
+
 
 # Why a host refuses a scheme: what its error says, and a few words for the page.
 REASONS = {
@@ -280,25 +175,29 @@ REASONS = {
 
 def outcomes(rank: int, world_size: int, host: str) -> dict[str, str]:
     """Returns for each scheme "" if it runs, or why the host refuses it."""
-    found = {}
+    texts = {}
     for name in scheme_names():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                HOSTS[host][0](name)
-            found[name] = ""
-        except (commhooks.errors.RegistrationError, commhooks.errors.SchemeError, ValueError) as e:
-            found[name] = str(e)
+                HOSTS[host](name)
+            texts[name] = ""
+        except (
+            commhooks.errors.RegistrationError,
+            commhooks.errors.SchemeError,
+            ValueError,
+        ) as error:
+            texts[name] = str(error)
         dist.barrier()
-    return found
+    return texts
 
 
 def matrix() -> dict[str, dict[str, str]]:
     """Runs all cells; returns reasons by host and scheme, empty where a scheme runs."""
     quiet = (".*",)
     return {
-        host: run_ranks(outcomes, world_size, host, timeout=240, ignore_warnings=quiet)[0]
-        for host, (_, world_size) in HOSTS.items()
+        host: run_ranks(outcomes, ranks_of(host), host, timeout=240, ignore_warnings=quiet)[0]
+        for host in HOSTS
     }
 
 
@@ -309,9 +208,11 @@ def reason_of(text: str) -> str:
     )
 
 
-def page_of(found: dict[str, dict[str, str]]) -> str:
+def page_of(refusals: dict[str, dict[str, str]]) -> str:
     """Returns the page."""
-    keys = list(dict.fromkeys(reason_of(text) for row in found.values() for text in row.values()))
+    keys = list(
+        dict.fromkeys(reason_of(text) for row in refusals.values() for text in row.values())
+    )
     keys = [key for key in keys if key]
     lines = [
         "# Every scheme in every integration",
@@ -336,7 +237,7 @@ def page_of(found: dict[str, dict[str, str]]) -> str:
             "|---|" + "---|" * len(hosts_of_table),
         ]
         for name in scheme_names():
-            texts = [found[host][name] for host in hosts_of_table]
+            texts = [refusals[host][name] for host in hosts_of_table]
             cells = [str(keys.index(reason_of(text)) + 1) if text else "✓" for text in texts]
             lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
     lines += [

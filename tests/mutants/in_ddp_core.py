@@ -864,7 +864,7 @@ MUTANTS: list[Mutant] = [
             "a mean of three ranks has other bits than torch's",
             "self.tensor.mul_(1.0 / group.size())",
             "self.tensor.div_(group.size())",
-            "tests/hosts/test_host_bits.py"
+            "tests/hosts/test_every_host.py"
             "::test_without_a_scheme_hosts_and_calls_give_their_own_bits[3]",
         ),
     ),

@@ -372,7 +372,7 @@ MUTANTS: list[Mutant] = [
             "hosts that need shards take schemes of whole buckets",
             "    if not scheme.traits.shards:\n",
             "    if not scheme.traits:\n",
-            "tests/hosts/test_host_matrix.py::test_a_host_runs_what_the_page_says[FSDP2]",
+            "tests/hosts/test_every_host.py::test_a_host_runs_what_the_page_says[FSDP2]",
         ),
     ),
     *planted(

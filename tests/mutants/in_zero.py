@@ -236,7 +236,7 @@ MUTANTS: list[Mutant] = [
             '        check_returns_shards(self.hook.scheme, "ZeroOptimizer", '
             '"ZeroOptimizer(scheme=...)")\n',
             "",
-            "tests/hosts/test_host_matrix.py::test_a_host_runs_what_the_page_says[`ZeroOptimizer`]",
+            "tests/hosts/test_every_host.py::test_a_host_runs_what_the_page_says[`ZeroOptimizer`]",
         ),
     ),
     *planted(
