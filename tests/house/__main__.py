@@ -16,15 +16,17 @@ def main() -> None:
     for name, number in counts().items():
         print(f"{name:50} {number:6}")
     print(f"{'longest import chain in commhooks/hook':50} {longest_chain('commhooks/hook'):6}")
-    found = one_bucket()
-    names = [name for name in next(iter(found.values())) if name != "names"]
+    rows = one_bucket()
+    names = [name for name in next(iter(rows.values())) if name != "names"]
     print("\n" + " " * 20 + "".join(f"{name:>14}" for name in names))
-    for case, row in found.items():
-        print(f"{case:20}" + "".join(f"{row[name]:14}" for name in names))
+    for case, row in rows.items():
+        print(f"{case:20}" + "".join(f"{row.get(name, ''):14}" for name in names))
         if "-v" in sys.argv:
             print("\n".join(f"    {file}" for file in row["names"]))
     if "--write" in sys.argv:
-        kept = {case: {name: row[name] for name in KEPT} for case, row in found.items()}
+        kept = {
+            case: {name: row[name] for name in KEPT if name in row} for case, row in rows.items()
+        }
         COUNTS.write_text(json.dumps(kept, indent=2) + "\n")
 
 
