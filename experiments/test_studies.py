@@ -66,8 +66,8 @@ def test_every_study_says_what_its_options_are() -> None:
             [part.name] for part in app.registered_commands if len(app.registered_commands) > 1
         ]
         for part in ([], *parts):
-            told = CliRunner().invoke(app, [*part, "--help"])
-            assert told.exit_code == 0, f"{name} {part}: {told.output}"
+            ran = CliRunner().invoke(app, [*part, "--help"])
+            assert ran.exit_code == 0, f"{name} {part}: {ran.output}"
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -128,8 +128,8 @@ def _on_two_ranks(rank: int, world_size: int, send: Send) -> None:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_fsdp2_is_watched_and_timed() -> None:
-    found, kept, row = run_ranks(_on_two_ranks, 2)
-    assert found["modules"]
+    results, kept, row = run_ranks(_on_two_ranks, 2)
+    assert results["modules"]
     assert kept > 0
     assert row["host"] == "FSDP2"
 

@@ -109,8 +109,8 @@ def test_nothing_sent_costs_nothing_on_any_link() -> None:
 def test_only_limited_links_are_computed() -> None:
     cases = [case("none", [0.02])]
     assert computed_cases(parse("unlimited"), cases, bucket_cap_mb=1.0) == cases
-    (found,) = computed_cases(GIGABIT, cases, bucket_cap_mb=1.0)
-    assert found["block_s"] == [pytest.approx(0.02 + 0.008 - 0.004)]
+    (results,) = computed_cases(GIGABIT, cases, bucket_cap_mb=1.0)
+    assert results["block_s"] == [pytest.approx(0.02 + 0.008 - 0.004)]
 
 
 def test_a_gradient_of_a_little_more_than_a_bucket_takes_two() -> None:
@@ -174,8 +174,8 @@ def error_over_a_run(scheme: str, steps: int = 40, **options: Any) -> float:
     watch = GradientError(ddp.parameters(), bucket_nbytes=64)
     for step in range(steps):
         ddp.zero_grad()
-        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)) + 1
-        ddp(x).square().sum().backward()
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step)) + 1
+        ddp(inputs).square().sum().backward()
         watch.step()
     watch.close()
     hook.close()

@@ -51,11 +51,11 @@ def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) 
 def test_what_cases_launch_is_compiled_beforehand(rehearsal: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(copy_ratio, "steps", lambda setting: iter(list(all_steps(setting))[:2]))
     monkeypatch.setattr(exchange, "SCHEMES", {"onebit": exchange.SCHEMES["onebit"]})
-    found = cubins.all_kernels()
-    assert {"quantize<Sign, float, 2048>", "requantize<Sign, 2048>"} <= set(found["blockwise.cu"])
+    kernels = cubins.all_kernels()
+    assert {"quantize<Sign, float, 2048>", "requantize<Sign, 2048>"} <= set(kernels["blockwise.cu"])
     for file, names in cubins.kernels().items():
-        assert set(names) <= set(found[file])
-    assert rehearsal[0].kernels.keys() <= found.keys()
+        assert set(names) <= set(kernels[file])
+    assert rehearsal[0].kernels.keys() <= kernels.keys()
 
 
 @pytest.mark.slow
@@ -212,7 +212,7 @@ def test_facts_have_a_row_each_also_without_a_gpu(tmp_path: Path) -> None:
 def test_doctor_launches_a_kernel_where_it_can(monkeypatch) -> None:
     assert one_launch("cpu").startswith("right ")
     assert one_launch("meta").startswith("failed: ")
-    monkeypatch.setattr("commhooks.cli._commands.all_finite", lambda x: torch.tensor(True))
+    monkeypatch.setattr("commhooks.cli._commands.all_finite", lambda inputs: torch.tensor(True))
     assert one_launch("cpu").startswith("wrong: ")
     monkeypatch.setattr(commands.cuda, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -21,7 +21,9 @@ def _table() -> pd.DataFrame:
         "torch none": 55.0,
         "auto": 9.0,
     }
-    rows = [("tiny layers", f"tiny layers, {rate}", *one) for rate in "ab" for one in hooks.items()]
+    rows = [
+        ("tiny layers", f"tiny layers, {rate}", *hook) for rate in "ab" for hook in hooks.items()
+    ]
     table = pd.DataFrame(rows, columns=["model", "cell", "hook_name", "step_ms"])
     table["exchange_error"] = exchange_errors(table)
     return table
@@ -46,7 +48,7 @@ def test_a_hook_that_another_one_beats_in_both_is_not_on_the_front() -> None:
 
 
 def test_auto_is_compared_with_the_fastest_fixed_hook_and_with_its_own_choice() -> None:
-    own = {"model": "tiny layers", "cell": "tiny layers, a"}
+    here = {"model": "tiny layers", "cell": "tiny layers, a"}
     others = {
         CHOICE: 12.0,
         "noop": 1.0,
@@ -54,7 +56,7 @@ def test_auto_is_compared_with_the_fastest_fixed_hook_and_with_its_own_choice() 
         "one value": 2.0,
         "topk on torch": 5.0,
     }
-    more = [{**own, "hook_name": name, "step_ms": took} for name, took in others.items()]
+    more = [{**here, "hook_name": name, "step_ms": took} for name, took in others.items()]
     first, second = auto_ratios(pd.concat([_table(), pd.DataFrame(more)], ignore_index=True))
     assert (first.fastest, first.choice) == (0.9, 0.75)  # topk takes 10, and the choice 12
     assert str(first).endswith(

@@ -28,11 +28,11 @@ class Live(TorchDispatchMode):
         self.bytes = self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {id_of(one) for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)}
+        given = {id_of(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         made = func(*args, **(kwargs or {}))
-        for one in tree_leaves(made):
-            if isinstance(one, Tensor) and id_of(one) not in given:
-                self.add(one)
+        for tree_leave in tree_leaves(made):
+            if isinstance(tree_leave, Tensor) and id_of(tree_leave) not in given:
+                self.add(tree_leave)
         return made
 
     def add(self, tensor: Tensor) -> None:
@@ -85,8 +85,8 @@ def test_state_and_scratch_are_those_of_the_formula(
         for engine, output in zip(engines, outputs, strict=True):
             engine.begin_bucket(0, is_last=True)
             gradient = torch.randn(n, generator=generator)
-            one = engine.exchange(gradient, layout, shards=shards, output=output, agree=True)
-            exchanges.append(watched(one, live) if engine.rank == 0 else one)
+            exchange = engine.exchange(gradient, layout, shards=shards, output=output, agree=True)
+            exchanges.append(watched(exchange, live) if engine.rank == 0 else exchange)
         simulate(exchanges)
     wanted = formula(SCHEMES[name], [pieces], ranks)
     assert engines[0].memory.nbytes() == wanted.kept

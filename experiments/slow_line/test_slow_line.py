@@ -84,7 +84,7 @@ def test_only_blocking_exchanges_stand_for_other_periods() -> None:
 
 def test_slow_motion_changes_only_what_the_processor_takes() -> None:
     cell, free = Cell("overlapped", "int4", 8), DEVICES["h200"]
-    near, slow = (predicted_share(Line(200, dilation=one), cell, free) for one in (1.0, 4.0))
+    near, slow = (predicted_share(Line(200, dilation=value), cell, free) for value in (1.0, 4.0))
     assert near == pytest.approx(slow, rel=0.02)
 
 

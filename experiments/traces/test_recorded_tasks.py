@@ -86,8 +86,8 @@ def first_gradients(task: Task, rank: int) -> dict[str, torch.Tensor]:
     """What a rank computes in step 0."""
     torch.manual_seed(0)
     model = task.model()
-    x, target = task.batch(rank, 0)
-    task.loss(model(x), target).backward()
+    inputs, target = task.batch(rank, 0)
+    task.loss(model(inputs), target).backward()
     return {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -134,15 +134,15 @@ def test_ranks_train_on_the_mean_of_their_gradients(tmp_path: Path) -> None:
     model = task.model()
     optimizer = task.optimizer(model)
     batches = [task.batch(rank, 0) for rank in range(2)]
-    loss = sum(task.loss(model(x), target) for x, target in batches) / 2
+    loss = sum(task.loss(model(inputs), target) for inputs, target in batches) / 2
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    x, target = task.batch(1, 1)
-    task.loss(model(x), target).backward()
+    tensor, target = task.batch(1, 1)
+    task.loss(model(tensor), target).backward()
     layout, grads = Trace(tmp_path / "lstm_step1").gradients(1)
-    own = dict(model.named_parameters())
-    expected = torch.cat([own[name].grad.view(-1) for name in layout.names])
+    trained = dict(model.named_parameters())
+    expected = torch.cat([trained[name].grad.view(-1) for name in layout.names])
     # Gradients of both ranks in one pass are added up in another order.
     torch.testing.assert_close(grads[1], expected, rtol=1e-3, atol=1e-6)
 
@@ -217,14 +217,14 @@ def test_pages_get_the_figures_of_their_schemes() -> None:
         for gradients in ("minilm", "lstm")
     ]
     page = "before\n<!-- errors: int8, fp8 -->\nold\n<!-- end -->\nafter\n"
-    found = _tradeoff.page_with_errors(page, points)
-    rows = [line for line in found.splitlines() if line.startswith("| `")]
+    written = _tradeoff.page_with_errors(page, points)
+    rows = [line for line in written.splitlines() if line.startswith("| `")]
     assert rows == [
         "| `int8` | minilm | 8.12 | 0.0001 | 0.0002 | 0.0003 | 0.046 |",
         "| `int8 rounding=nearest` | minilm | 8.12 | 0.0001 | 0.0002 | 0.0003 | 0.046 |",
     ]
-    assert "old" not in found
-    assert _tradeoff.page_with_errors(found, points) == found
+    assert "old" not in written
+    assert _tradeoff.page_with_errors(written, points) == written
 
 
 def test_all_schemes_are_measured_on_all_traces(

@@ -63,7 +63,7 @@ def step(model: DistributedDataParallel, number: int, rank: int) -> Tensor:
 
 
 def write(rank: int, world_size: int, name: str) -> tuple[Any, Tensor]:
-    """What is saved after three steps, and the averages of the fourth."""
+    """Returns the state after three steps, and the averages of the fourth."""
     model = DistributedDataParallel(Given())
     hook = commhooks.register(model, name, **SCHEMES[name])
     for number in range(STEPS):

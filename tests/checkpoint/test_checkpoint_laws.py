@@ -28,9 +28,9 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 def flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
-        return [item for key in sorted(value) for item in (key, *flat(value[key]))]
+        return [leaf for key in sorted(value) for leaf in (key, *flat(value[key]))]
     if isinstance(value, (list, tuple)):
-        return [item for one in value for item in flat(one)]
+        return [leaf for part in value for leaf in flat(part)]
     return value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
 
 
@@ -138,7 +138,8 @@ OUTER: dict[str, Any] = {
     "a damaged hook": lambda s: s["hook"].update(step=6),
     "no hook": lambda s: s.update(hook=None),
     **{
-        f"no {one}": lambda s, one=one: s.pop(one) for one in ("hook", "arriving", "steps", "outer")
+        f"no {field}": lambda s, value=field: s.pop(value)
+        for field in ("hook", "arriving", "steps", "outer")
     },
 }
 UNSEALED: dict[str, Any] = {
@@ -206,10 +207,10 @@ def _pickled(rank: int, world_size: int) -> Any:
     again = ddp(nn.Linear(64, 64))
     again.load_state_dict(model.state_dict())
     again.register_comm_hook(loaded["state"], commhooks.comm_hook)
-    for one in (model, again):
-        one.zero_grad()
+    for value in (model, again):
+        value.zero_grad()
         torch.manual_seed(rank)
-        one(torch.randn(4, 64)).square().mean().backward()
+        value(torch.randn(4, 64)).square().mean().backward()
     equal = torch.equal(model.module.weight.grad, again.module.weight.grad)
     states: list[Any] = [copy.deepcopy(hook)]
     torch.distributed.broadcast_object_list(states, src=0)

@@ -30,8 +30,8 @@ def trained(this: int, scheme: str, **options: Any) -> tuple[Any, Any]:
 def train(model: Any, rank: int, steps: range) -> None:
     for step in steps:
         model.zero_grad()
-        x = batch(step, rank, 8, 16)
-        (model(x) - x.roll(1, 1)).square().mean().backward()
+        inputs = batch(step, rank, 8, 16)
+        (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
 
 
 def through_file(value: Any) -> Any:
@@ -51,13 +51,13 @@ def same(left: Any, right: Any) -> bool:
 
 def _gathered(rank: int, world_size: int, directory: str) -> Any:
     model, hook = trained(rank, "powersgd", rank=2)
-    whole, own = hook.state_dict(gather=True), hook.state_dict()
+    whole, local = hook.state_dict(gather=True), hook.state_dict()
     _checkpoint_gather._MESSAGE = 100  # as if tensors were large
     cut = hook.state_dict(gather=True)
     only = hook.state_dict(gather=True, dst=1)
     facts = [
         same(whole, cut),
-        all(same(whole[field], own[field]) for field in own),
+        all(same(whole[field], local[field]) for field in local),
         [field for field in whole if field.startswith("rank")] == ["rank0", "rank1", "rank2"],
         same(only, whole if rank == 1 else {}),
     ]
@@ -84,7 +84,7 @@ def _fewer(rank: int, world_size: int, directory: str) -> Any:
     hook.load_state_dict(torch.load(Path(directory, "hook.pt")))
     loaded = residuals(hook, model)
     train(model, rank, range(3, 5))
-    return loaded, torch.cat([one.grad.view(-1) for one in model.parameters()])
+    return loaded, torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
 
 
 def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
@@ -102,16 +102,16 @@ def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
 
 def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     _, hook = trained(rank, "topk", ratio=0.1)
-    found = [outcome(hook.state_dict, dst=0), outcome(hook.state_dict, gather=True, dst=7)]
+    results = [outcome(hook.state_dict, dst=0), outcome(hook.state_dict, gather=True, dst=7)]
     hook.engine.step += rank
-    found.append(outcome(hook.state_dict, gather=True))
+    results.append(outcome(hook.state_dict, gather=True))
     hook.engine.step -= rank
     if rank == 1:
         hook.engine.begin_bucket(0)  # as in the middle of a step
-    found.append(outcome(hook.state_dict, gather=True))
+    results.append(outcome(hook.state_dict, gather=True))
     hook.engine.abort()
-    found.append(outcome(hook.state_dict, gather=True))
-    return found
+    results.append(outcome(hook.state_dict, gather=True))
+    return results
 
 
 def test_a_rank_that_cannot_be_gathered_is_an_error_on_all():
@@ -140,14 +140,14 @@ def _groups(rank: int, world_size: int, directory: str) -> Any:
     train(model, rank, range(3))
     held = residuals(hook, model)
     dcp.save({"hook": hook}, checkpoint_id=directory)
-    own = hook.state_dict()
-    keys = [field for field in own if field.startswith("rank")]
+    local = hook.state_dict()
+    keys = [field for field in local if field.startswith("rank")]
     whole = hook.state_dict(gather=True)
     everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, own)
+    dist.all_gather_object(everyone, local)
     facts = [keys == [f"rank{rank}"]]
     merged = {field: value for state in everyone for field, value in state.items()}
-    for state in (own, whole, merged, everyone):
+    for state in (local, whole, merged, everyone):
         other, again = build()
         again.load_state_dict(state)
         facts.append(torch.equal(residuals(again, other), held))
@@ -200,9 +200,9 @@ def _dcp_save(rank: int, world_size: int, directory: str) -> Tensor:
 def _dcp_load(rank: int, world_size: int, directory: str, saved_ranks: int) -> Any:
     model = ddp(mlp())
     hook = commhooks.register(model, "powersgd", rank=2)
-    found = [outcome(commhooks.load_dcp, hook, f"{directory}/plain", key="model")]
+    results = [outcome(commhooks.load_dcp, hook, f"{directory}/plain", key="model")]
     if world_size <= saved_ranks:  # on more ranks torch misses the keys of the new ones
-        found.append(outcome(dcp.load, {"hook": hook}, checkpoint_id=f"{directory}/plain"))
+        results.append(outcome(dcp.load, {"hook": hook}, checkpoint_id=f"{directory}/plain"))
     fresh = (hook.step == 0) == (world_size != saved_ranks)
     held = []
     for name in ("plain", "async"):
@@ -211,9 +211,9 @@ def _dcp_load(rank: int, world_size: int, directory: str, saved_ranks: int) -> A
         held.append(residuals(hook, model))
     outer = commhooks.DiLoCo(mlp(), "topk", every=4, delay=2)
     commhooks.load_dcp(outer, f"{directory}/outer", key="outer")
-    fresh &= outer.steps == 5 and [one.steps_left for one in outer._pending] == [1]
+    fresh &= outer.steps == 5 and [value.steps_left for value in outer._pending] == [1]
     train(model, rank, range(3, 5))
-    return held, found, fresh, hook.step, parameters(model)
+    return held, results, fresh, hook.step, parameters(model)
 
 
 @pytest.mark.parametrize(("saved_ranks", "ranks"), [(2, 1), (1, 2), (2, 2), (4, 2), (2, 3)])

@@ -56,9 +56,9 @@ def step(model: nn.Module, number: int, rank: int) -> Tensor:
     """This rank's gradient alone; the averaged one is in ``.grad``."""
     alone = mlp()
     alone.load_state_dict(model.module.state_dict())
-    for one in (alone, model):
-        one.zero_grad()
-        one(batch(number, rank, 4, 16)).square().sum().backward()
+    for value in (alone, model):
+        value.zero_grad()
+        value(batch(number, rank, 4, 16)).square().sum().backward()
     return gradients(alone)
 
 
@@ -69,12 +69,12 @@ def mean_over(group: Any, tensor: Tensor, size: int | None = None) -> Tensor:
 
 
 def kept(hook: commhooks.HookState, group: Any) -> list[dict[str, dict[str, Tensor]]]:
-    """What each rank keeps, by key and parameter."""
-    mine: dict[str, dict[str, Tensor]] = {}
+    """Returns the memory of each rank, by key and parameter."""
+    local: dict[str, dict[str, Tensor]] = {}
     for key, name, value in hook.engine.memory.items():
-        mine.setdefault(key, {})[name] = value.clone()
+        local.setdefault(key, {})[name] = value.clone()
     everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, local, group=group)
     return everyone
 
 
@@ -88,21 +88,21 @@ def carried_over(
 ) -> None:
     """Checks what became of every slot. ``before``: of those that go on, and of no others."""
     stayed = [rank for rank in range(len(after)) if rank not in joined]
-    for key in sorted({key for one in before for key in one}):
-        for name in sorted({name for one in before for name in one.get(key, {})}):
-            old = [one[key][name].double() for one in before if name in one.get(key, {})]
-            new = [one.get(key, {}).get(name) for one in after]
+    for key in sorted({key for value in before for key in value}):
+        for name in sorted({name for value in before for name in value.get(key, {})}):
+            old = [value[key][name].double() for value in before if name in value.get(key, {})]
+            new = [value.get(key, {}).get(name) for value in after]
             resize = resizes.get(key, "same")
             if resize == "drop":
                 assert new == [None] * len(after)
             elif resize == "same":
-                assert all(torch.equal(one.double(), old[0]) for one in new), key
+                assert all(torch.equal(value.double(), old[0]) for value in new), key
             elif resize == "mean":
                 mean = sum(old) / len(old)
-                for one in new:
-                    torch.testing.assert_close(one.double(), mean, rtol=1e-5, atol=1e-7)
+                for element in new:
+                    torch.testing.assert_close(element.double(), mean, rtol=1e-5, atol=1e-7)
             else:
-                assert all(one is None for rank, one in enumerate(new) if rank in joined)
+                assert all(value is None for rank, value in enumerate(new) if rank in joined)
                 total = sum(new[rank].double() for rank in stayed) / len(after)
                 torch.testing.assert_close(total, sum(old) / len(before), rtol=1e-6, atol=1e-7)
 
@@ -111,11 +111,11 @@ def carried_over(
 
 
 def _changes(rank: int, world_size: int, host: str, names: list[str], verify: bool) -> Any:
-    found = {}
+    results = {}
     for name in names:
-        found[name] = _four_two_three(rank, host, name, verify)
+        results[name] = _four_two_three(rank, host, name, verify)
         dist.barrier()
-    return found
+    return results
 
 
 def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tensor]:
@@ -129,12 +129,12 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
     def train(group: Any, numbers: range) -> None:
         for number in numbers:
             held = mean_over(group, residuals(hook, model))
-            own = step(model, number, rank)
+            local = step(model, number, rank)
             seen.append(gradients(model))
             if name in ("topk", "powersgd", "acpsgd"):
                 # What is applied and what is held back is all there is.
                 now = mean_over(group, residuals(hook, model))
-                total = mean_over(group, own) + held
+                total = mean_over(group, local) + held
                 torch.testing.assert_close(seen[-1] + now, total, rtol=1e-4, atol=1e-4)
 
     train(dist.group.WORLD, range(3))
@@ -163,9 +163,9 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
     assert change[:4] == (6, 2, 3, 1), change
     assert (change.joined, change.lost) == ((0,), 0)
     assert hook.engine.seed == 0
-    told: list[Any] = [None] * 3
-    dist.all_gather_object(told, before, group=three)
-    carried_over(told[1], kept(hook, three), resizes, (0,))
+    of_three: list[Any] = [None] * 3
+    dist.all_gather_object(of_three, before, group=three)
+    carried_over(of_three[1], kept(hook, three), resizes, (0,))
     share_model(model, three, change.source)
     del seen[:]
     train(three, range(6, 9))
@@ -176,9 +176,9 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
     return seen
 
 
-def _equal_on_all_ranks(found: list[Any], names: list[str]) -> None:
+def _equal_on_all_ranks(results: list[Any], names: list[str]) -> None:
     for name in names:
-        for grads in zip(found[0][name], found[1][name], found[3][name], strict=True):
+        for grads in zip(results[0][name], results[1][name], results[3][name], strict=True):
             assert equal_bits(list(grads)) or name == "gossip", name  # each has its own there
 
 
@@ -235,30 +235,30 @@ def _dies(
     after = kept(hook, survivors)
     for key, resize in resizes.items():
         for parameter in before[0].get(key, {}) if resize == "sum" else ():
-            old = sum(before[one][key][parameter].double() for one in (0, 1, 3)) / 4
-            new = sum(one[key][parameter].double() for one in after) / 3
+            old = sum(before[value][key][parameter].double() for value in (0, 1, 3)) / 4
+            new = sum(value[key][parameter].double() for value in after) / 3
             torch.testing.assert_close(new, old, rtol=1e-6, atol=1e-7)
     if name == "ef21":  # the estimates of those that are left have another mean
         for parameter, total in after[0]["ef21.total"].items():
-            assert all(torch.equal(one["ef21.own"][parameter], total) for one in after)
-    found = []
+            assert all(torch.equal(value["ef21.own"][parameter], total) for value in after)
+    results = []
     for number in range(3, 6):
         held = mean_over(survivors, residuals(hook, model))
-        own = step(model, number, rank)
-        found.append(gradients(model))
+        local = step(model, number, rank)
+        results.append(gradients(model))
         if name == "topk":
             now = mean_over(survivors, residuals(hook, model))
-            total = mean_over(survivors, own) + held
-            torch.testing.assert_close(found[-1] + now, total, rtol=1e-4, atol=1e-4)
+            total = mean_over(survivors, local) + held
+            torch.testing.assert_close(results[-1] + now, total, rtol=1e-4, atol=1e-4)
     assert hook.step == 6
-    lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
+    lanes = [thread for thread in threading.enumerate() if thread.name == "commhooks-lanes"]
     end = time.monotonic() + 5  # what was under way with the dead rank fails by itself
     while len(lanes) > 1 and time.monotonic() < end:
         time.sleep(0.05)
-        lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
+        lanes = [thread for thread in threading.enumerate() if thread.name == "commhooks-lanes"]
     assert len(lanes) == 1
     hook.close()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("host", CLASSES)
@@ -269,12 +269,12 @@ def _dies(
 def test_ranks_go_on_without_one_that_died(
     name: str, verify: bool, world: str, host: str, tmp_path: Path
 ) -> None:
-    found = run_ranks(
+    results = run_ranks(
         _dies, 4, host, name, verify, world, str(tmp_path),
         may_die=[2], timeout=90, pg_timeout=5,
     )  # fmt: skip
-    assert isinstance(found[2], Died)
-    for grads in zip(found[0], found[1], found[3], strict=True):
+    assert isinstance(results[2], Died)
+    for grads in zip(results[0], results[1], results[3], strict=True):
         assert equal_bits(list(grads))
 
 
@@ -297,21 +297,21 @@ def _was_away(rank: int, world_size: int) -> Any:
     change = hook.change_group(everybody)
     share_model(model, everybody, change.source)
     held = float(residuals(hook, model).abs().sum())
-    own = step(model, 4, rank)
-    mine = mean_over(everybody, own)
-    del mine
+    local = step(model, 4, rank)
+    ours = mean_over(everybody, local)
+    del ours
     hook.close()
     return lost, change.joined, hook.step, held > 0, gradients(model)
 
 
 def test_a_rank_that_was_away_for_a_change_joins_as_a_new_one() -> None:
-    found = run_ranks(_was_away, 3)
-    assert [one[:4] for one in found] == [
+    results = run_ranks(_was_away, 3)
+    assert [value[:4] for value in results] == [
         (1, (2,), 5, True),
         (1, (2,), 5, True),
         (1, (2,), 5, False),
     ]
-    assert equal_bits([one[4] for one in found])
+    assert equal_bits([value[4] for value in results])
 
 
 def _loaded_elsewhere(rank: int, world_size: int) -> Any:
@@ -349,12 +349,12 @@ def _refuses(rank: int, world_size: int, host: str) -> None:
     assert not hook.group_changes
     step(model, 1, rank)  # on the ranks before
     # Within a step.
-    found = []
+    results = []
     last = next(iter(model.parameters()))
-    handle = last.register_hook(lambda _: found.append(outcome(hook.change_group, other)))
+    handle = last.register_hook(lambda _: results.append(outcome(hook.change_group, other)))
     step(model, 2, rank)
     handle.remove()
-    assert "between two steps" in found[0][1]
+    assert "between two steps" in results[0][1]
     dist.barrier()
 
 
@@ -381,20 +381,22 @@ def _nobody_told_it(rank: int, world_size: int, explicit: bool) -> Any:
 
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_model_that_moved_alone_raises_until_its_hook_follows(explicit: bool) -> None:
-    found = run_ranks(_nobody_told_it, 2, explicit)
-    for error, steps, _ in found:
+    results = run_ranks(_nobody_told_it, 2, explicit)
+    for error, steps, _ in results:
         assert error[0] == "RegistrationError"
         assert "hook.change_group(group)" in error[1]
         assert steps == 2
-    assert equal_bits([grads for _, _, grads in found])
+    assert equal_bits([grads for _, _, grads in results])
 
 
 # ---- what is left over
 
 
 def _sockets() -> int:
-    places = [f"/proc/self/fd/{one}" for one in os.listdir("/proc/self/fd")]
-    return sum(os.path.exists(one) and os.readlink(one).startswith("socket") for one in places)
+    places = [f"/proc/self/fd/{path}" for path in os.listdir("/proc/self/fd")]
+    return sum(
+        os.path.exists(place) and os.readlink(place).startswith("socket") for place in places
+    )
 
 
 def _back_and_forth(rank: int, world_size: int) -> Any:
@@ -445,10 +447,10 @@ def _gives_up(rank: int, world_size: int) -> Any:
     time.sleep(0.2)
     left = len(_pools[dist.group.WORLD].all)
     closed = outcome(lanes.run, task)
-    threads = [one for one in threading.enumerate() if one.name.startswith("commhooks")]
+    threads = [value for value in threading.enumerate() if value.name.startswith("commhooks")]
     for thread in threads:
         thread.join(15)
-    alive = [one.name for one in threads if one.is_alive()]
+    alive = [value.name for value in threads if value.is_alive()]
     del lanes, task, future
     return seconds, error, left, closed, alive, len(_pools[dist.group.WORLD].all)
 
@@ -471,8 +473,8 @@ def test_lanes_are_given_up_without_waiting_for_a_silent_rank() -> None:
 def _diloco(rank: int, world_size: int) -> Any:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    own = group_of(0, 1) if rank < 2 else group_of(2)
-    outer = commhooks.DiLoCo(model, "topk", every=2, delay=1, ratio=0.3, process_group=own)
+    local = group_of(0, 1) if rank < 2 else group_of(2)
+    outer = commhooks.DiLoCo(model, "topk", every=2, delay=1, ratio=0.3, process_group=local)
 
     def train(count: int, first: int) -> None:
         for number in range(first, first + count):
@@ -484,7 +486,7 @@ def _diloco(rank: int, world_size: int) -> Any:
     if rank < 2:
         train(4, 0)
         assert outer._pending  # what was sent to the ranks before is dropped
-        assert "call DiLoCo.change_group" in outcome(outer.hook.change_group, own)[1]
+        assert "call DiLoCo.change_group" in outcome(outer.hook.change_group, local)[1]
     everybody = group_of(0, 1, 2)
     change = outer.change_group(everybody)
     assert change.joined == (2,)
@@ -516,9 +518,9 @@ def _auto(rank: int, world_size: int) -> Any:
 
 
 def test_a_search_begins_anew_where_the_ranks_change() -> None:
-    found = run_ranks(_auto, 2)
-    assert [one[:3] for one in found] == [(1, False, 1)] * 2
-    assert equal_bits([one[3] for one in found])
+    results = run_ranks(_auto, 2)
+    assert [value[:3] for value in results] == [(1, False, 1)] * 2
+    assert equal_bits([value[3] for value in results])
 
 
 def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
@@ -532,8 +534,8 @@ def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
     assert dist.group.WORLD is not None
     collectives.change_group(dist.group.WORLD)
     means = [tensor.clone(), tensor.clone()]
-    for mean, one in zip(means, ("weight", "another"), strict=True):
-        collectives.all_reduce(mean, one, op=dist.ReduceOp.AVG)
+    for mean, value in zip(means, ("weight", "another"), strict=True):
+        collectives.all_reduce(mean, value, op=dist.ReduceOp.AVG)
     collectives.close()
     return means
 

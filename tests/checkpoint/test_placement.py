@@ -67,8 +67,10 @@ def _residuals(hook: commhooks.HookState) -> dict[str, Tensor]:
     return dict(part["memory"]["residual"])
 
 
-def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+def _same(value: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return value.keys() == other.keys() and all(
+        torch.equal(value[key], other[key]) for key in value
+    )
 
 
 def _everyone(value: Any) -> list[Any]:
@@ -83,12 +85,14 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     model, hook = _hook_on(host, mesh)
     for step in range(2):
         backward(model, step, replica)
-    kept, own = _residuals(hook), hook.state_dict()
+    kept, local = _residuals(hook), hook.state_dict()
     placement = [[piece.format(column), *names] for piece, *names in PIECES]
-    assert own[f"rank{rank}"]["placement"] == placement
+    assert local[f"rank{rank}"]["placement"] == placement
     gathered = hook.state_dict(gather=True)
-    assert [gathered[f"rank{one}"]["placement"] for one in (column, column + 2)] == [placement] * 2
-    every, wholes = _everyone(own), _everyone(gathered)
+    assert [gathered[f"rank{value}"]["placement"] for value in (column, column + 2)] == [
+        placement
+    ] * 2
+    every, wholes = _everyone(local), _everyone(gathered)
     dcp.save({"hook": hook}, checkpoint_id=folder)
 
     _, again = _hook_on(host, mesh)
@@ -97,7 +101,7 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
         with pytest.raises(CheckpointError, match=wrong):
             again.load_state_dict(theirs)
     assert again.step == 0
-    for state in (own, gathered, every, wholes[:2]):
+    for state in (local, gathered, every, wholes[:2]):
         _, again = _hook_on(host, mesh)
         again.load_state_dict(state)
         assert _same(_residuals(again), kept)
@@ -179,7 +183,7 @@ def _pickled(rank: int, world_size: int) -> None:
     old.target.pickled_on = old.target.pickled_on._replace(placement=None)
     older = pickle.loads(pickle.dumps(old))
     theirs = (every[rank ^ 1], again, asked)
-    for state, refused in (*((one, True) for one in theirs), (every[rank], False)):
+    for state, refused in (*((value, True) for value in theirs), (every[rank], False)):
         _train_unpickled(mesh, pickle.loads(state), refused)
     for state in (old, older):  # earlier releases did not say
         _train_unpickled(mesh, state, False)
@@ -245,7 +249,7 @@ def test_a_mean_between_columns_is_refused() -> None:
 
 
 def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
-    """What a scheme without memory saves is of any part of any model."""
+    """States of a scheme without memory are of any part of any model."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def hooked() -> tuple[nn.Module, commhooks.HookState]:
@@ -302,14 +306,14 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             )
             if name == "switched":
                 hook.switch("int4")
-        ours = [one for one in caught if "have in common" in str(one.message)]
-        assert all(one.filename == __file__ for one in ours)
-        words = [str(one.message) for one in ours]
-        told = bool(words)
-        assert all("of 2.bias (1 parameters" in one for one in words), words  # no pieces of it
-        exactly = set() if told else replicated_parameters(hook.scheme, hook.parameters)
-        assert {parameter_name(one) for one in exactly} <= {"2.bias"}, name
-        assert told == (hook.scheme.traits.returns == "update" and name != "gossip"), name
+        ours = [warning for warning in caught if "have in common" in str(warning.message)]
+        assert all(outcome.filename == __file__ for outcome in ours)
+        words = [str(outcome.message) for outcome in ours]
+        messages = bool(words)
+        assert all("of 2.bias (1 parameters" in word for word in words), words  # no pieces of it
+        exactly = set() if messages else replicated_parameters(hook.scheme, hook.parameters)
+        assert {parameter_name(element) for element in exactly} <= {"2.bias"}, name
+        assert messages == (hook.scheme.traits.returns == "update" and name != "gossip"), name
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
         for step in range(3):
             optimizer.zero_grad()
@@ -321,7 +325,7 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             value = value.to_local() if isinstance(value, DTensor) else value
             everyone = [torch.empty_like(value) for _ in range(2)]
             dist.all_gather(everyone, value, group=columns)
-            assert told or torch.equal(*everyone), (name, everyone)
+            assert messages or torch.equal(*everyone), (name, everyone)
 
 
 @pytest.mark.slow
@@ -335,7 +339,7 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
 
 
 def _padded(rank: int, world_size: int) -> None:
-    """Where tensor parallelism cuts everything, nothing else travels, nor is there a warning."""
+    """Nothing else travels, nor is there a warning, where tensor parallelism cuts everything."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     model: Any = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
     model[2].bias = None
@@ -388,8 +392,8 @@ def _optimizers(rank: int, world_size: int) -> None:
         return commhooks.DiLoCo(local, every=1, process_group=mesh["dp"].get_group())
 
     for build in (zero, diloco):
-        one, other = build(), build()
-        state = one.state_dict()
+        value, other = build(), build()
+        state = value.state_dict()
         theirs = _everyone(state)[rank ^ 1]
         wrong = rf"of '0.weight' it has piece {1 - rank} of 2 .* this rank trains piece {rank} of 2"
         with pytest.raises(CheckpointError, match=wrong):

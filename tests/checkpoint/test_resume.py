@@ -131,11 +131,11 @@ def _killed_and_resumed(
     quiet: dict[str, Any] = {"timeout": 120, "ignore_warnings": QUIET}
     died = run_ranks(_until_killed, world_size, *job, may_die=range(world_size), **quiet)
     assert died == [Died(-signal.SIGKILL)] * world_size
-    found = []
+    results = []
     for size in sizes:
         ranks = run_ranks(_resumed, world_size, *job, size, **quiet)
-        found += [(c, size, list(ends)) for c, *ends in zip(configs, *ranks, strict=True)]
-    return found
+        results += [(c, size, list(ends)) for c, *ends in zip(configs, *ranks, strict=True)]
+    return results
 
 
 # At every run those that keep different things.

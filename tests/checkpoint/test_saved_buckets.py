@@ -39,13 +39,13 @@ class Reordered(nn.Module):
         self.table = nn.Embedding(8, 16, sparse=True) if sparse else None
         self.skips = skips
 
-    def forward(self, x: Tensor, step: int) -> Tensor:
+    def forward(self, inputs: Tensor, step: int) -> Tensor:
         if self.table is not None:
-            x = x + self.table(torch.arange(len(x)))
+            inputs = inputs + self.table(torch.arange(len(inputs)))
         if step % 2 == 0:
-            return self.c(torch.tanh(self.b(torch.tanh(self.a(x)))))
-        x = torch.tanh(self.b(x))
-        return self.c(x) if self.skips else self.c(torch.tanh(self.a(x)))
+            return self.c(torch.tanh(self.b(torch.tanh(self.a(inputs)))))
+        inputs = torch.tanh(self.b(inputs))
+        return self.c(inputs) if self.skips else self.c(torch.tanh(self.a(inputs)))
 
 
 class Renamed(nn.Module):
@@ -55,8 +55,8 @@ class Renamed(nn.Module):
         super().__init__()
         self._orig_mod = Reordered()
 
-    def forward(self, x: Tensor, step: int) -> Tensor:
-        return self._orig_mod(x, step)
+    def forward(self, inputs: Tensor, step: int) -> Tensor:
+        return self._orig_mod(inputs, step)
 
 
 def members(model: CoreDDP) -> list[list[int]]:
@@ -323,11 +323,12 @@ class _Twice(nn.Module):
         torch.manual_seed(0)
         self.twice, self.between = (nn.Linear(16, 16) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        x.requires_grad_()  # a recomputation without inputs that need a gradient has none itself
+    def forward(self, inputs: Tensor) -> Tensor:
+        # A recomputation without inputs that need a gradient has none itself.
+        inputs.requires_grad_()
         for layer in (self.twice, self.between, self.twice):
-            x = torch.tanh(checkpoint(layer, x, use_reentrant=True))
-        return x
+            inputs = torch.tanh(checkpoint(layer, inputs, use_reentrant=True))
+        return inputs
 
 
 def _static_graph_goes_on(rank: int, world_size: int) -> None:

@@ -156,7 +156,7 @@ class LazyFuture:
     machine: LazyDevice
 
     def set_result(self, value: Any) -> None:
-        tensors = [one for one in tree_flatten(value)[0] if isinstance(one, LazyTensor)]
+        tensors = [element for element in tree_flatten(value)[0] if isinstance(element, LazyTensor)]
         if tensors and not self._devices:
             raise RuntimeError("the result is on a device that the future was not made for")
         if tensors:  # events for the devices of the value, and only for these
@@ -193,9 +193,9 @@ class LazyFuture:
         here = self.machine.current
         for event in self._events:
             here.wait_event(event)
-        for one in tree_flatten(self._value)[0]:
-            if isinstance(one, LazyTensor):
-                one.memory.record(here)
+        for element in tree_flatten(self._value)[0]:
+            if isinstance(element, LazyTensor):
+                element.memory.record(here)
 
     def wait(self) -> Any:
         assert self._done, "nobody completes this future: a deadlock"
@@ -210,7 +210,7 @@ class LazyFuture:
     def done(self) -> bool:
         return self._done
 
-    def __class_getitem__(cls, item: Any) -> Any:
+    def __class_getitem__(cls, element: Any) -> Any:
         return cls
 
 
@@ -255,20 +255,20 @@ class LazyDevice:
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         flat = tree_flatten((args, kwargs))[0]
-        lazy = [one for one in flat if isinstance(one, LazyTensor)]
+        lazy = [value for value in flat if isinstance(value, LazyTensor)]
         on_meta = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
         if not lazy and not on_meta:
             return func(*args, **kwargs)
         name = func._schema.name.removeprefix("aten::")
         self._refuse_waits(name, flat, args, kwargs, on_meta=on_meta)
         # A copy from the host waits until it is over, unless it is asked not to.
-        waits = any(_is_host(one) and one.dim() for one in flat)
+        waits = any(_is_host(value) and value.dim() for value in flat)
         waits = waits and True not in (kwargs.get("non_blocking"), *args[2:3])
-        alias = [one.alias_info for one in func._schema.returns]
-        if alias and all(one is not None and not one.is_write for one in alias):
+        alias = [value.alias_info for value in func._schema.returns]
+        if alias and all(entry is not None and not entry.is_write for entry in alias):
             return self._view(func, args, kwargs, lazy[0])
         reals = self._real_call(func, args, kwargs)
-        if any(one is not None and one.is_write for one in alias) or not alias:
+        if any(entry is not None and entry.is_write for entry in alias) or not alias:
             self.current.enqueue(reals)
             if waits:
                 self.current.run(len(self.current.queue))
@@ -288,17 +288,18 @@ class LazyDevice:
         return made
 
     def _refuse_waits(self, name: str, flat: Any, args: Any, kwargs: Any, *, on_meta: bool) -> None:
-        tensors = [one for one in flat if isinstance(one, Tensor)]
+        tensors = [value for value in flat if isinstance(value, Tensor)]
         to_host = name == "_to_copy" and kwargs.get("device") is not None and not on_meta
         to_host |= name == "copy_" and not isinstance(args[0], LazyTensor)
-        from_host = any(one.dim() for one in tensors if not isinstance(one, LazyTensor))
+        from_host = any(tensor.dim() for tensor in tensors if not isinstance(tensor, LazyTensor))
         if name in _READS or to_host or (from_host and not self.may_copy):
             raise RuntimeError(f"{name}: the host would wait for the device")
 
     def _view(self, func: Any, args: Any, kwargs: Any, base: LazyTensor) -> Any:
         result = func(*_real(args), **_real(kwargs))
         return tree_map(
-            lambda one: LazyTensor(one, base.memory) if isinstance(one, Tensor) else one, result
+            lambda value: LazyTensor(value, base.memory) if isinstance(value, Tensor) else value,
+            result,
         )
 
     def _real_call(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
@@ -307,31 +308,33 @@ class LazyDevice:
             named["device"] = torch.device("cpu")
         return lambda: func(*positional, **named)
 
-    def _garbage_like(self, one: Any) -> Any:
-        if not isinstance(one, Tensor):
-            return one
-        real = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype)
+    def _garbage_like(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        real = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
         _spoil(real)
         return real
 
 
-def _is_host(one: Any) -> bool:
-    return isinstance(one, Tensor) and not isinstance(one, LazyTensor)
+def _is_host(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, LazyTensor)
 
 
 def _real(values: Any) -> Any:
-    def convert(one: Any) -> Any:
+    def convert(value: Any) -> Any:
         # What lies on the host now is what travels.
-        return one.clone() if _is_host(one) else one
+        return value.clone() if _is_host(value) else value
 
-    return tree_map(lambda one: one.host if isinstance(one, LazyTensor) else convert(one), values)
+    return tree_map(
+        lambda value: value.host if isinstance(value, LazyTensor) else convert(value), values
+    )
 
 
 def _on_meta(values: Any) -> Any:
-    def convert(one: Any) -> Any:
-        if not isinstance(one, Tensor) or (_is_host(one) and not one.dim()):
-            return one
-        return torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device="meta")
+    def convert(value: Any) -> Any:
+        if not isinstance(value, Tensor) or (_is_host(value) and not value.dim()):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
     return tree_map(convert, values)
 
@@ -357,7 +360,7 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
     call = Op.__call__
 
     def run(op: Op, *args: Any) -> None:
-        if any(isinstance(one, LazyTensor) for one in args):
+        if any(isinstance(arg, LazyTensor) for arg in args):
             reals = _real(args)
             machine.current.enqueue(lambda: call(op, *reals))
         else:

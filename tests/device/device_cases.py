@@ -1,4 +1,4 @@
-"""What tests of devices do, on any device and any group: on the CPU with Gloo at every run.
+"""Cases of devices, for any device and any group: on the CPU with Gloo at every run.
 
 A body trains and returns numbers, or asserts by itself. Gradients are given, and not computed, so
 that they have the same bits on every device.
@@ -82,14 +82,17 @@ def network(cls: str, device: str, group: Any = None, *, unused: int = 0, **opti
 def backward(model: Any, device: str, gradients: list[Tensor]) -> None:
     """A step without an optimizer; ``.grad`` has the average afterwards."""
     model.zero_grad()
-    model([one.to(device) for one in gradients]).backward()
+    model([grad.to(device) for grad in gradients]).backward()
 
 
 def averages(model: Any) -> list[Tensor]:
     """Gradients on the CPU; zeros where there is none."""
     return [
-        (torch.zeros_like(one) if one.grad is None else one.grad).detach().cpu().clone()
-        for one in model.parameters()
+        (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+        .detach()
+        .cpu()
+        .clone()
+        for parameter in model.parameters()
     ]
 
 
@@ -107,13 +110,13 @@ def trained(
     scheme, settings = SCHEMES[name]
     model = network(cls, device, group, **options)
     hook = commhooks.register(model, scheme, process_group=group, **settings)
-    found = []
+    results = []
     for step in range(steps):
         backward(model, device, make(step, hook.rank))
-        found += averages(model)
-    residuals = [hook.residual(one) for one, _ in model.module.named_parameters()]
+        results += averages(model)
+    residuals = [hook.residual(parameter) for parameter, _ in model.module.named_parameters()]
     hook.close()
-    return found + [one.cpu() for one in residuals if one is not None]
+    return results + [residual.cpu() for residual in residuals if residual is not None]
 
 
 @contextmanager
@@ -134,13 +137,13 @@ def another_default_dtype(device: str, name: str, group: Any = None) -> None:
     model = network("torch", device, group)
     with default_dtype(torch.bfloat16):
         hook = commhooks.register(model, scheme, process_group=group, **settings)
-        found = []
+        results = []
         for step in range(4):
             backward(model, device, given(step, hook.rank))
-            found += averages(model)
+            results += averages(model)
         hook.close()
-    for one, other in zip(found, plain, strict=False):
-        assert torch.equal(one, other)
+    for value, other in zip(results, plain, strict=False):
+        assert torch.equal(value, other)
 
 
 def grad_scaler(device: str, group: Any = None) -> list[Tensor]:
@@ -151,18 +154,18 @@ def grad_scaler(device: str, group: Any = None) -> list[Tensor]:
     scaler = torch.amp.GradScaler(device, init_scale=8.0)
     for step in range(4):
         optimizer.zero_grad()
-        gradients = [one.to(device) for one in with_an_infinity(step, hook.rank)]
+        gradients = [value.to(device) for value in with_an_infinity(step, hook.rank)]
         scaler.scale(model(gradients)).backward()
-        before = [one.detach().clone() for one in model.parameters()]
+        before = [parameter.detach().clone() for parameter in model.parameters()]
         scaler.step(optimizer)
         scaler.update()
         same = all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
         assert same == (step == 1), step
     assert scaler.get_scale() == 4.0
-    residuals = [hook.residual(one) for one, _ in model.module.named_parameters()]
+    residuals = [hook.residual(parameter) for parameter, _ in model.module.named_parameters()]
     hook.close()
-    assert all(one is not None and one.isfinite().all() for one in residuals)
-    return [one.detach().cpu() for one in model.parameters()]
+    assert all(residual is not None and residual.isfinite().all() for residual in residuals)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
 def saved_and_switched(device: str, name: str, group: Any = None) -> None:
@@ -181,11 +184,11 @@ def saved_and_switched(device: str, name: str, group: Any = None) -> None:
         if step == 4:
             hook.switch("onebit", block=64)
             again.switch("onebit", block=64)
-        found = []
-        for one in (model, other):
-            backward(one, device, given(step, hook.rank))
-            found.append(averages(one))
-        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), step
+        results = []
+        for value in (model, other):
+            backward(value, device, given(step, hook.rank))
+            results.append(averages(value))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), step
     hook.close()
     again.close()
 
@@ -202,41 +205,41 @@ def optimizer_in_backward(device: str, group: Any = None) -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
-            ddp([one.to(device) for one in given(step, hook.rank)]).backward()
+            ddp([value.to(device) for value in given(step, hook.rank)]).backward()
             if not early:
                 optimizer.step()
-        ends.append([one.detach().clone() for one in model.parameters()])
+        ends.append([parameter.detach().clone() for parameter in model.parameters()])
         hook.close()
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
 def held(device: str, group: Any = None) -> None:
     """A reduction at a named point gives what the end of backward gives."""
-    found: list[list[Tensor]] = []
+    results: list[list[Tensor]] = []
     for holds in (False, True):
         model = network("ours", device, group)
         hook = commhooks.register(model, "int8", process_group=group, block=64)
-        found.append([])
+        results.append([])
         for step in range(3):
             model.zero_grad()
             with model.hold() if holds else nullcontext():
-                model([one.to(device) for one in given(step, hook.rank)]).backward()
+                model([value.to(device) for value in given(step, hook.rank)]).backward()
             if holds:
                 model.reduce()
-            found[-1] += averages(model)
+            results[-1] += averages(model)
         hook.close()
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def unused_parameters(device: str, name: str, group: Any = None) -> None:
     """Parameters without a gradient get none, and the others theirs, with a hook as well."""
     for cls in CLASSES:
-        found = trained(device, name, cls=cls, group=group, unused=2, find_unused_parameters=True)
+        results = trained(device, name, cls=cls, group=group, unused=2, find_unused_parameters=True)
         each = len(SHAPES)
         for step in range(4):
-            for unused in found[step * each + each - 2 : (step + 1) * each]:
+            for unused in results[step * each + each - 2 : (step + 1) * each]:
                 assert not unused.any()
-            assert all(one.any() for one in found[step * each : (step + 1) * each - 2])
+            assert all(value.any() for value in results[step * each : (step + 1) * each - 2])
 
 
 def diloco(device: str, group: Any = None) -> list[Tensor]:
@@ -247,11 +250,11 @@ def diloco(device: str, group: Any = None) -> list[Tensor]:
     outer = commhooks.DiLoCo(model, "int8", every=2, process_group=group, block=64)
     for step in range(4):
         optimizer.zero_grad()
-        model([one.to(device) for one in given(step, rank)]).backward()
+        model([value.to(device) for value in given(step, rank)]).backward()
         optimizer.step()
         outer.step()
     outer.close()
-    return [one.detach().cpu() for one in model.parameters()]
+    return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
 def called(device: str, group: Any = None) -> None:
@@ -263,26 +266,28 @@ def called(device: str, group: Any = None) -> None:
         for step in range(4):
             if step == 2:
                 runs[2].load_state_dict(copy.deepcopy(runs[0].state_dict()))
-            found = []
+            results = []
             for place, run in enumerate(runs[: 2 if step < 2 else 3]):
-                tensors = [one.to(device) for one in given(step, rank)]
+                tensors = [value.to(device) for value in given(step, rank)]
                 for number, tensor in enumerate(tensors):
                     run.all_reduce(tensor, f"p{number}", async_op=place == 1)
                 run.wait()
-                found.append([tensor.cpu() for tensor in tensors])
+                results.append([tensor.cpu() for tensor in tensors])
             assert all(
-                torch.equal(*pair) for one in found for pair in zip(one, found[0], strict=True)
+                torch.equal(*pair)
+                for value in results
+                for pair in zip(value, results[0], strict=True)
             )
         for run in runs:
             run.close()
-    x = torch.cat([one.flatten() for one in given(0, rank)])[:3072].to(device)
-    total, ours = x.clone(), x.clone()
+    inputs = torch.cat([value.flatten() for value in given(0, rank)])[:3072].to(device)
+    total, ours = inputs.clone(), inputs.clone()
     dist.all_reduce(total, group=group)
     commhooks.all_reduce(ours, "int8", group=group)
     assert (ours - total).norm() < 0.03 * total.norm()
-    n = len(x) // world_size
-    part, whole = x.new_empty(n), x.new_empty(n * world_size)
-    commhooks.reduce_scatter(part, x[: n * world_size], "int8", group=group)
+    n = len(inputs) // world_size
+    part, whole = inputs.new_empty(n), inputs.new_empty(n * world_size)
+    commhooks.reduce_scatter(part, inputs[: n * world_size], "int8", group=group)
     commhooks.all_gather(whole, part, "int8", group=group)
     assert (whole - total[: n * world_size]).norm() < 0.03 * total.norm()
 
@@ -293,12 +298,12 @@ def through_a_group(device: str, group: Any = None) -> None:
     model, other = network("torch", device, through), network("torch", device, group)
     plain = commhooks.register(other, "bf16", process_group=group, fp32_sum=True)
     for step in range(4):
-        found = []
-        for one in (model, other):
-            backward(one, device, given(step, plain.rank))
-            found.append(averages(one))
+        results = []
+        for value in (model, other):
+            backward(value, device, given(step, plain.rank))
+            results.append(averages(value))
         if plain.world_size <= 2:  # else dividing and multiplying by the ranks rounds
-            assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)), step
+            assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), step
     assert through.hook.calls > 0
     plain.close()
 

@@ -1,4 +1,4 @@
-"""What tests of devices do in hosts other than a hook of DistributedDataParallel, on any device.
+"""Cases of devices in hosts other than a hook of DistributedDataParallel, on any device.
 
 They reduce, gather and copy by torch's own collectives as well, so Gloo runs them on the CPU only.
 """
@@ -55,18 +55,18 @@ def pass_backward(model: nn.Module, step: int, rank: int, scale: float = 1.0) ->
 
 def taken(model: nn.Module, *, whole: bool = True) -> Tensor:
     """All gradients, or this rank's shards of them, on the CPU in one tensor; they are dropped."""
-    found = []
+    results = []
     for parameter in model.parameters():
         grad: Any = parameter.grad
         if hasattr(grad, "full_tensor"):
             grad = grad.full_tensor() if whole else grad.to_local()
-        found.append(grad.detach().float().cpu().view(-1))
+        results.append(grad.detach().float().cpu().view(-1))
         parameter.grad = None
-    return torch.cat(found)
+    return torch.cat(results)
 
 
-def off(found: Tensor, wanted: Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def off(results: Tensor, wanted: Tensor) -> float:
+    return float((results - wanted).norm() / wanted.norm())
 
 
 def kept(hook: commhooks.HookState, model: nn.Module) -> Tensor:
@@ -113,13 +113,13 @@ def fsdp2(device: str, group: Any = None) -> None:
             scale = float("inf") if (step, rank) == (1, ranks - 1) else 1.0
             for model in (plain, ours):
                 pass_backward(model, step, rank, scale)
-            wanted, found = taken(plain), taken(ours)
-            assert bool(found.isfinite().all()) == (step != 1), (name, step)
+            wanted, results = taken(plain), taken(ours)
+            assert bool(results.isfinite().all()) == (step != 1), (name, step)
             if step != 1:  # of which nothing is kept
-                left = left + wanted - found
+                left = left + wanted - results
         assert hook.step == STEPS + 1
         if name == "int8":  # unbiased, without memory
-            assert off(found, wanted) < 0.03
+            assert off(results, wanted) < 0.03
         else:
             assert off(kept(hook, ours), left) < 1e-3, name
 
@@ -133,14 +133,14 @@ def fsdp2_continues(device: str, group: Any = None) -> None:
     codec = commhooks.make("int4", block=64, error_feedback=False)
     for scheme in (commhooks.make("onebit", block=64), commhooks.wrappers.AveragedFeedback(codec)):
         model, other = (sharded(device, mesh) for _ in range(2))
-        hook, again = (commhooks.register(one, scheme) for one in (model, other))
+        hook, again = (commhooks.register(value, scheme) for value in (model, other))
         for step in range(2):
             pass_backward(model, step, rank)
             taken(model)
         again.load_state_dict(copy.deepcopy(hook.state_dict()))
         for step in range(2, 4):
-            for one in (model, other):
-                pass_backward(one, step, rank)
+            for element in (model, other):
+                pass_backward(element, step, rank)
             assert torch.equal(taken(model), taken(other)), step
 
 
@@ -157,12 +157,12 @@ def fsdp2_offloads(device: str, group: Any = None) -> None:
     for step in range(STEPS):
         for model in (plain, ours):
             pass_backward(model, step, rank)
-        assert all(one.device.type == "cpu" for one in ours.parameters())
-        wanted, found = (taken(model, whole=False) for model in (plain, ours))
-        assert 0 < off(found, wanted) < 0.5, step
+        assert all(parameter.device.type == "cpu" for parameter in ours.parameters())
+        wanted, results = (taken(model, whole=False) for model in (plain, ours))
+        assert 0 < off(results, wanted) < 0.5, step
     residuals = [value for _, _, value in hook.engine.memory.items()]
     assert residuals
-    assert all(one.device.type == device for one in residuals)
+    assert all(residual.device.type == device for residual in residuals)
 
 
 def fsdp2_gathers(device: str, group: Any = None) -> None:
@@ -179,15 +179,15 @@ def fsdp2_gathers(device: str, group: Any = None) -> None:
     for step in range(STEPS):
         for model in (plain, at_once, later):
             pass_backward(model, step, rank)
-        wanted, found = taken(plain), taken(at_once)
-        assert 0 < off(found, wanted) < 0.05
-        assert torch.equal(found, taken(later)), step
+        wanted, results = taken(plain), taken(at_once)
+        assert 0 < off(results, wanted) < 0.05
+        assert torch.equal(results, taken(later)), step
     handle: Any = at_once[1].unshard(async_op=True)  # type: ignore[operator]
     handle.wait()
     weight = at_once[1].weight.detach().clone()
     everyone = [torch.empty_like(weight) for _ in range(ranks)]
     dist.all_gather(everyone, weight, group=group)
-    assert all(torch.equal(one, weight) for one in everyone)
+    assert all(torch.equal(outcome, weight) for outcome in everyone)
     at_once[1].reshard()  # type: ignore[operator]
 
 
@@ -195,8 +195,8 @@ def fsdp2_between(device: str, group: Any = None) -> None:
     """Replicas of FSDP2, sharded over one rank each, average by a scheme between them."""
     rank, ranks = ranks_of(group)
     members = dist.get_process_group_ranks(group or dist.group.WORLD)
-    own = [dist.get_rank()]
-    alone = dist.new_group(own, use_local_synchronization=True, backend=dist.get_backend(group))
+    local = [dist.get_rank()]
+    alone = dist.new_group(local, use_local_synchronization=True, backend=dist.get_backend(group))
     mesh = DeviceMesh.from_group(
         [alone, group or dist.group.WORLD],
         device,
@@ -239,10 +239,10 @@ def fsdp1(device: str, group: Any = None) -> None:
 
     def flat(model: FullyShardedDataParallel) -> Tensor:
         units: Any = FullyShardedDataParallel.fsdp_modules(model)
-        flats = [one._handle.flat_param for one in units if one._handle is not None]
-        grads = [one._saved_grad_shard if one.grad is None else one.grad for one in flats]
-        for one in flats:
-            one.grad = None
+        flats = [value._handle.flat_param for value in units if value._handle is not None]
+        grads = [value._saved_grad_shard if value.grad is None else value.grad for value in flats]
+        for element in flats:
+            element.grad = None
         return torch.cat([grad.reshape(-1).float().cpu() for grad in grads])
 
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
@@ -269,11 +269,11 @@ def memoryless_group(device: str, group: Any = None) -> None:
     for step in range(STEPS):
         for model in (plain, other):
             backward(model, device, given(step, rank))
-        wanted, found = (
-            torch.cat([one.view(-1) for one in averages(model)]) for model in (plain, other)
+        wanted, results = (
+            torch.cat([average.view(-1) for average in averages(model)]) for model in (plain, other)
         )
         # On more ranks, dividing and multiplying by their number rounds.
-        assert torch.equal(found, wanted) if ranks <= 2 else off(found, wanted) < 0.02, step
+        assert torch.equal(results, wanted) if ranks <= 2 else off(results, wanted) < 0.02, step
     hook.close()
     del other, model
     dist.destroy_process_group(compressing)
@@ -302,7 +302,7 @@ def zero_optimizer(device: str, group: Any = None) -> None:
     settings: dict[str, Any] = {"lr": 1e-3, "fused": device != "cpu"}
     plain = wrapped()
     train(plain, torch.optim.AdamW(plain.parameters(), **settings), 0, 2 * STEPS)
-    exact = [one.detach() for one in plain.parameters()]
+    exact = [parameter.detach() for parameter in plain.parameters()]
     for gather, in_backward in itertools.product(("none", "int8", "int4"), (False, True)):
         model = wrapped()
         how = {"gather": gather, "in_backward": in_backward, **settings}
@@ -315,15 +315,15 @@ def zero_optimizer(device: str, group: Any = None) -> None:
             resumed.load_state_dict(zero.state_dict(gather=True))
             train(other, resumed, STEPS, STEPS)
         train(model, zero, STEPS, STEPS, clips=not in_backward)
-        for one, same, near in zip(model.parameters(), other.parameters(), exact, strict=True):
-            assert torch.equal(one, same), (gather, in_backward)
-            everyone = [torch.empty_like(one) for _ in range(ranks)]
-            dist.all_gather(everyone, one.detach(), group=group)
-            assert all(torch.equal(one, its) for its in everyone), (gather, in_backward)
+        for value, same, near in zip(model.parameters(), other.parameters(), exact, strict=True):
+            assert torch.equal(value, same), (gather, in_backward)
+            everyone = [torch.empty_like(value) for _ in range(ranks)]
+            dist.all_gather(everyone, value.detach(), group=group)
+            assert all(torch.equal(value, its) for its in everyone), (gather, in_backward)
             if gather == "none":
-                torch.testing.assert_close(one.detach(), near, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(value.detach(), near, rtol=1e-4, atol=1e-5)
             else:
-                assert (one - near).abs().max() < 0.05, (gather, in_backward)
+                assert (value - near).abs().max() < 0.05, (gather, in_backward)
         zero.hook.close()
         resumed.hook.close()
 
@@ -339,16 +339,16 @@ def changed_group(device: str, group: Any = None) -> None:
         second = dist.new_group(members, backend=dist.get_backend(group))
         model = network(cls, device, group)
         hook = commhooks.register(model, "int4", block=64, error_feedback=True)
-        left = [torch.zeros(one.shape) for one in model.parameters()]
+        left = [torch.zeros(parameter.shape) for parameter in model.parameters()]
         for step in range(4):
             if step == 2:
                 assert hook.change_group(second).lost == 0
             gradients = given(step, rank)
             backward(model, device, gradients)
-            for one, mine, mean in zip(left, gradients, averages(model), strict=True):
-                total = mine.to(device)
+            for average, local, mean in zip(left, gradients, averages(model), strict=True):
+                total = local.to(device)
                 dist.all_reduce(total, group=group)
-                one += total.cpu() / hook.world_size - mean
+                average += total.cpu() / hook.world_size - mean
         residuals = []
         for name, _ in model.module.named_parameters():
             residual = hook.residual(name)
@@ -356,7 +356,7 @@ def changed_group(device: str, group: Any = None) -> None:
             total = residual.clone()
             dist.all_reduce(total, group=group)
             residuals.append(total.cpu().view(-1) / hook.world_size)
-        assert off(torch.cat(residuals), torch.cat([one.view(-1) for one in left])) < 1e-3, cls
+        assert off(torch.cat(residuals), torch.cat([value.view(-1) for value in left])) < 1e-3, cls
         hook.close()
 
 

@@ -88,9 +88,9 @@ def check_that_backward_gives_the_schemes_average(
 
     hook.start = record
     reference = Engine(hook.scheme, rank=0, world_size=1)
-    x = torch.randn(16, width, device=device)
+    inputs = torch.randn(16, width, device=device)
     for step in range(5):
-        ddp(x).square().mean().backward()
+        ddp(inputs).square().mean().backward()
         for number, (layout, sent, is_last, gradients) in enumerate(seen):
             reference.begin_bucket(number, is_last=is_last)
             (mean,) = simulate([reference.exchange(sent, layout)])

@@ -59,8 +59,8 @@ def test_training_gives_what_it_gives_on_the_cpu(gloo: Any, name: str, cls: str)
     on_gpu = trained("cuda", name, cls=cls)
     on_cpu = trained("cpu", name, cls=cls, group=gloo)
     assert len(on_gpu) == len(on_cpu)
-    for one, other in zip(on_gpu, on_cpu, strict=True):
-        assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for value, other in zip(on_gpu, on_cpu, strict=True):
+        assert_close(value, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -68,16 +68,16 @@ def test_training_gives_what_it_gives_on_the_cpu(gloo: Any, name: str, cls: str)
 def test_nobody_reads_before_a_slow_link_has_written(gloo: Any, name: str, cls: str) -> None:
     expected = trained("cuda", name, cls=cls)
     with loopback(torch.cuda, 1, SLEEP) as link:
-        found = trained("cuda", name, cls=cls)
+        results = trained("cuda", name, cls=cls)
     assert link.issued
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
+    for value, other in zip(results, expected, strict=True):
+        assert torch.equal(value, other)
 
 
 @pytest.mark.parametrize("name", ["grad scaler", "diloco"])
 def test_a_body_gives_what_it_gives_on_the_cpu(gloo: Any, name: str) -> None:
-    for one, other in zip(BODIES[name]("cuda"), BODIES[name]("cpu", gloo), strict=True):
-        assert_close(one, other, rtol=1e-4, atol=1e-5)
+    for body, other in zip(BODIES[name]("cuda"), BODIES[name]("cpu", gloo), strict=True):
+        assert_close(body, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.filterwarnings("ignore:.*NO_SHARD")  # FSDP1 on one rank
@@ -105,7 +105,7 @@ def test_a_bucket_launches_what_a_pretended_gpu_counts(name: str, ranks: int) ->
     with loopback(torch.cuda, ranks), mock.patch.object(cuda, "launch", note):
         for step in range(3):
             launched.clear()
-            gradient = torch.cat([one.flatten() for one in given(step, 0)]).cuda()
+            gradient = torch.cat([value.flatten() for value in given(step, 0)]).cuda()
             engine.begin_bucket(0, is_last=True)
             task = Task(
                 engine.exchange(gradient, layout),
@@ -132,12 +132,12 @@ def test_memory_is_two_gradients_and_a_few_buckets_more() -> None:
             model.cuda(), bucket_cap_mb=8, gradient_as_bucket_view=True
         )
         hook = None if scheme is None else commhooks.register(ddp, scheme, error_feedback=True)
-        x = torch.randn(4, size, device="cuda")
+        inputs = torch.randn(4, size, device="cuda")
         for step in range(4):
             if step == 2:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            ddp(x).square().mean().backward()
+            ddp(inputs).square().mean().backward()
         torch.cuda.synchronize()
         if hook is not None:
             hook.close()
@@ -153,7 +153,7 @@ def test_memory_is_two_gradients_and_a_few_buckets_more() -> None:
 def test_a_hook_is_not_captured_in_a_graph() -> None:
     model = network("ours", "cuda")
     hook = commhooks.register(model, "int8", error_feedback=True, block=64)
-    gradients = [one.cuda() for one in given(0, 0)]
+    gradients = [value.cuda() for value in given(0, 0)]
     for _ in range(3):
         backward(model, "cuda", gradients)
     torch.cuda.synchronize()

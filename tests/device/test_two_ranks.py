@@ -32,11 +32,11 @@ def test_nccl_connects_two_ranks_on_one_gpu() -> None:
 
 def check_schemes(world_size: int, backend: str) -> None:
     expected = simulated(world_size)
-    for found in run(of_ranks, world_size, backend):
-        for name, values in found.items():
-            for one, other in zip(values, expected[name], strict=True):
+    for results in run(of_ranks, world_size, backend):
+        for name, values in results.items():
+            for value, other in zip(values, expected[name], strict=True):
                 near = tolerance(name)
-                assert_close(one, other, rtol=near, atol=near, msg=name)
+                assert_close(value, other, rtol=near, atol=near, msg=name)
 
 
 def test_schemes_give_by_nccl_what_a_simulation_gives() -> None:

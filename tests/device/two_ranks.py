@@ -1,4 +1,4 @@
-"""What several ranks do that share one GPU, or none; started by ``run_ranks``."""
+"""Workers of several ranks that share one GPU, or none; started by ``run_ranks``."""
 
 from __future__ import annotations
 
@@ -39,21 +39,21 @@ def group_of(rank: int, backend: str) -> Any:
 
 def all_reduced(rank: int, world_size: int, backend: str, device: str) -> list[float]:
     group = group_of(rank, backend)
-    x = torch.full((1000,), float(rank + 1), device=device)
-    dist.all_reduce(x, group=group)
-    return x[:3].tolist()
+    tensor = torch.full((1000,), float(rank + 1), device=device)
+    dist.all_reduce(tensor, group=group)
+    return tensor[:3].tolist()
 
 
 def of_ranks(rank: int, world_size: int, backend: str, device: str) -> dict[str, list[Tensor]]:
     """Means of a bucket by every scheme, over real collectives."""
     group = group_of(rank, backend)
     streams, layout = Streams(group), Layout(NAMES, SHAPES)
-    found = {}
+    results = {}
     for name, (scheme, settings) in SCHEMES.items():
         engine = Engine(commhooks.make(scheme, **settings), rank=rank, world_size=world_size)
-        found[name] = []
+        results[name] = []
         for step in range(STEPS):
-            gradient = torch.cat([one.flatten() for one in given(step, rank)]).to(device)
+            gradient = torch.cat([value.flatten() for value in given(step, rank)]).to(device)
             engine.begin_bucket(0, is_last=True)
             task = Task(
                 engine.exchange(gradient, layout),
@@ -63,26 +63,26 @@ def of_ranks(rank: int, world_size: int, backend: str, device: str) -> dict[str,
                 world_size=world_size,
                 max_rounds=engine.traits.rounds,
             )
-            found[name].append(streams.run(task, gradient.device).wait().cpu())
-    return found
+            results[name].append(streams.run(task, gradient.device).wait().cpu())
+    return results
 
 
 def simulated(world_size: int) -> dict[str, list[Tensor]]:
     """The same on the CPU, in one process."""
-    found = {}
+    results = {}
     for name, (scheme, settings) in SCHEMES.items():
         shapes = dict(zip(NAMES, SHAPES, strict=True))
         ranks = commhooks.Simulation(scheme, shapes, world_size=world_size, **settings)
-        found[name] = [
+        results[name] = [
             ranks.step(
                 [
-                    torch.cat([one.flatten() for one in given(step, rank)])
+                    torch.cat([value.flatten() for value in given(step, rank)])
                     for rank in range(world_size)
                 ]
             )[0].clone()
             for step in range(STEPS)
         ]
-    return found
+    return results
 
 
 def tolerance(name: str) -> float:

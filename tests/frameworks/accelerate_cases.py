@@ -30,15 +30,15 @@ def steps(accelerator: Accelerator, model: Any, optimizer: Any, number: int) -> 
 
 def trains(folder: Path) -> dict[str, Any]:
     """The weights after training with each scheme, and without a hook."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     for scheme in (None, "none", "int8"):
         model, optimizer = prepared(accelerator)
         comm = None if scheme is None else CommHook(accelerator, model, scheme)
         steps(accelerator, model, optimizer, 6)
-        told[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
+        facts[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
     accelerator.end_training()
-    return told
+    return facts
 
 
 def refuses(folder: Path) -> dict[str, Any]:
@@ -49,13 +49,13 @@ def refuses(folder: Path) -> dict[str, Any]:
         accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
         CommHook(accelerator, prepared(accelerator)[0], "int8")
 
-    told = {
+    refusals = {
         "of the enum": attempt(lambda: with_hook(DDPCommunicationHookType.POWER_SGD)),
         "a function": attempt(lambda: with_hook(commhooks.powerSGD_hook)),
         "not prepared": attempt(lambda: CommHook(Accelerator(cpu=True), network(), "int8")),
     }
     Accelerator(cpu=True).end_training()
-    return told
+    return refusals
 
 
 def alone(folder: Path) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def copies(folder: Path) -> dict[str, Any]:
     accelerator.load_state(folder / "saved")
     after = comm.hook.residual("0.weight")
     accelerator.end_training()
-    return {"parts": sorted(one for one in state if one[:4] == "rank"), "same": after.equal(before)}
+    return {"parts": sorted(key for key in state if key[:4] == "rank"), "same": after.equal(before)}
 
 
 if __name__ == "__main__":

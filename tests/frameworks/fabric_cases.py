@@ -37,14 +37,14 @@ def set_up(fabric: Fabric) -> tuple[Any, Any]:
 
 def trains(folder: Path) -> dict[str, Any]:
     """The weights after training with each scheme, and without a hook."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     fabric = launched()
     for scheme in (None, "none", "int8"):
         model, optimizer = set_up(fabric)
         comm = None if scheme is None else CommHook(fabric, model, scheme)
         steps(fabric, model, optimizer, 6)
-        told[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
-    return told
+        facts[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
+    return facts
 
 
 def told(comm: CommHook) -> dict[str, Any]:

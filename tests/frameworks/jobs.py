@@ -26,7 +26,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 def needs(*packages: str) -> pytest.MarkDecorator:
     """Skips a file's tests where a framework is missing."""
-    missing = [one for one in packages if find_spec(one) is None]
+    missing = [package for package in packages if find_spec(package) is None]
     return pytest.mark.skipif(
         bool(missing), reason=f"{' and '.join(missing)} not installed: make test-frameworks"
     )
@@ -97,12 +97,12 @@ def _packages() -> str:
 
 
 def _others() -> list[str]:
-    return [one for one in sys.path if one and Path(one).resolve() != ROOT]
+    return [path for path in sys.path if path and Path(path).resolve() != ROOT]
 
 
 def cases(script: str, name: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
     """Runs one case of a script of this folder, and returns what each rank has told."""
     outputs = job(Path(__file__).parent / script, name, folder, **options)
     ranks = max(options.get("ranks", 2), 1)
-    told = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(ranks)]
-    return [{**one, "output": output} for one, output in zip(told, outputs, strict=True)]
+    reports = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(ranks)]
+    return [{**report, "output": output} for report, output in zip(reports, outputs, strict=True)]

@@ -80,7 +80,7 @@ def fit(
 
 def trains(folder: Path) -> dict[str, Any]:
     """The weights after training in every way, and how often the hook was called."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     strategies = {"ddp": lambda: "ddp", "core": CoreDDPStrategy}
     for kind in (Automatic, Manual):
         for name, strategy in strategies.items():
@@ -91,12 +91,12 @@ def trains(folder: Path) -> dict[str, Any]:
                 seen: dict[str, Any] = {"weights": digest(module)}
                 if comm is not None:
                     seen |= {"steps": comm.hook.step, "calls": comm.hook.calls}
-                told[f"{kind.__name__} {name} {scheme}"] = seen
-    return told
+                facts[f"{kind.__name__} {name} {scheme}"] = seen
+    return facts
 
 
 def logs(folder: Path) -> dict[str, Any]:
-    """What a logger of Lightning is given."""
+    """Shows the numbers that a logger of Lightning gets."""
     logger = CSVLogger(folder, name="log", version=0)
     trainer = fit(Automatic(), folder, CommHook("int8"), logger=logger, log_every_n_steps=2)
     trainer.strategy.barrier()
@@ -112,14 +112,14 @@ def refuses(folder: Path) -> dict[str, Any]:
     def twice() -> L.Trainer:
         return L.Trainer(accelerator="cpu", callbacks=[CommHook("int8"), CommHook("int8")])
 
-    told = {
+    refusals = {
         "hook of the strategy": attempt(lambda: fit(Automatic(), folder, CommHook("int8"), both)),
         "two callbacks": attempt(twice),
         "before fit": attempt(lambda: CommHook("int8").hook),
         "unknown scheme": attempt(lambda: fit(Automatic(), folder, CommHook("itn8"))),
     }
     state.close()
-    return told
+    return refusals
 
 
 def alone(folder: Path) -> dict[str, Any]:

@@ -39,15 +39,15 @@ def wrapped(overlap: bool, dtype: torch.dtype, by_function: bool = True) -> Any:
 
 def trained(model: Any, dtype: torch.dtype) -> list[Tensor]:
     """This rank's part of the gradients of each step."""
-    rank, found = dist.get_rank(), []
+    rank, results = dist.get_rank(), []
     for step in range(STEPS):
         model.zero_grad_buffer()
         points = torch.randn(8, 16, generator=torch.Generator().manual_seed(10 * step + rank))
         model(points.to(dtype)).square().sum().backward()
         model.finish_grad_sync()
         buckets = [bucket for group in model.bucket_groups for bucket in group.buckets]
-        found.append(torch.cat([one.grad_data.chunk(2)[rank].float() for one in buckets]))
-    return found
+        results.append(torch.cat([bucket.grad_data.chunk(2)[rank].float() for bucket in buckets]))
+    return results
 
 
 def shards(overlap: bool, dtype: torch.dtype) -> list[Tensor]:
@@ -64,24 +64,24 @@ def begin() -> None:
 def reduces(folder: Path) -> dict[str, Any]:
     """The largest error against Megatron-Core's own reduce-scatter, by scheme."""
     begin()
-    own, errors = param_and_grad_buffer.reduce_scatter_with_fp32_accumulation, {}
+    original, errors = param_and_grad_buffer.reduce_scatter_with_fp32_accumulation, {}
     for overlap in (False, True):
         for dtype in (torch.float32, torch.bfloat16):
-            param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = own
+            param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = original
             exact = shards(overlap, dtype)
             for scheme in SCHEMES:
                 param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = ReduceScatter(scheme)
                 pairs = zip(shards(overlap, dtype), exact, strict=True)
-                error = max(float((one - two).norm() / two.norm()) for one, two in pairs)
+                error = max(float((pair - two).norm() / two.norm()) for pair, two in pairs)
                 errors[f"{scheme} {dtype} {overlap}"] = error
     dist.destroy_process_group()
     return errors
 
 
 def left_out(folder: Path) -> dict[str, Any]:
-    """What is told at the end of a function that Megatron-Core did not call."""
+    """Shows the warning at the end of a function that Megatron-Core did not call."""
     begin()
-    own, told = param_and_grad_buffer.reduce_scatter_with_fp32_accumulation, {}
+    original, facts = param_and_grad_buffer.reduce_scatter_with_fp32_accumulation, {}
     for how in ("in time", "after the model was made", "without the setting"):
         late = how == "after the model was made"
         model = wrapped(False, torch.float32) if late else None
@@ -92,11 +92,13 @@ def left_out(folder: Path) -> dict[str, Any]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             del model
-            param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = own
+            param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = original
             gc.collect()
-        told[how] = [str(one.message) for one in caught if "never called" in str(one.message)]
+        facts[how] = [
+            str(warning.message) for warning in caught if "never called" in str(warning.message)
+        ]
     dist.destroy_process_group()
-    return told
+    return facts
 
 
 if __name__ == "__main__":

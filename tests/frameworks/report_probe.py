@@ -1,4 +1,4 @@
-"""What the scripts of cases share: their command line, and how they tell what they have seen."""
+"""Shares the command line of the scripts of cases, and the way in which they report."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["attempt", "batch", "digest", "main", "network"]
 def main(**named: Callable[[Path], dict[str, Any]]) -> None:
     """Runs the case that the command line names, and writes what it returns to the folder."""
     name, folder = sys.argv[1], Path(sys.argv[2])
-    told = named[name](folder)
-    (folder / f"{name}{os.environ.get('RANK', '0')}.json").write_text(json.dumps(told))
+    report = named[name](folder)
+    (folder / f"{name}{os.environ.get('RANK', '0')}.json").write_text(json.dumps(report))
 
 
 def attempt(call: Callable[[], Any]) -> str:
@@ -46,5 +46,5 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def digest(model: nn.Module) -> str:
     """Returns a short name of the bits of all parameters."""
-    bits = b"".join(one.detach().numpy().tobytes() for one in model.parameters())
+    bits = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
     return hashlib.sha256(bits).hexdigest()[:16]

@@ -26,7 +26,7 @@ def check_resumed(whole: Mapping[str, Any], parts: Mapping[str, Any], steps: int
         assert whole["step"] == steps
         for rank in ("rank0", "rank1"):
             residual = whole[rank]["memory"]["residual"]
-            assert any(bool(one.any()) for one in residual.values())
+            assert any(bool(element.any()) for element in residual.values())
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

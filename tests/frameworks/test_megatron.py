@@ -15,19 +15,19 @@ ALLOWED = {"none": 2**-8, "bf16": 2**-7, "int8": 0.03}
 
 
 def test_megatron_gets_shards_of_gradients_by_a_scheme(tmp_path: Path) -> None:
-    for told in cases("megatron_cases.py", "reduces", tmp_path):
-        told.pop("output")
-        assert len(told) == 12
-        for what, error in told.items():
+    for report in cases("megatron_cases.py", "reduces", tmp_path):
+        report.pop("output")
+        assert len(report) == 12
+        for what, error in report.items():
             scheme, dtype, _ = what.split()
             exact = scheme == "none" and dtype == "torch.float32"
             assert (error == 0) if exact else (error <= ALLOWED[scheme]), (what, error)
 
 
 def test_a_function_that_megatron_does_not_call_is_warned_of_at_the_end(tmp_path: Path) -> None:
-    for told in cases("megatron_cases.py", "left_out", tmp_path):
-        assert told.pop("in time") == []
+    for report in cases("megatron_cases.py", "left_out", tmp_path):
+        assert report.pop("in time") == []
         for how in ("after the model was made", "without the setting"):
-            (text,) = told[how]
+            (text,) = report[how]
             assert "ReduceScatter(" in text
             assert "before DistributedDataParallel is made" in text

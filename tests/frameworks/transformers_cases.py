@@ -30,14 +30,16 @@ def trainer(folder: Path, steps: int = 4, **more: Any) -> Trainer:
 
 def trains(folder: Path) -> dict[str, Any]:
     """The weights after training with each scheme, and without a hook; what was logged."""
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     for scheme in (None, "none", "int8"):
         made = trainer(folder / str(scheme), gradient_accumulation_steps=2)
         comm = None if scheme is None else CommHook(made, scheme)
         made.train()
-        told[str(scheme)] = [digest(made.model), 0 if comm is None else comm.hook.step]
-        told["logged"] = [row["step"] for row in made.state.log_history if "comm/wire_bytes" in row]
-    return told
+        facts[str(scheme)] = [digest(made.model), 0 if comm is None else comm.hook.step]
+        facts["logged"] = [
+            row["step"] for row in made.state.log_history if "comm/wire_bytes" in row
+        ]
+    return facts
 
 
 def resumes(folder: Path) -> dict[str, Any]:
@@ -53,21 +55,21 @@ def resumes(folder: Path) -> dict[str, Any]:
     saved = str(folder / "first" / "checkpoint-2")
     made, _ = run("second", 2)
     made.train()
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
     # A checkpoint of the same step is in the folder, of another run.
     made, _ = run("second", 4)
-    told["another run"] = attempt(lambda: made.train(resume_from_checkpoint=saved))
+    facts["another run"] = attempt(lambda: made.train(resume_from_checkpoint=saved))
     made, after = run("third", 4)
-    told["elsewhere"] = attempt(lambda: made.train(resume_from_checkpoint=saved))
+    facts["elsewhere"] = attempt(lambda: made.train(resume_from_checkpoint=saved))
     made, after = run("third", 4, resume_from=saved)
     made.train(resume_from_checkpoint=saved)
-    told["steps"] = [comm.hook.step, after.hook.step]
+    facts["steps"] = [comm.hook.step, after.hook.step]
     made, _ = run("bare", 2, comm=False)
     made.train()
     made, fresh = run("bare", 4)
     made.train(resume_from_checkpoint=True)
-    told["fresh"] = fresh.hook.step
-    return told
+    facts["fresh"] = fresh.hook.step
+    return facts
 
 
 def alone(folder: Path) -> dict[str, Any]:

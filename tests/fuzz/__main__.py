@@ -28,19 +28,19 @@ __all__ = ["Figures", "explore"]
 
 @dataclass
 class Figures:
-    """What was tried and found."""
+    """Counts of what was tried, and the findings."""
 
     cases: int = 0
     statuses: Counter[str] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)  # of refusals
     hosts: Counter[str] = field(default_factory=Counter)
-    found: list[tuple[Case, Verdict, list[int]]] = field(default_factory=list)  # with all seeds
+    findings: list[tuple[Case, Verdict, list[int]]] = field(default_factory=list)  # with all seeds
     steps: int = 0
     seconds: float = 0.0
 
     def known(self, case: Case, law: str) -> list[int] | None:
         """The seeds of the finding that explains a broken case; None if it is new."""
-        for smallest, verdict, seeds in self.found:
+        for smallest, verdict, seeds in self.findings:
             if verdict.law == law and _without_scheme(smallest) <= _without_scheme(case):
                 return seeds
         return None
@@ -56,7 +56,7 @@ class Figures:
             "  hosts: " + ", ".join(f"{n} {host}" for host, n in sorted(self.hosts.items()))
         )
         lines += [f"  refused {n}: {reason}" for reason, n in self.reasons.most_common()]
-        for case, verdict, seeds in self.found:
+        for case, verdict, seeds in self.findings:
             lines.append(f"BROKEN ({verdict.law}), {len(seeds)} times, seeds {seeds[:8]}:")
             lines.append(f"  python -m tests.fuzz --case '{case.dumps()}'")
             lines.append("  " + verdict.text[:1500].replace("\n", "\n  "))
@@ -107,7 +107,7 @@ def explore(
             with lock:
                 seeds_of = figures.known(case, verdict.law)
                 if seeds_of is None:
-                    figures.found.append((small, why, [seed]))
+                    figures.findings.append((small, why, [seed]))
                     if progress:
                         print(
                             f"\nBROKEN ({why.law}), seed {seed}:\n  {small.dumps()}\n", flush=True
@@ -148,7 +148,9 @@ def explore(
 
 def _without_scheme(case: Case) -> set[str]:
     """Its features, but for what is as a rule not what it takes."""
-    return {one for one in case.features if not one.startswith(("scheme=", "option error"))}
+    return {
+        feature for feature in case.features if not feature.startswith(("scheme=", "option error"))
+    }
 
 
 def _after_others(runner: Runner, case: Case, verdict: Verdict) -> Verdict:
@@ -184,7 +186,7 @@ def main() -> int:
         progress=True,
     )
     print(figures.show())
-    return int(bool(figures.found))
+    return int(bool(figures.findings))
 
 
 def _run_these(texts: list[str], patience: float, plant: str, shrinks: float) -> int:

@@ -64,7 +64,7 @@ class Case:
         for name in ("wrap", "model", "setting", "legs"):
             values[name] = tuple(values.get(name, ()))
         values["events"] = tuple(tuple(event) for event in values.get("events", ()))
-        unknown = set(values) - {one.name for one in fields(cls)}
+        unknown = set(values) - {value.name for value in fields(cls)}
         if unknown:
             raise ValueError(f"Case.loads: no such fields: {sorted(unknown)}")
         return cls(**values)
@@ -91,24 +91,24 @@ class Case:
     def features(self) -> frozenset[str]:
         """All that is not plain, but for numbers that only say how much."""
         names = ("host", "scheme", "use", "zero", "scaled", "store")
-        found = {f"{n}={getattr(self, n)}" for n in names}
-        found -= {f"{n}={getattr(Case(), n)}" for n in names}
-        found |= {f"option {name}" for name in self.options}
-        found |= {f"wrap {name}" for name in self.wrap}
-        found |= {f"model {name}" for name in self.model}
-        found |= {f"ddp {name}" for name in self.ddp}
-        found |= {f"setting {name}" for name in self.setting}
-        found |= {f"event {' '.join(map(str, self._kind(event)))}" for event in self.events}
+        named = {f"{n}={getattr(self, n)}" for n in names}
+        named -= {f"{n}={getattr(Case(), n)}" for n in names}
+        named |= {f"option {name}" for name in self.options}
+        named |= {f"wrap {name}" for name in self.wrap}
+        named |= {f"model {name}" for name in self.model}
+        named |= {f"ddp {name}" for name in self.ddp}
+        named |= {f"setting {name}" for name in self.setting}
+        named |= {f"event {' '.join(map(str, self._kind(event)))}" for event in self.events}
         if self.world != 2:
-            found.add("world > 2")
+            named.add("world > 2")
         if self.micro != 1:
-            found.add("no_sync")
+            named.add("no_sync")
         if self.join is not None:
-            found.add("join")
+            named.add("join")
         if self.legs:
             others = any(leg != self.world for leg in self.legs)
-            found.add("load on others" if others else "load")
-        return frozenset(found)
+            named.add("load on others" if others else "load")
+        return frozenset(named)
 
     @staticmethod
     def _kind(event: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ class Case:
         events = tuple(event for event in self.events if event[1] not in about_hooks)
         plain = Case()
         of_hooks = ("layout_", "through_")
-        setting = tuple(one for one in self.setting if not one.startswith(of_hooks))
+        setting = tuple(value for value in self.setting if not value.startswith(of_hooks))
         return replace(
             self,
             scheme=plain.scheme,

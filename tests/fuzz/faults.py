@@ -131,10 +131,10 @@ def _load_takes_rank_zeros(rank: int) -> Patch:
 
     def careless(self: Any, state: Any, **options: Any) -> None:
         if isinstance(state, dict):
-            own = f"rank{self.rank}"
+            local = f"rank{self.rank}"
             values: list[Any] = [None] * self.world_size
-            dist.all_gather_object(values, state[own]["memory"], group=self._group())
-            state = {**state, own: {"rank": self.rank, "memory": values[0]}}
+            dist.all_gather_object(values, state[local]["memory"], group=self._group())
+            state = {**state, local: {"rank": self.rank, "memory": values[0]}}
         load(self, state, **options)
 
     return _state.HookState, "load_state_dict", careless

@@ -82,8 +82,8 @@ class Hosted(Run):
         wanted = self.own(number, plan)
         self.exchange(number, plan, wanted)
         means = self.means()
-        flat = self.spread([flat_of(one, one) for one in means])
-        local = self.spread([flat_of(one, one) for one in wanted])
+        flat = self.spread([flat_of(mean, mean) for mean in means])
+        local = self.spread([flat_of(value, value) for value in wanted])
         norms = [float((w + h).norm()) for w, h in zip(local, held, strict=True)]
         record = Record(
             torch.cat(flat),
@@ -109,7 +109,7 @@ class Hosted(Run):
             parameter.grad = None
         for micro in range(self.case.micro):
             self._pass(self.reference, number, micro, self.gates(plan, micro), plan)
-        return [here(one.grad) for one in self.known()]
+        return [here(value.grad) for value in self.known()]
 
     def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
         """Lets the host do its passes."""
@@ -118,19 +118,19 @@ class Hosted(Run):
                 self._pass(self.call, number, micro, self.gates(plan, micro), plan)
 
     def means(self) -> list[Tensor]:
-        """What the host has made of the gradients, whole."""
-        return [_whole(one.grad) for one in self.places()]
+        """Returns the gradients as the host has reduced them, whole."""
+        return [_whole(place.grad) for place in self.places()]
 
     def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
         """Steps the host's parameters, and those of the model alone to the same bits."""
         with torch.no_grad():
-            for place, own, mean, all_of_it in zip(
+            for place, local, mean, all_of_it in zip(
                 self.places(), self.known(), means, flat, strict=True
             ):
                 rate = rate_of(all_of_it, all_of_it)
                 if place.grad is not None and here(place).numel():
                     here(place).sub_(here(place.grad) * rate)
-                here(own).sub_(mean * rate)
+                here(local).sub_(mean * rate)
 
     def gates(self, plan: Plan, micro: int) -> dict[str, str]:
         return self._gates(plan) if micro == self.case.micro - 1 else {}
@@ -149,91 +149,91 @@ class Hosted(Run):
 
     def places(self) -> list[Any]:
         """The host's trained parameters."""
-        own = dict(self.net.named_parameters())
-        return [own[name] for name in self.trained]
+        local = dict(self.net.named_parameters())
+        return [local[name] for name in self.trained]
 
     def known(self) -> list[Any]:
         """Those of the model alone."""
-        own = dict(self.reference.named_parameters())
-        return [own[name] for name in self.trained]
+        local = dict(self.reference.named_parameters())
+        return [local[name] for name in self.trained]
 
     def spread(self, flat: list[Tensor]) -> list[Tensor]:
-        """What all ranks are to have alike, of tensors that are cut otherwise."""
+        """Returns whole tensors, alike on all ranks, of tensors that are cut otherwise."""
         return flat
 
     def _parameters(self) -> Any:
         return list(zip(self.trained, self.known(), strict=True))
 
     def sizes(self) -> list[int]:
-        return [one.numel() for one in self.spread([flat_of(p, None) for p in self.locals()])]
+        return [local.numel() for local in self.spread([flat_of(p, None) for p in self.locals()])]
 
     def locals(self) -> list[Tensor]:
         """This rank's part of the model alone."""
-        return [here(one) for one in self.known()]
+        return [here(value) for value in self.known()]
 
     def shown(self) -> list[Tensor]:
-        host = [_whole(one) for one in self.places()]
-        for name, one, own in zip(self.trained, host, self.locals(), strict=True):
-            if not torch.equal(one, own):
+        host = [_whole(place) for place in self.places()]
+        for name, local, ours in zip(self.trained, host, self.locals(), strict=True):
+            if not torch.equal(local, ours):
                 raise AssertionError(f"{name} is not what its means have made of it")
-        return self.spread([flat_of(one, one) for one in host])
+        return self.spread([flat_of(value, value) for value in host])
 
     # ---- memory
 
     def residuals(self) -> list[Tensor]:
         """This rank's, or the mean of all ranks' where a rank has parts of them."""
         parts = [self._residuals_of(index) for index in range(len(self.hooks))]
-        found = []
+        results = []
         for name, like in zip(self.trained, self.locals(), strict=True):
             values = [part[name].reshape(-1)[: like.numel()] for part in parts if name in part]
             total = flat_of(like, None)
             for value in values:
                 total = total + value.double()
-            found.append(total)
-        return self.spread(found)
+            results.append(total)
+        return self.spread(results)
 
     def _residuals_of(self, index: int) -> dict[str, Tensor]:
         hook = self.hooks[index]
         if not self.shards:
             kept = [n for n, p in self._parameters() if not p.is_complex()]
-            own = {name: hook.residual(name) for name in kept}
-            return {name: value for name, value in own.items() if value is not None}
+            local = {name: hook.residual(name) for name in kept}
+            return {name: value for name, value in local.items() if value is not None}
         if not self._keeps():
             return {}
         state = hook.state_dict(gather=True)
-        parts = [one["memory"] for key, one in state.items() if key.startswith("rank")]
-        found = {}
+        parts = [value["memory"] for key, value in state.items() if key.startswith("rank")]
+        results = {}
         for name in parts[0].get("residual", {}):
-            found[name] = torch.stack([one["residual"][name].double() for one in parts]).mean(0)
+            results[name] = torch.stack([part["residual"][name].double() for part in parts]).mean(0)
             if index in self.scales_nodes:
-                dist.all_reduce(found[name])
-                found[name] /= dist.get_world_size()
-        return found
+                dist.all_reduce(results[name])
+                results[name] /= dist.get_world_size()
+        return results
 
     def _keeps(self) -> bool:
         """Whether a scheme of the case keeps memory."""
         case = self.case
         built = [build(case.scheme, case.options, case.wrap)]
         built += [build(event[2], event[3], ()) for event in case.events if event[1] == "switch"]
-        return any(slots_of(one) for one in built)
+        return any(slots_of(value) for value in built)
 
     def memory(self) -> Iterator[tuple[str, str, Tensor, bool]]:
         for hook in self.hooks:
-            own = resizes_of(hook.scheme).keys()
+            local = resizes_of(hook.scheme).keys()
             for field, part in hook.state_dict().items():
                 for key, values in part["memory"].items() if field.startswith("rank") else ():
                     for name, value in values.items():
-                        yield key, name, value, key not in own and not self.shards
+                        yield key, name, value, key not in local and not self.shards
 
     def weights(self) -> dict[str, Any]:
-        return {name: _whole(one) for name, one in self.reference.state_dict().items()}
+        return {name: _whole(value) for name, value in self.reference.state_dict().items()}
 
     def state(self, *, gather: bool = False) -> Any:
         return [hook.state_dict(gather=gather) for hook in self.hooks]
 
     def load(self, state: Any) -> None:
-        for hook, one in zip(self.hooks, state, strict=True):
-            hook.load_state_dict(one)
+        for hook, value in zip(self.hooks, state, strict=True):
+            hook.load_state_dict(value)
 
     def saved(self, states: list[Any]) -> Any:
         return states[0]

@@ -171,13 +171,13 @@ class _Fsdp1(Hosted):
         self.hooks = [commhooks.register(self.call, scheme, seed=self.case.seed)]
 
     def places(self) -> list[Any]:
-        return [one for one in self.call.parameters() if one.requires_grad]
+        return [parameter for parameter in self.call.parameters() if parameter.requires_grad]
 
     def means(self) -> list[Tensor]:
         if not self.shards:
             return super().means()
         with FullyShardedDataParallel.summon_full_params(self.call, with_grads=True):
-            return [one.grad.detach().clone() for one in self.places()]
+            return [place.grad.detach().clone() for place in self.places()]
 
     def shown(self) -> list[Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.call, writeback=False):
@@ -212,16 +212,16 @@ class _TensorParallel(Hosted):
         return scheme.traits.returns == "mean"  # others let uncut parameters drift, and say so
 
     def shown(self) -> list[Tensor]:
-        found = super().shown()
-        for name, one in zip(self.trained, found, strict=True):
+        results = super().shown()
+        for name, value in zip(self.trained, results, strict=True):
             if name not in ("middle.weight", "middle.bias", "out.weight"):
-                first, second = one.chunk(2)
+                first, second = value.chunk(2)
                 if not torch.equal(first, second):
                     raise AssertionError(f"{name}, which is not cut, has drifted apart")
-        return found
+        return results
 
     def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
-        super().move([here(one) for one in means], flat)
+        super().move([here(mean) for mean in means], flat)
 
     def memory(self) -> Iterator[tuple[str, str, Tensor, bool]]:
         part = self.mesh["inner"].get_local_rank()
@@ -229,12 +229,12 @@ class _TensorParallel(Hosted):
             yield key, f"{name}, part {part}", value, equal
 
     def spread(self, flat: list[Tensor]) -> list[Tensor]:
-        """Of each parameter the parts of all ranks of a row, one after the other."""
+        """Returns for each parameter the parts of all ranks of a row, one after the other."""
         group = self.mesh["inner"].get_group()
-        mine = torch.cat(flat)
-        rows = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(rows, mine, group=group)
-        sizes = [len(one) for one in flat]
+        local = torch.cat(flat)
+        rows = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(rows, local, group=group)
+        sizes = [len(value) for value in flat]
         return [torch.cat(parts) for parts in zip(*(row.split(sizes) for row in rows), strict=True)]
 
 
@@ -254,15 +254,15 @@ class _Zero(Hosted):
         # What is coded together has one rate, so that errors of its size move nothing far.
         apart = {case.scheme, *(e[2] for e in case.events if e[1] == "switch")} <= APART
         scales = self._scales()
-        self.rates = [RATE / (one if apart else max(scales)) for one in scales]
+        self.rates = [RATE / (scale if apart else max(scales)) for scale in scales]
         self.zero = commhooks.ZeroOptimizer(
             self.call,
             torch.optim.SGD,
             scheme=scheme,
             gather="int8" if "packed" in case.setting else "none",
             params=[
-                {"params": [one], "lr": rate}
-                for one, rate in zip(self.places(), self.rates, strict=True)
+                {"params": [value], "lr": rate}
+                for value, rate in zip(self.places(), self.rates, strict=True)
             ],
             in_backward="in_backward" in case.setting,
             seed=case.seed,
@@ -272,34 +272,34 @@ class _Zero(Hosted):
     def _scales(self) -> list[float]:
         """By parameter, how many times as large its gradients are."""
         layers = dict(self.net.named_modules())
-        found = []
+        results = []
         for name in self.trained:
             layer, _, kind = name.rpartition(".")
             scales = getattr(layers[layer], "scales", (1.0, 1.0))
-            found.append(scales[kind == "bias"])
-        return found
+            results.append(scales[kind == "bias"])
+        return results
 
     def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
-        self.before = [one.detach().clone() for one in self.places()]
+        self.before = [place.detach().clone() for place in self.places()]
         super().exchange(number, plan, wanted)
         self.zero.step()
         self.zero.zero_grad()
 
     def means(self) -> list[Tensor]:
         return [
-            (before.double() - one.detach().double()) / rate
-            for before, one, rate in zip(self.before, self.places(), self.rates, strict=True)
+            (before.double() - value.detach().double()) / rate
+            for before, value, rate in zip(self.before, self.places(), self.rates, strict=True)
         ]
 
     def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
         self.reference.load_state_dict(self.net.state_dict())
 
     def least(self) -> Tensor:
-        own = [
-            4 * torch.finfo(one.dtype).eps * float(one.detach().abs().max()) / rate
-            for one, rate in zip(self.places(), self.rates, strict=True)
+        local = [
+            4 * torch.finfo(value.dtype).eps * float(value.detach().abs().max()) / rate
+            for value, rate in zip(self.places(), self.rates, strict=True)
         ]
-        return super().least() + torch.tensor(own, dtype=torch.float64)
+        return super().least() + torch.tensor(local, dtype=torch.float64)
 
     def skipped(self) -> int:
         return int(self.zero.skipped_steps)
@@ -338,15 +338,15 @@ class _DiLoCo(Hosted):
 
     def own(self, number: int, plan: Plan) -> list[Tensor]:
         """Trains this rank's model; returns how far it came."""
-        self.before = [one.detach().clone() for one in self.places()]
+        self.before = [place.detach().clone() for place in self.places()]
         for micro in range(self.case.micro):
             if micro:
                 self.outer.step()
             self._pass(self.net, number, micro, self.gates(plan, micro), plan)
             with torch.no_grad():
-                for one in self.places():
-                    one.sub_(one.grad * rate_of(one, one.grad))
-                    one.grad = None
+                for value in self.places():
+                    value.sub_(value.grad * rate_of(value, value.grad))
+                    value.grad = None
         return [a - b.detach() for a, b in zip(self.before, self.places(), strict=True)]
 
     def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
@@ -359,8 +359,10 @@ class _DiLoCo(Hosted):
         self.reference.load_state_dict(self.net.state_dict())
 
     def least(self) -> Tensor:
-        own = [4 * torch.finfo(one.dtype).eps * float(one.abs().max()) for one in self.before]
-        return super().least() + torch.tensor(own, dtype=torch.float64)
+        local = [
+            4 * torch.finfo(value.dtype).eps * float(value.abs().max()) for value in self.before
+        ]
+        return super().least() + torch.tensor(local, dtype=torch.float64)
 
     def state(self, *, gather: bool = False) -> Any:
         return self.outer.state_dict(gather=gather)
@@ -389,20 +391,20 @@ class _Collectives(Hosted):
     def host(self, scheme: Scheme) -> None:
         self.call = self.net
         self.through = self._maker(scheme)
-        for name, one in zip(self.trained, self.places(), strict=True):
+        for name, place in zip(self.trained, self.places(), strict=True):
             if self.hooks:
-                self.through.declare(name, self._input(one.detach()))
+                self.through.declare(name, self._input(place.detach()))
 
     def _maker(self, scheme: Scheme) -> Any:
-        found = commhooks.Collectives(scheme, self.group, seed=self.case.seed)
-        self.hooks = [found]
-        return found
+        results = commhooks.Collectives(scheme, self.group, seed=self.case.seed)
+        self.hooks = [results]
+        return results
 
     def _named(self, name: str) -> dict[str, Any]:
         return {"name": name}
 
     def _input(self, tensor: Tensor) -> Tensor:
-        """What is sent of a tensor: as it is, or flat and as many entries for each rank."""
+        """Returns a tensor to send: as it is, or flat and as many entries for each rank."""
         if "reduce_scatter" not in self.case.setting:
             return tensor.clone()
         return torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % self.world))
@@ -411,8 +413,12 @@ class _Collectives(Hosted):
         sums, later = "sum" in self.case.setting, "async" in self.case.setting
         op: dict[str, Any] = {} if sums else {"op": dist.ReduceOp.AVG}
         outputs, handles = [], []
-        for name, one in zip(self.trained, wanted, strict=True):
-            sent, output, options = self._input(one), None, {**self._named(name), "async_op": later}
+        for name, value in zip(self.trained, wanted, strict=True):
+            sent, output, options = (
+                self._input(value),
+                None,
+                {**self._named(name), "async_op": later},
+            )
             if "all_reduce" in self.case.setting:
                 handles.append(self.through.all_reduce(sent, **options, **op))
                 output = sent
@@ -427,16 +433,16 @@ class _Collectives(Hosted):
             if handle is not None:
                 handle.wait()
         self._means = [
-            self._mean(output, one) / (self.world if sums else 1)
-            for output, one in zip(outputs, wanted, strict=True)
+            self._mean(output, element) / (self.world if sums else 1)
+            for output, element in zip(outputs, wanted, strict=True)
         ]
 
     def _mean(self, output: Tensor, like: Tensor) -> Tensor:
-        """Of what came back: the mean, or the sum."""
+        """Returns the mean, or the sum, of what came back."""
         if "all_gather" in self.case.setting:
             whole = output.view(self.world, -1).to(torch.promote_types(like.dtype, torch.float32))
-            found = whole.mean(0) if "sum" not in self.case.setting else whole.sum(0)
-            return found.view(like.shape).to(like.dtype)
+            mean = whole.mean(0) if "sum" not in self.case.setting else whole.sum(0)
+            return mean.view(like.shape).to(like.dtype)
         if "reduce_scatter" in self.case.setting:
             parts = [torch.empty_like(output) for _ in range(self.world)]
             dist.all_gather(parts, output, group=self.group)

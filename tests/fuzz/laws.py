@@ -48,29 +48,31 @@ class Verdict:
 
 
 def judge(case: Case, reports: Sequence[Report | Trouble]) -> Verdict:
-    """What became of one leg of a case."""
+    """Judges one leg of a case."""
     for kind in ("hung", "died", "raised"):
-        found = [(r, one) for r, one in enumerate(reports) if isinstance(one, Trouble)]
-        texts = [f"rank {r} {kind}: {one.text}" for r, one in found if one.kind == kind]
+        results = [(r, report) for r, report in enumerate(reports) if isinstance(report, Trouble)]
+        texts = [
+            f"rank {r} {kind}: {trouble.text}" for r, trouble in results if trouble.kind == kind
+        ]
         if texts:
             return Verdict("broken", kind, "\n".join(texts))
-    ranks = [one for one in reports if isinstance(one, Report) and not one.idle]
+    ranks = [report for report in reports if isinstance(report, Report) and not report.idle]
     if any(event[1] == "leave" for event in case.events):
         return _of_leaving(ranks)
-    if case.change is not None and any(one.error for one in ranks):
+    if case.change is not None and any(report.error for report in ranks):
         return _of_changes(case.change, ranks)
-    if any(one.error for one in ranks):
+    if any(report.error for report in ranks):
         return _of_errors(ranks)
-    for one in ranks:
-        for law, text in one.broken:
+    for rank in ranks:
+        for law, text in rank.broken:
             return Verdict("broken", law, text)
     for name in ranks[0].bits:
-        values = [one.bits.get(name) for one in ranks]
+        values = [report.bits.get(name) for report in ranks]
         if len({value for value in values if value is not None}) > 1 and "/" not in name:
             law = name.split()[0]
             return Verdict("broken", f"equal {law}", f"ranks differ in {name}")
-    found = _of_unused(case, ranks)
-    return found if found.status == "broken" else _of_sums(case, ranks)
+    results = _of_unused(case, ranks)
+    return results if results.status == "broken" else _of_sums(case, ranks)
 
 
 def _of_unused(case: Case, ranks: Sequence[Report]) -> Verdict:
@@ -79,22 +81,22 @@ def _of_unused(case: Case, ranks: Sequence[Report]) -> Verdict:
         return Verdict("ok")
     if not case.averages:  # a rank drops the bad gradient that it kept, the others keep theirs
         return Verdict("ok")
-    for step, records in enumerate(zip(*(one.records for one in ranks), strict=True)):
+    for step, records in enumerate(zip(*(report.records for report in ranks), strict=True)):
         for index in range(len(records[0].idle)) if records[0].counts else ():
-            unused = all(one.idle[index] for one in records)
-            for rank, one in enumerate(records):
-                if one.missing[index] != unused:
+            unused = all(record.idle[index] for record in records)
+            for rank, value in enumerate(records):
+                if value.missing[index] != unused:
                     used = "no rank uses" if unused else "a rank uses"
-                    has = "no gradient" if one.missing[index] else "a gradient"
+                    has = "no gradient" if value.missing[index] else "a gradient"
                     text = f"step {step}: parameter {index}, which {used}, has {has} on rank {rank}"
                     return Verdict("broken", "unused", text)
     return Verdict("ok")
 
 
 def _of_errors(ranks: Sequence[Report]) -> Verdict:
-    errors = [one.error or ("", "nothing") for one in ranks]
-    stages = [one.stage for one in ranks]
-    first = next(index for index, one in enumerate(ranks) if one.error)
+    errors = [report.error or ("", "nothing") for report in ranks]
+    stages = [report.stage for report in ranks]
+    first = next(index for index, report in enumerate(ranks) if report.error)
     kind, text = errors[first]
     shown = f"{stages[first]}: {kind}: {text}"
     alike = len({name for name, _ in errors}) == 1 and len(set(stages)) == 1
@@ -119,8 +121,8 @@ def _of_leaving(ranks: Sequence[Report]) -> Verdict:
     *others, last = ranks
     if last.error is None or last.error[0] != "Boom":
         return Verdict("broken", "leave", f"the rank that is to raise: {last.error}")
-    for rank, one in enumerate(others):
-        if one.error is None:
+    for rank, other in enumerate(others):
+        if other.error is None:
             return Verdict("broken", "leave", f"rank {rank} noticed nothing")
     return Verdict("ok")
 
@@ -131,10 +133,10 @@ def _of_changes(step: int, ranks: Sequence[Report]) -> Verdict:
     Or they are averaged as before, which the other laws look at: a type may be what it was.
     """
     stages = (f"step {step}", f"step {step + 1}")
-    for rank, one in enumerate(ranks):
-        kind, text = one.error or ("", "no error")
-        if one.error is None or one.stage not in stages or not re.search(CHANGES, text):
-            return Verdict("broken", "change", f"rank {rank}, {one.stage}: {kind}: {text}")
+    for rank, report in enumerate(ranks):
+        kind, text = report.error or ("", "no error")
+        if report.error is None or report.stage not in stages or not re.search(CHANGES, text):
+            return Verdict("broken", "change", f"rank {rank}, {report.stage}: {kind}: {text}")
     return Verdict("ok")
 
 
@@ -151,29 +153,29 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
     if not kinds <= {"sum", "noisy"} or {"momentum", "packed"} & set(case.setting):
         return Verdict("ok")
     world = len(ranks)
-    records = [[one for one in rank.records if one.hooked] for rank in ranks]
-    leader = max(range(world), key=lambda r: sum(one.digest != "" for one in records[r]))
+    records = [[record for record in rank.records if record.hooked] for rank in ranks]
+    leader = max(range(world), key=lambda r: sum(record.digest != "" for record in records[r]))
     applied = wanted = exact = noise = torch.zeros(())
     names = {case.scheme, *(event[2] for event in case.events if event[1] == "switch")}
     apart = names <= APART or case.host in BY_TENSOR
     for step in range(len(records[0])):
         of_step = [rank[step] for rank in records]
-        one = of_step[leader]
-        if not one.counts:
+        value = of_step[leader]
+        if not value.counts:
             continue
-        applied = applied + one.applied * one.share
+        applied = applied + value.applied * value.share
         wanted = wanted + torch.stack([other.wanted for other in of_step]).sum(0) / world
         sizes = torch.stack([other.sizes for other in of_step]).max(0).values
         if not apart and case.scaled:  # a small gradient has the errors of a large one
             sizes = sizes.norm().expand(len(sizes))
-        exact = exact + (sizes * ranks[0].spacings + one.least) * (world + 2)
+        exact = exact + (sizes * ranks[0].spacings + value.least) * (world + 2)
         norm = sizes if apart else sizes.norm()
         exact = exact + _rounding(norm, laws, world)
         noise = noise + norm * _NOISE * math.sqrt(max(law.noise for law in laws))
     if not applied.shape:
         return Verdict("ok")
     before, after = (
-        torch.stack([torch.cat(getattr(one, name)) for one in ranks]).mean(0)
+        torch.stack([torch.cat(getattr(report, name)) for report in ranks]).mean(0)
         for name in ("before", "after")
     )
     off = (applied + after - before - wanted).abs()
@@ -196,7 +198,7 @@ def _of_sums(case: Case, ranks: Sequence[Report]) -> Verdict:
 
 
 def _rounding(norm: torch.Tensor, laws: Sequence[Law], world: int) -> torch.Tensor:
-    """Of a step, what does not depend on a parameter's own type.
+    """Returns the part of a step's rounding that does not depend on a parameter's own type.
 
     Args:
         norm: of what is sent: by parameter, or of everything where parameters are coded together.
@@ -206,8 +208,8 @@ def _rounding(norm: torch.Tensor, laws: Sequence[Law], world: int) -> torch.Tens
 
 
 def _of_local(ranks: Sequence[Report]) -> Verdict:
-    for rank, one in enumerate(ranks):
-        for record in one.records:
+    for rank, report in enumerate(ranks):
+        for record in report.records:
             # Like the gradient of this rank alone, but for buckets that have another type.
             off = (record.applied - record.wanted).abs()
             if (
@@ -223,7 +225,7 @@ def keeps_sums(case: Case) -> bool:
     """Whether residuals are what is still to be applied."""
     built = [build(case.scheme, case.options, case.wrap)]
     built += [build(e[2], e[3], ()) for e in case.events if e[1] == "switch"]
-    return all(law_of(one).kind in ("sum", "noisy") for one in built)
+    return all(law_of(value).kind in ("sum", "noisy") for value in built)
 
 
 def continues(before: Sequence[Report], after: Sequence[Report]) -> Verdict:

@@ -81,16 +81,16 @@ def batch(case: Case, step: int, micro: int, rank: int) -> Tensor:
 
 
 class Boom(ValueError):
-    """What a backward pass raises in a case."""
+    """Raised by a backward pass of a case."""
 
 
 class Gate(torch.autograd.Function):
     """Lets a gradient pass; or raises, or makes an entry of it infinite or NaN."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, action: str | None) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, action: str | None) -> Tensor:
         ctx.action = action
-        return x.view_as(x)
+        return inputs.view_as(inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -107,9 +107,9 @@ class Scaled(torch.autograd.Function):
     """A parameter as it is, whose gradient is so many times as large."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, scale: float) -> Tensor:
         ctx.scale = scale
-        return x.view_as(x)
+        return inputs.view_as(inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -121,12 +121,12 @@ class Line(nn.Linear):
 
     scales = (1.0, 1.0)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         weight, bias = (
-            one if one is None or scale == 1.0 else Scaled.apply(one, scale)
-            for one, scale in zip((self.weight, self.bias), self.scales, strict=True)
+            value if value is None or scale == 1.0 else Scaled.apply(value, scale)
+            for value, scale in zip((self.weight, self.bias), self.scales, strict=True)
         )
-        return F.linear(x, weight, bias)
+        return F.linear(inputs, weight, bias)
 
 
 class Net(nn.Module):
@@ -176,7 +176,7 @@ class Net(nn.Module):
         layer = _LAYERS[name]()
         return layer.to(DTYPES.get(name, torch.float32))
 
-    def forward(self, x: Tensor, use: set[int], gates: dict[str, str], rank: int) -> Tensor:
+    def forward(self, inputs: Tensor, use: set[int], gates: dict[str, str], rank: int) -> Tensor:
         """
         Args:
             use: branches.
@@ -185,7 +185,7 @@ class Net(nn.Module):
         """
         kind = self.first.weight.dtype
         seen = self._see(rank)
-        y = torch.tanh(self.first(Gate.apply(x.to(kind), gates.get("last"))))
+        y = torch.tanh(self.first(Gate.apply(inputs.to(kind), gates.get("last"))))
         if gates.get("forward"):
             raise Boom("boom")
         y = Gate.apply(y, gates.get("middle"))

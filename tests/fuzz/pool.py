@@ -36,7 +36,7 @@ _NOTHING = 0.1  # seconds of CPU time of all ranks together, in ``patience``
 
 @dataclass(frozen=True)
 class Trouble:
-    """What became of a rank that returned nothing: it raised, died or hung."""
+    """The end of a rank that returned nothing: it raised, died or hung."""
 
     kind: str
     text: str
@@ -104,7 +104,7 @@ class Team:
                     deadline = min(deadline, time.monotonic() + _GRACE)
         for rank in waiting.values():
             results[rank] = Trouble("hung", self._stacks(rank))
-        if self._left or any(isinstance(one, Trouble) for one in results):
+        if self._left or any(isinstance(result, Trouble) for result in results):
             self.close()
         return results
 
@@ -119,7 +119,7 @@ class Team:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _cpu_seconds(self) -> float:
-        """What all ranks have used so far."""
+        """Returns the CPU time of all ranks so far."""
         ticks = 0
         for process in self._processes:
             with contextlib.suppress(OSError):

@@ -28,7 +28,7 @@ PRECISION = {"bf16": (torch.bfloat16, None), "bf16_f32": (torch.bfloat16, torch.
 
 @dataclass(frozen=True)
 class Plan:
-    """What is special about one step."""
+    """The special features of one step."""
 
     gates: dict[str, str] = field(default_factory=dict)
     two: bool = False  # two forward passes, one backward pass
@@ -39,7 +39,7 @@ class Plan:
 
 @dataclass
 class Record:
-    """What a step did on this rank: flat, in float64, and by parameter."""
+    """The effects of a step on this rank: flat, in float64, and by parameter."""
 
     applied: Tensor
     wanted: Tensor
@@ -58,8 +58,8 @@ class Noting(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
-            for one in group["params"]:
-                one.noted = one.grad.detach().clone()
+            for parameter in group["params"]:
+                parameter.noted = parameter.grad.detach().clone()
         return super().step(closure)
 
 
@@ -177,14 +177,14 @@ class Run:
         """Forward and backward."""
         loss: Any = 0.0
         for again in range(2 if plan.two else 1):
-            x = batch(self.case, number, micro + 100 * again, self.rank).requires_grad_()
+            inputs = batch(self.case, number, micro + 100 * again, self.rank).requires_grad_()
             use = used(self.case, number, micro, self.rank)
             if self.low is not None and model is self.reference:
-                x = x.detach().to(self.low).requires_grad_()
-            output = model(x, use, gates, self.rank).float()
+                inputs = inputs.detach().to(self.low).requires_grad_()
+            output = model(inputs, use, gates, self.rank).float()
             loss = loss + output.square().mean() + output.mean()
             if plan.penalty:
-                (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
+                (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
                 loss = loss + slope.float().square().mean()
         loss.backward()
 
@@ -197,15 +197,15 @@ class Run:
     def _begin_reference(self) -> dict[str, Tensor]:
         """Takes over parameters; returns the gradients that the passes to come add to."""
         sums = {}
-        own = dict(self.reference.named_parameters())
+        local = dict(self.reference.named_parameters())
         for name, parameter in self.net.named_parameters():
-            own[name].data.copy_(parameter.data)
-            own[name].requires_grad_(parameter.requires_grad)
-            own[name].grad = None
+            local[name].data.copy_(parameter.data)
+            local[name].requires_grad_(parameter.requires_grad)
+            local[name].grad = None
             if parameter.grad is not None:
                 sums[name] = parameter.grad.detach().clone()
                 if self.low is None:
-                    own[name].grad = sums[name]
+                    local[name].grad = sums[name]
         return sums
 
     def _reference_passes(self, number: int, plan: Plan, sums: dict[str, Tensor]) -> None:
@@ -213,14 +213,14 @@ class Run:
         for micro in range(self.case.micro):
             gates = self._gates(plan) if micro == self.case.micro - 1 else {}
             self._pass(self.reference, number, micro, gates, plan)
-            for name, one in self.reference.named_parameters():
+            for name, parameter in self.reference.named_parameters():
                 if self.low is None:
-                    if one.grad is not None:
-                        sums[name] = one.grad
-                elif one.grad is not None:
-                    wide = one.grad.to(torch.float32)
+                    if parameter.grad is not None:
+                        sums[name] = parameter.grad
+                elif parameter.grad is not None:
+                    wide = parameter.grad.to(torch.float32)
                     sums[name] = sums[name] + wide if name in sums else wide
-                    one.grad = None
+                    parameter.grad = None
 
     # ---- what became of it
 
@@ -237,11 +237,11 @@ class Run:
                 raise AssertionError(f"{name}.grad is {grad.dtype} of {tuple(grad.shape)}")
             applied.append(flat_of(parameter, grad))
         wanted = [flat_of(parameter, sums.get(name)) for name, parameter in self._parameters()]
-        for name, mine, own in zip(self.trained, applied, wanted, strict=True):
+        for name, local, ours in zip(self.trained, applied, wanted, strict=True):
             if name in self.ignored:  # as this rank made it, and in no sum
-                if (mine - own).abs().nan_to_num().max() > 1e-6:
+                if (local - ours).abs().nan_to_num().max() > 1e-6:
                     raise AssertionError(f"{name}.grad is not this rank's own")
-                mine.zero_(), own.zero_()
+                local.zero_(), ours.zero_()
         norms = [float((w + h).norm()) for w, h in zip(wanted, held, strict=True)]
         shown = [a for a, n in zip(applied, self.trained, strict=True) if n not in self.ignored]
         record = Record(
@@ -268,11 +268,11 @@ class Run:
 
     def residuals(self) -> list[Tensor]:
         """By trained parameter, flat, in float64; zero where nothing is held back."""
-        found = []
+        results = []
         for name, parameter in self._parameters():
             value = None if self.hook is None else self.hook.residual(name)
-            found.append(flat_of(parameter, value))
-        return found
+            results.append(flat_of(parameter, value))
+        return results
 
     def spacings(self) -> Tensor:
         """By trained parameter, the spacing of 1 in the types its gradient takes."""
@@ -283,16 +283,16 @@ class Run:
         return self._of_types(lambda kind: kind.eps * kind.tiny)
 
     def _of_types(self, figure: Callable[[Any], float]) -> Tensor:
-        found = []
+        results = []
         for _, parameter in self._parameters():
             types = [parameter.dtype, self.low, self.reduce]
             kinds = [t for t in types if t is not None and (t.is_floating_point or t.is_complex)]
-            found.append(max(figure(torch.finfo(kind)) for kind in kinds))
-        return torch.tensor(found, dtype=torch.float64)
+            results.append(max(figure(torch.finfo(kind)) for kind in kinds))
+        return torch.tensor(results, dtype=torch.float64)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
-        own = dict(self.net.named_parameters())
-        return [(name, own[name]) for name in self.trained]
+        local = dict(self.net.named_parameters())
+        return [(name, local[name]) for name in self.trained]
 
     # ---- states
 
@@ -301,7 +301,7 @@ class Run:
         return self.net.state_dict()
 
     def state(self, *, gather: bool = False) -> Any:
-        """What the hook continues from."""
+        """Returns the state that the hook continues from."""
         return self.hook.state_dict(gather=gather)
 
     def load(self, state: Any) -> None:
@@ -309,15 +309,15 @@ class Run:
         self.hook.load_state_dict(state)
 
     def saved(self, states: list[Any]) -> Any:
-        """What to load of the states of all ranks."""
+        """Returns what to load of the states of all ranks."""
         return states[self.rank] if len(states) == self.world else states
 
     def memory(self) -> Iterator[tuple[str, str, Tensor, bool]]:
-        """What the hook keeps: key, name, value, and whether ranks have the same."""
-        own = resizes_of(self.hook.scheme).keys()
+        """Yields what the hook keeps: key, name, value, and whether ranks have the same."""
+        local = resizes_of(self.hook.scheme).keys()
         for key, values in self.hook.state_dict()[f"rank{self.hook.rank}"]["memory"].items():
             for name, value in values.items():
-                yield key, name, value, key not in own
+                yield key, name, value, key not in local
 
     def skipped(self) -> int:
         """Steps that were not finite, as the host counts them."""
@@ -360,10 +360,10 @@ def flat_of(parameter: Tensor, value: Tensor | None) -> Tensor:
 
 def digest(tensors: list[Tensor]) -> str:
     """The same text for the same bits; all NaN are one."""
-    found = hashlib.blake2b(digest_size=8)
+    results = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         tensor = tensor.detach().contiguous()
         if tensor.is_floating_point():
             tensor = torch.where(tensor.isnan(), torch.full_like(tensor, float("nan")), tensor)
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        results.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return results.hexdigest()

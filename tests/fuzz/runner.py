@@ -55,17 +55,17 @@ class Runner:
                 verdict = laws.continues(before, reports)
                 if verdict.status != "ok":
                     return verdict
-            before, saved = reports, tuple(one.state for one in reports)
+            before, saved = reports, tuple(report.state for report in reports)
         return Verdict("ok")
 
     def before(self, case: Case) -> list[Case]:
-        """What ran on the same processes before the last run of ``case``."""
+        """Returns the cases that ran on the same processes before the last run of ``case``."""
         return self._ran.get((case.world, case.store), [])[:-1]
 
     def restart(self, size: int | None = None) -> None:
         """Ends the team of that size, or all: the next case gets new processes."""
-        for one in [one for one in self._teams if size in (None, one[0])]:
-            self._teams.pop(one).close()
+        for team in [value for value in self._teams if size in (None, value[0])]:
+            self._teams.pop(team).close()
 
     def _team(self, size: int, store: str) -> Team:
         kind = size, store

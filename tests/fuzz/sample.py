@@ -55,17 +55,17 @@ def _hosted(draw: random.Random, values: dict[str, Any], kind: type[Hosted]) -> 
 
     def fitting() -> dict[str, Any]:
         for _ in range(60):
-            found = _scheme(draw)
-            if found and kind.takes(
-                build(found["scheme"], found["options"], found["wrap"]), setting
+            chosen = _scheme(draw)
+            if chosen and kind.takes(
+                build(chosen["scheme"], chosen["options"], chosen["wrap"]), setting
             ):
-                return found
+                return chosen
         return {"scheme": "none", "options": {}, "wrap": ()}
 
     values |= fitting()
     model = _some(draw, kind.models, 0.15)
     if "complex" in model:
-        model = [one for one in model if not one.startswith("all_")]
+        model = [value for value in model if not value.startswith("all_")]
     values["model"] = tuple(model)
     events: list[tuple[Any, ...]] = []
     for _ in range(draw.choice((0, 1, 1, 2))):
@@ -89,7 +89,7 @@ def _hosted(draw: random.Random, values: dict[str, Any], kind: type[Hosted]) -> 
 
 
 def _some(draw: random.Random, choices: Any, share: float) -> list[Any]:
-    return [one for one in choices if draw.random() < share]
+    return [choice for choice in choices if draw.random() < share]
 
 
 def _scheme(draw: random.Random) -> dict[str, Any]:
@@ -108,76 +108,76 @@ def _scheme(draw: random.Random) -> dict[str, Any]:
 
 
 def _model(draw: random.Random) -> tuple[tuple[str, ...], str]:
-    found = _some(draw, [n for n in MODEL_FEATURES if n not in ("branches", "front")], 0.09)
+    chosen = _some(draw, [n for n in MODEL_FEATURES if n not in ("branches", "front")], 0.09)
     use = "all"
     if draw.random() < 0.4:
-        found.append(draw.choice(("branches", "front")))
+        chosen.append(draw.choice(("branches", "front")))
         use = draw.choice(list(BRANCH_USES))
-    return tuple(found), use
+    return tuple(chosen), use
 
 
 def _ddp(draw: random.Random, values: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
     cap = draw.choice(_BUCKETS)
     if cap is not None:
-        found["bucket_cap_mb"] = cap
+        chosen["bucket_cap_mb"] = cap
     if draw.random() < 0.3 or values["use"] != "all" or "never" in values["model"]:
-        found["find_unused_parameters"] = True
+        chosen["find_unused_parameters"] = True
     if draw.random() < 0.15:
-        found["static_graph"] = True
+        chosen["static_graph"] = True
         if draw.random() < 0.8:
-            found.pop("find_unused_parameters", None)
+            chosen.pop("find_unused_parameters", None)
     for name, share in (("gradient_as_bucket_view", 0.25), ("skip_all_reduce_unused_params", 0.1)):
         if draw.random() < share:
-            found[name] = True
+            chosen[name] = True
     if draw.random() < 0.1:
-        found["broadcast_buffers"] = False
+        chosen["broadcast_buffers"] = False
     if values["host"] == "core" and draw.random() < 0.1:
-        found["mixed_precision"] = draw.choice(("bf16", "bf16_f32"))
-    return found
+        chosen["mixed_precision"] = draw.choice(("bf16", "bf16_f32"))
+    return chosen
 
 
 def _setting(draw: random.Random, values: dict[str, Any]) -> tuple[str, ...]:
-    found = _some(draw, ("delayed", "group", "mesh", "ignored", "late"), 0.05)
+    chosen = _some(draw, ("delayed", "group", "mesh", "ignored", "late"), 0.05)
     if values["world"] > 2:
-        found += _some(draw, ("part",), 0.08)
+        chosen += _some(draw, ("part",), 0.08)
     if values["host"] == "core":
-        found += _some(draw, ("in_backward", "layout_scheme", "layout_shape"), 0.08)
+        chosen += _some(draw, ("in_backward", "layout_scheme", "layout_shape"), 0.08)
         # By a draw of its own, so that seeds are the cases that they were in all else.
-        own = random.Random(f"when and by what {values['seed']}")
-        found += _some(own, ("hold",), 0.12)
-    return tuple(found)
+        own_draw = random.Random(f"when and by what {values['seed']}")
+        chosen += _some(own_draw, ("hold",), 0.12)
+    return tuple(chosen)
 
 
 def _events(draw: random.Random, values: dict[str, Any]) -> tuple[tuple[Any, ...], ...]:
     steps = values["steps"]
     core = values["host"] == "core"
-    found: list[tuple[Any, ...]] = []
+    events: list[tuple[Any, ...]] = []
     for _ in range(draw.choice((0, 0, 1, 1, 1, 2, 3))):
         kinds = ["switch", "resume", "raise", "poison"] * 4
         kinds += ["save", "eval", "discard", "trip", "two", "penalty", "freeze"] * 2
         kinds += ["group"] + ["unregister"] * 2 * core
         kind, at = draw.choice(kinds), draw.randrange(steps)
         if kind == "switch":
-            found.append((at, kind, *_switch(draw)))
+            events.append((at, kind, *_switch(draw)))
         elif kind == "resume":
-            found.append((at, kind, draw.choice(("torch", "flat"))))
+            events.append((at, kind, draw.choice(("torch", "flat"))))
         elif kind == "raise":
-            found.append((at, kind, draw.choice(_PLACES) if core else "first"))
+            events.append((at, kind, draw.choice(_PLACES) if core else "first"))
         elif kind == "poison":
-            found.append((at, kind, draw.choice(_PLACES), draw.choice(("inf", "nan"))))
+            events.append((at, kind, draw.choice(_PLACES), draw.choice(("inf", "nan"))))
         elif kind == "freeze":
-            found.append((at, kind))
+            events.append((at, kind))
             if at + 1 < steps and draw.random() < 0.7:
-                found.append((draw.randrange(at + 1, steps), "thaw"))
+                events.append((draw.randrange(at + 1, steps), "thaw"))
         else:
-            found.append((at, kind))
+            events.append((at, kind))
     if draw.random() < 0.02 and values["world"] > 1:
         return ((1, "leave", draw.choice(_PLACES)),)
     if draw.random() < 0.05:  # an error within a step
         change = draw.choice((("assign",), ("cast", "double"), ("cast", "bfloat16")))
         return ((draw.randrange(1, steps), *change),)
-    return tuple(sorted(found, key=lambda event: event[0]))
+    return tuple(sorted(events, key=lambda event: event[0]))
 
 
 def _switch(draw: random.Random) -> tuple[str, dict[str, Any]]:

@@ -70,16 +70,16 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "coalesce": (True,),
 }
 WRAPPERS: dict[str, Callable[[Scheme], Scheme]] = {
-    "periodic": lambda one: PeriodicDense(one, every=3),
-    "guard": lambda one: Guard(one, every=2),
-    "rules": lambda one: PerParameter(
-        [Rule(commhooks.make("none"), max_dim=1), Rule(one, name="*middle*")], default=one
+    "periodic": lambda value: PeriodicDense(value, every=3),
+    "guard": lambda value: Guard(value, every=2),
+    "rules": lambda value: PerParameter(
+        [Rule(commhooks.make("none"), max_dim=1), Rule(value, name="*middle*")], default=value
     ),
-    "schedule": lambda one: Schedule([(0, commhooks.make("none")), (2, one)]),
-    "schedule_off": lambda one: Schedule([(0, one), (2, commhooks.make("bf16"))]),
-    "two_phase": lambda one: ErrorFeedback(TwoPhase(_bare(one))),
-    "ef21": lambda one: EF21(_bare(one), momentum=0.5),
-    "averaged": lambda one: AveragedFeedback(_bare(one)),
+    "schedule": lambda value: Schedule([(0, commhooks.make("none")), (2, value)]),
+    "schedule_off": lambda value: Schedule([(0, value), (2, commhooks.make("bf16"))]),
+    "two_phase": lambda value: ErrorFeedback(TwoPhase(_bare(value))),
+    "ef21": lambda value: EF21(_bare(value), momentum=0.5),
+    "averaged": lambda value: AveragedFeedback(_bare(value)),
 }
 
 
@@ -90,13 +90,13 @@ def _bare(scheme: Scheme) -> Any:
 def build(name: str, options: dict[str, Any], wrap: tuple[str, ...]) -> Scheme:
     """The scheme of a case."""
     scheme = commhooks.make(name, **{**{**SCHEMES, **CODEC}[name], **options})
-    for one in wrap:
-        scheme = WRAPPERS[one](scheme)
+    for value in wrap:
+        scheme = WRAPPERS[value](scheme)
     return scheme
 
 
 class Law(NamedTuple):
-    """What holds of what a scheme applies.
+    """The law that holds of what a scheme applies.
 
     Attributes:
         kind: "sum" (applied and residual are the sum of gradients; with no residual, each step is
@@ -116,29 +116,29 @@ def law_of(scheme: Scheme) -> Law:
     """The law of a scheme."""
     inside = list(walk(scheme))
     kinds = [torch.finfo(o.dtype) for o in inside if isinstance(o, (Cast, TwoPhaseCast))]
-    wire = max((one.eps for one in kinds), default=0.0)
-    least = max((one.eps * one.tiny for one in kinds), default=0.0)
+    wire = max((kind.eps for kind in kinds), default=0.0)
+    least = max((kind.eps * kind.tiny for kind in kinds), default=0.0)
     if not scheme.traits.averages:
         return Law("local" if isinstance(scheme, commhooks.schemes.Noop) else "other")
     if scheme.traits.returns == "update" or any(
-        isinstance(one, (EF21, AveragedFeedback)) for one in inside
+        isinstance(value, (EF21, AveragedFeedback)) for value in inside
     ):
         return Law("other")
     noise = 0.0
-    for one in _leaves(scheme):
-        if keeps_residual(one):
+    for leaf in _leaves(scheme):
+        if keeps_residual(leaf):
             continue
-        if one.traits.biased:
+        if leaf.traits.biased:
             return Law("other")
-        noise = max(noise, (1 + one.traits.error.variance) ** max(one.traits.rounds, 1) - 1)
+        noise = max(noise, (1 + leaf.traits.error.variance) ** max(leaf.traits.rounds, 1) - 1)
     return Law("noisy" if noise else "sum", noise, wire, least)
 
 
 def _leaves(scheme: Scheme) -> Iterator[Scheme]:
     """The schemes that run side by side, or one after the other."""
     if isinstance(scheme, (Choice, commhooks.wrappers.DelayedStart)):
-        for one in children(scheme):
-            yield from _leaves(one)
+        for value in children(scheme):
+            yield from _leaves(value)
     elif isinstance(scheme, (Guard, PeriodicDense, commhooks.wrappers.Coalesced)):
         yield from _leaves(scheme.scheme)
     else:

@@ -36,8 +36,8 @@ def shrink(
             if text in tried or time.monotonic() > deadline:
                 continue
             tried.add(text)
-            found = run(candidate)
-            if found.status == "broken" and found.law == law:
-                case, verdict, progress = candidate, found, True
+            tried_verdict = run(candidate)
+            if tried_verdict.status == "broken" and tried_verdict.law == law:
+                case, verdict, progress = candidate, tried_verdict, True
                 break
     return case, verdict

@@ -17,7 +17,7 @@ CASES, PARTS = 20, 2
 @pytest.mark.parametrize("part", range(PARTS))
 def test_random_configurations_obey_the_laws(part: int) -> None:
     figures = explore(range(part * CASES, (part + 1) * CASES), shrinks=15.0)
-    assert not figures.found, figures.show()
+    assert not figures.findings, figures.show()
 
 
 @pytest.mark.parametrize("seed", range(50))

@@ -1,4 +1,4 @@
-"""What a rank does in a case, and what it reports."""
+"""Plays a case on one rank, and reports."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Leg:
 
 @dataclass
 class Report:
-    """What a rank saw.
+    """The observations of a rank.
 
     Attributes:
         stage: where it is, or stopped: "construct", "register", "step 3", ..., "done".
@@ -106,7 +106,7 @@ class _Player:
             report.stage = "load"
             self.switched = [event[2:] for event in case.events if event[1] == "switch"]
             self._switches(run, self.switched)
-            run.load(run.saved([_unpack(one)["hook"] for one in self.leg.saved]))
+            run.load(run.saved([_unpack(value)["hook"] for value in self.leg.saved]))
             run.steps = run.hook.step
         report.before = run.residuals()
         if case.join is None:
@@ -167,8 +167,8 @@ class _Player:
                 off = float((record.applied - again.applied).abs().max())
                 text = f"step {number} differs by {off:.3g} from that without a stop"
                 report.broken.append(("resume", text))
-        for one in self.runs:
-            self._count(one, f"in step {number}")
+        for value in self.runs:
+            self._count(value, f"in step {number}")
 
     def _count(self, run: Run, when: str) -> None:
         if run.hook is not None and run.counts and run.hook.step != run.steps:
@@ -189,7 +189,7 @@ class _Player:
         return Plan(gates, rank=rank, no_hook=no_hook, **flags)
 
     def _check_bad(self, number: int, plan: Plan, record: Record) -> None:
-        """What is not finite on a rank is seen by all, so that all skip the step.
+        """Checks that all ranks see a gradient that is not finite on one, and skip the step.
 
         Not at every place where it was: a sparse scheme sends some of the entries.
         """
@@ -254,11 +254,11 @@ class _Player:
             state = commhooks.checkpoint.unflatten_state(tensors, metadata)
         state = _unpack(_pack(state))
         again = self._start(run.group, like=run)
-        for (_, mine), (_, theirs) in zip(
+        for (_, value), (_, theirs) in zip(
             again.net.named_parameters(), run.net.named_parameters(), strict=True
         ):
-            mine.requires_grad_(theirs.requires_grad)
-            mine.grad = None if theirs.grad is None else theirs.grad.detach().clone()
+            value.requires_grad_(theirs.requires_grad)
+            value.grad = None if theirs.grad is None else theirs.grad.detach().clone()
         again.register()
         self._switches(again, self.switched)
         again.load(state)
@@ -276,7 +276,7 @@ class _Player:
             again.is_exact = False  # the ranks' parameters differ, and wrapping makes them equal
 
     def _switches(self, run: Run, switches: list[Any]) -> None:
-        """What a job that goes on from a checkpoint runs: the scheme that was switched to."""
+        """Switches a job that goes on from a checkpoint to the scheme that ran."""
         for name, options in switches:
             run.hook.switch(build(name, options, ()))
 
@@ -295,7 +295,7 @@ class _Player:
     def _on_assign(self, number: int) -> None:
         """All parameters are other objects: the hook's own have no gradients from now on."""
         for run in self.runs:
-            state = {name: one.clone() for name, one in run.ddp.state_dict().items()}
+            state = {name: value.clone() for name, value in run.ddp.state_dict().items()}
             run.ddp.load_state_dict(state, assign=True)
 
     def _on_cast(self, number: int, how: str) -> None:
@@ -343,13 +343,13 @@ class _Player:
     def _on_leave(self, number: int, place: str) -> None:
         """The last rank's backward pass raises, and it ends; the others hear of it."""
         run = self.runs[0]
-        mine = run.rank == run.world - 1
+        last = run.rank == run.world - 1
         use = used(self.case, number, 0, self.rank)
         self.report.stage = "leaving"
-        x = batch(self.case, number, 0, self.rank).requires_grad_()
-        run.call(x, use, {place: "raise"} if mine else {}, self.rank).float().mean().backward()
+        inputs = batch(self.case, number, 0, self.rank).requires_grad_()
+        run.call(inputs, use, {place: "raise"} if last else {}, self.rank).float().mean().backward()
         self._forward(run, number)  # what torch says of an unfinished step, it says here
-        run.call(x, use, {}, self.rank).float().mean().backward()
+        run.call(inputs, use, {}, self.rank).float().mean().backward()
 
     # ---- the end
 
@@ -360,8 +360,8 @@ class _Player:
             report.bits["parameters"] = digest(run.shown())
         if run.hook is None:
             return
-        for one in self.runs:
-            self._count(one, "at the end")
+        for element in self.runs:
+            self._count(element, "at the end")
         report.bits["step"] = str(run.hook.step)
         for key, name, value, equal in run.memory():
             if value.is_floating_point() and not value.isfinite().all():

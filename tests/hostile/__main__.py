@@ -37,9 +37,9 @@ def main() -> int:
             pool.submit(run_some, first, min(first + share, last), note)
             for first, note in zip(begins, notes, strict=True)
         ]
-        for one, note in zip(running, notes, strict=True):
+        for process, note in zip(running, notes, strict=True):
             try:
-                parts.append(one.result())
+                parts.append(process.result())
             except BrokenProcessPool:  # one of them died, and the others were ended for it
                 failures.append(f"a process ended at seed {Path(note).read_text().strip()}")
     counts: Counter[str] = sum((part.counts for part in parts), Counter())
@@ -50,7 +50,7 @@ def main() -> int:
     print(f"{'kind':18s} {'cases':>7s} {'most MB':>8s} {'most s':>7s}")
     for kind, count in sorted(counts.items()):
         costs = [part.worst.get(kind, Cost(0, 0.0)) for part in parts]
-        nbytes, seconds = max(one.nbytes for one in costs), max(one.seconds for one in costs)
+        nbytes, seconds = max(cost.nbytes for cost in costs), max(cost.seconds for cost in costs)
         print(f"{kind:18s} {count:7d} {nbytes / 2**20:8.1f} {seconds:7.2f}")
     for failure in failures[:50]:
         print(failure)

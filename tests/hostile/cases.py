@@ -88,7 +88,7 @@ _ALPHABET = [
 
 
 class Target:
-    """What hostile bytes are given to: hooks with memory, in a process group of one rank."""
+    """Takes hostile bytes: hooks with memory, in a process group of one rank."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -133,8 +133,8 @@ def state(target: Target, rng: random.Random) -> None:
 def _seal(given: dict[Any, Any]) -> None:
     for field, part in given.items():
         with contextlib.suppress(Exception):
-            values = [one for names in part["memory"].values() for one in names.values()]
-            if field.startswith("rank") and all(one.numel() < 10**6 for one in values):
+            values = [value for names in part["memory"].values() for value in names.values()]
+            if field.startswith("rank") and all(value.numel() < 10**6 for value in values):
                 part["checksum"] = checksum(given, part)
 
 
@@ -160,7 +160,7 @@ def _same(left: Any, right: Any) -> bool:
         if (left.dtype, left.shape) != (right.dtype, right.shape):
             return False
         # By bytes: a NaN may be on its way to all ranks, who know what to do then.
-        return torch.equal(*(one.reshape(-1).view(torch.uint8) for one in (left, right)))
+        return torch.equal(*(value.reshape(-1).view(torch.uint8) for value in (left, right)))
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
     if isinstance(left, list):
@@ -169,7 +169,7 @@ def _same(left: Any, right: Any) -> bool:
 
 
 def torch_file(target: Target, rng: random.Random) -> None:
-    """What torch.load makes of a damaged file is refused or what was saved."""
+    """Refuses what torch.load makes of a damaged file, or loads what was saved."""
     hook = rng.choice(target.hooks)
     before = hook.state_dict()
     loaded = _read(lambda data: torch.load(io.BytesIO(data)), _saved(before), rng)
@@ -186,7 +186,7 @@ def torch_pickle(target: Target, rng: random.Random) -> None:
 
 
 def pickled_form(target: Target, rng: random.Random) -> None:
-    """What a pickle hands to ``__setstate__`` is refused, or makes a state as good as any other."""
+    """Refuses what a pickle hands to ``__setstate__``, or makes a state as good as any other."""
     before = rng.choice(target.pickled)
     form = before.__getstate__()
     given = changed(form, rng)
@@ -205,10 +205,10 @@ def pickled_form(target: Target, rng: random.Random) -> None:
     again = after.__getstate__()
     if isinstance(after, commhooks.HookState):
         assert not any(
-            isinstance(one, (Written, commhooks.wrappers.Traced)) for one in walk(after.scheme)
+            isinstance(value, (Written, commhooks.wrappers.Traced)) for value in walk(after.scheme)
         )
-        memory = [one for values in again["memory"].values() for one in values.values()]
-        assert all(bool(one.float().isfinite().all()) for one in memory)
+        memory = [value for values in again["memory"].values() for value in values.values()]
+        assert all(bool(value.float().isfinite().all()) for value in memory)
         assert again["ranks"] is None or 0 <= again["ranks"][0] < again["ranks"][1] < 2**31
     else:
         assert type(again["iter"]) is int
@@ -224,8 +224,8 @@ def plan(target: Target, rng: random.Random) -> None:
     _load(target.calls, given, before, strict=rng.random() < 0.7)
     with contextlib.suppress(CheckpointError):
         steps, _, first = tensors_of(text)
-        told = json.loads(text)
-        assert steps == {name: one[0] for name, one in told.get("tensors", {}).items()}
+        described = json.loads(text)
+        assert steps == {name: value[0] for name, value in described.get("tensors", {}).items()}
         assert all(type(step) is int and step >= 0 for step in (*steps.values(), first or 0))
     with contextlib.suppress(CheckpointError):
         assert isinstance(plan_of_auto(changed_json({"name": "x"}, rng)), dict)
@@ -235,7 +235,7 @@ def prediction(target: Target, rng: random.Random) -> None:
     """A changed file of a fabric or of a step ends with a message, or with a finite prediction."""
     link = commhooks.predict.Link(1e-5, 1e9)
     fabric = commhooks.predict.Fabric("mine", link, inside=link, ranks_per_node=2)
-    layers = [commhooks.predict.Layer(f"{one}.weight", (64, 9), 1e6) for one in "ab"]
+    layers = [commhooks.predict.Layer(f"{element}.weight", (64, 9), 1e6) for element in "ab"]
     step = commhooks.predict.Workload.of("mine", layers, forward_s=0.01)
     files = {"fabric": asdict(fabric), "timeline": asdict(step)}
     lies = rng.choice(list(files))
@@ -261,7 +261,7 @@ def _saved(value: Any) -> bytes:
 
 
 def safetensors_file(target: Target, rng: random.Random) -> None:
-    """What safetensors makes of a damaged file is refused or what was saved."""
+    """Refuses what safetensors makes of a damaged file, or loads what was saved."""
     hook = rng.choice(target.hooks)
     before = hook.state_dict()
     tensors, metadata = commhooks.checkpoint.flatten_state(before)
@@ -305,8 +305,8 @@ def diloco(target: Target, rng: random.Random) -> None:
     given = changed(before, rng)
     if rng.random() < 0.6:
         with contextlib.suppress(Exception):
-            tensors = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
-            if all(one.numel() < 10**6 for one in tensors):
+            tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor)]
+            if all(tensor.numel() < 10**6 for tensor in tensors):
                 given = add_outer_checksum(given)
                 _seal(given["hook"])
     _load(target.outer, given, before)
@@ -316,7 +316,7 @@ _OURS = {"commhooks", "ddp_core"}
 
 
 def _read(load: Callable[[bytes], Any], data: bytes, rng: random.Random) -> Any:
-    """What a library makes of damaged bytes; None if it, or CheckpointError, refuses them."""
+    """Returns what a library makes of damaged bytes; None if it, or CheckpointError, refuses."""
     given, ours = damaged(data, rng), []
     try:
         return load(given)

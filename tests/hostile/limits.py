@@ -1,4 +1,4 @@
-"""What one case may cost: seconds of CPU, and memory beyond what the process had before."""
+"""Limits of one case: seconds of CPU, and memory beyond what the process had before."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_BYTES, MAX_SECONDS = 64 << 20, 1.0
 
 
 class Cost(NamedTuple):
-    """Of one call."""
+    """The cost of one call."""
 
     nbytes: int
     seconds: float
 
     def error(self) -> str | None:
-        """What is too much; None if nothing is."""
+        """Names what is too much; None if nothing is."""
         if self.nbytes > MAX_BYTES:
             return f"took {self.nbytes >> 20} MB"
         return f"took {self.seconds:.1f} s" if self.seconds > MAX_SECONDS else None

@@ -37,7 +37,7 @@ _SHARES = {
 
 
 class Outcome(NamedTuple):
-    """Of some cases."""
+    """The outcome of some cases."""
 
     counts: Counter[str]
     failures: list[str]

@@ -1,4 +1,4 @@
-"""What goes into a state that does not belong there, and how."""
+"""Puts into a state what does not belong there."""
 
 from __future__ import annotations
 

@@ -38,12 +38,12 @@ def _hook_on(mesh: Any, name: str, **options: Any) -> tuple[nn.Module, commhooks
 
 def _local(model: nn.Module) -> dict[str, Tensor]:
     """Returns this rank's pieces of the gradients, and drops them."""
-    found = {}
+    results = {}
     for name, parameter in model.named_parameters():
         grad: Any = parameter.grad
-        found[name] = grad.to_local().clone()
+        results[name] = grad.to_local().clone()
         parameter.grad = None
-    return found
+    return results
 
 
 def _kept(hook: commhooks.HookState) -> dict[str, Tensor]:
@@ -56,8 +56,10 @@ def _everyone(value: Any) -> list[Any]:
     return values
 
 
-def _same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
+def _same(value: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return value.keys() == other.keys() and all(
+        torch.equal(value[key], other[key]) for key in value
+    )
 
 
 def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
@@ -91,14 +93,14 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         torch.testing.assert_close(mean[: len(value)] / 2, value, rtol=1e-4, atol=1e-4)
 
     # Saved by rank, by file and gathered over nodes and shards; of the other column is refused.
-    own, gathered = hook.state_dict(), hook.state_dict(gather=True)
+    local, gathered = hook.state_dict(), hook.state_dict(gather=True)
     assert gathered["world_size"] == 2
     assert gathered[f"rank{column}"]["memory"]["residual"]["0.weight"].shape == (33, 33)
-    every, wholes = _everyone(own), _everyone(gathered)
+    every, wholes = _everyone(local), _everyone(gathered)
     dcp.save({"hook": hook}, checkpoint_id=folder)
     backward(ours, 3, place)
     wanted = _local(ours)
-    for state in (own, gathered, every, folder):
+    for state in (local, gathered, every, folder):
         again, other = _hook_on(mesh, "int4", block=64)
         if state is folder:
             commhooks.load_dcp(other, folder)
@@ -128,10 +130,10 @@ def _without_nodes(rank: int, world_size: int, saved: dict[str, Any], folder: st
             hook.load_state_dict(saved[how])
         whole = saved["wholes"][mesh["tp"].get_local_rank()]
         parts = [value for key, value in whole.items() if key.startswith("rank")]
-        found = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
+        results = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
         wanted = parts[mesh["dp"].get_local_rank()]["memory"]["residual"]
         for name in ("0.weight", "0.bias", "2.weight"):
-            torch.testing.assert_close(found[name], wanted[name])
+            torch.testing.assert_close(results[name], wanted[name])
         backward(model, 4, mesh["dp"].get_local_rank())
         assert hook.step == 4
 

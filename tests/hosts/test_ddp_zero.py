@@ -19,7 +19,7 @@ from tests.tools.training import mlp, outcome
 
 
 def _refusals(rank: int, world_size: int, name: str) -> list[Any]:
-    found = []
+    results = []
     for ddp_class, overlaps in (
         (TorchDDP, False),
         (TorchDDP, True),
@@ -30,8 +30,8 @@ def _refusals(rank: int, world_size: int, name: str) -> list[Any]:
             model.parameters(), torch.optim.SGD, overlap_with_ddp=overlaps, lr=0.1
         )
         make = getattr(ddp_zero_hook, name)
-        found.append(outcome(make, default_hooks.allreduce_hook, model, zero))
-    return found
+        results.append(outcome(make, default_hooks.allreduce_hook, model, zero))
+    return results
 
 
 @pytest.mark.parametrize("name", ddp_zero_hook.__all__)

@@ -27,15 +27,15 @@ LR = 0.1
 @pytest.mark.parametrize("sizes", [[1, 1, 100], [100, 1, 1], [1, 1, 1], [1] * 11 + [1000]])
 def test_no_part_is_empty_whatever_the_sizes(sizes: list[int]) -> None:
     model = nn.ParameterList([torch.zeros(size) for size in sizes])
-    parts = [[name for one in part for name in one.names] for part in fragments_of(model, 3)]
+    parts = [[name for value in part for name in value.names] for part in fragments_of(model, 3)]
     assert all(parts)
     assert [name for part in parts for name in part] == [str(i) for i in range(len(sizes))]
 
 
 def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: int) -> None:
     optimizer.zero_grad()
-    x = batch(step, rank, 8, 16)
-    (model(x) - x.roll(1, 1)).square().mean().backward()
+    inputs = batch(step, rank, 8, 16)
+    (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
     optimizer.step()
 
 
@@ -79,7 +79,7 @@ def _by_hand(
             deltas = []
             for i in members:
                 local = [list(model.parameters())[i].detach() for model in models]
-                deltas.append(torch.stack([outer[i] - one for one in local]).mean(0))
+                deltas.append(torch.stack([outer[i] - value for value in local]).mean(0))
             sent.append((step + delay, members, deltas))
         for due, members, deltas in list(sent):
             if due != step:
@@ -164,7 +164,7 @@ def test_a_resumed_run_equals_one_that_went_on(scheme: str, options: dict[str, A
 def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
     """Averaging parameters after each step of SGD is averaging gradients."""
     model, plain = mlp(), ddp(mlp())
-    optimizers = [torch.optim.SGD(one.parameters(), lr=LR) for one in (model, plain)]
+    optimizers = [torch.optim.SGD(value.parameters(), lr=LR) for value in (model, plain)]
     averager = local_sgd(model, every=1)
     for step in range(6):
         _inner(model, optimizers[0], step, rank)
@@ -221,7 +221,7 @@ def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outer.step()
-    return before, parameters(model), [str(one.message) for one in caught]
+    return before, parameters(model), [str(warning.message) for warning in caught]
 
 
 def test_a_rank_that_diverges_takes_no_other_with_it() -> None:
@@ -239,23 +239,23 @@ def _wrong(rank: int, world_size: int) -> list[Any]:
         {"momentum": 1.0},
         {"every": 100, "fragments": 100},
     ]
-    found = [outcome(DiLoCo, model, **one) for one in settings]
+    results = [outcome(DiLoCo, model, **setting) for setting in settings]
     wrapped = ddp(mlp())
-    found.append(outcome(DiLoCo, wrapped))  # averages by itself, by a hook, not at all
+    results.append(outcome(DiLoCo, wrapped))  # averages by itself, by a hook, not at all
     hook = commhooks.register(wrapped, "int8")
-    found.append(outcome(DiLoCo, wrapped))
+    results.append(outcome(DiLoCo, wrapped))
     hook.switch("noop")
     DiLoCo(wrapped).close()
-    found.append(outcome(DiLoCo, model, every=10 + rank))
+    results.append(outcome(DiLoCo, model, every=10 + rank))
     outer = DiLoCo(model)
     state = outer.state_dict()
     state["outer"].pop(next(iter(state["outer"])))
-    return [*found, outcome(outer.load_state_dict, state)]
+    return [*results, outcome(outer.load_state_dict, state)]
 
 
 def test_wrong_settings_are_named() -> None:
-    for found in run_ranks(_wrong, 2):
-        assert [error[0] for error in found] == [
+    for results in run_ranks(_wrong, 2):
+        assert [error[0] for error in results] == [
             *["ValueError"] * 7,
             "MismatchError",
             "CheckpointError",
@@ -272,15 +272,15 @@ class _Uneven(Scheme):
 
 
 def _switched(rank: int, world_size: int) -> list[tuple[str, str]]:
-    found = [outcome(DiLoCo, mlp(), scheme) for scheme in ("gossip", _Uneven())]
+    results = [outcome(DiLoCo, mlp(), scheme) for scheme in ("gossip", _Uneven())]
     outer = DiLoCo(mlp(), every=1)
     outer.hook.switch("gossip")
-    return [*found, outcome(outer.step)]
+    return [*results, outcome(outer.step)]
 
 
 def test_every_rank_gets_the_same_average() -> None:
-    for found in run_ranks(_switched, 2):
-        for kind, message in found:
+    for results in run_ranks(_switched, 2):
+        for kind, message in results:
             assert kind == "ValueError"
             assert "gives every rank another result" in message
 
@@ -294,11 +294,11 @@ def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:
             _inner(model, optimizer, step, rank)
             outer.step()
         return {"model": model.state_dict(), "outer": outer.state_dict()}
-    held = [one["outer"]["hook"] for one in states]
+    held = [state["outer"]["hook"] for state in states]
     outer.load_state_dict({**states[0]["outer"], "hook": held})
     model.load_state_dict(states[0]["model"])
     name = next(iter(dict(model.named_parameters())))
-    before = sum(one[f"rank{i}"]["memory"]["residual"][name] for i, one in enumerate(held))
+    before = sum(state[f"rank{i}"]["memory"]["residual"][name] for i, state in enumerate(held))
     return torch.equal(outer.hook.residual(name), before / len(held))  # the mean stays
 
 
@@ -325,6 +325,6 @@ def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_two_dtypes_are_two_buckets_of_one_step(delay: int) -> None:
-    found = run_ranks(_two_dtypes, 3, delay)
-    assert {(steps, outer_steps) for steps, outer_steps, _ in found} == {(10, 10)}
-    assert equal_bits([values for *_, values in found])
+    results = run_ranks(_two_dtypes, 3, delay)
+    assert {(steps, outer_steps) for steps, outer_steps, _ in results} == {(10, 10)}
+    assert equal_bits([values for *_, values in results])

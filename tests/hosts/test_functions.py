@@ -36,16 +36,16 @@ def numbers(step: int, rank: int, *shape: int, dtype: torch.dtype = torch.float3
 # ---- in compiled functions
 
 
-def _by_functions(x: Tensor) -> Tensor:
-    y, part, whole = 2 * x, torch.empty(4), torch.empty(8)
+def _by_functions(inputs: Tensor) -> Tensor:
+    y, part, whole = 2 * inputs, torch.empty(4), torch.empty(8)
     commhooks.all_reduce(y, "bf16")
     commhooks.reduce_scatter(part, y, "bf16")
     commhooks.all_gather(whole, part, "bf16")
     return whole + 1
 
 
-def _later(x: Tensor) -> Tensor:
-    y = 2 * x
+def _later(inputs: Tensor) -> Tensor:
+    y = 2 * inputs
     handle = commhooks.all_reduce(y, "bf16", async_op=True)
     assert handle is not None
     handle.wait()
@@ -56,8 +56,8 @@ def _compiled(rank: int, world_size: int) -> None:
     def by_name() -> Any:
         collectives = commhooks.Collectives("topk", ratio=0.5)
 
-        def function(x: Tensor) -> Tensor:
-            y = 2 * x
+        def function(inputs: Tensor) -> Tensor:
+            y = 2 * inputs
             collectives.all_reduce(y, "weight")
             return y + 1
 
@@ -68,8 +68,8 @@ def _compiled(rank: int, world_size: int) -> None:
             torch.compile(compiled, backend="eager", fullgraph=True)(torch.ones(8))
         split = torch.compile(compiled, backend="eager")
         for step in range(2):  # also by what was compiled
-            x = numbers(step, rank, 8)
-            assert torch.equal(split(x), plain(x))
+            tensor = numbers(step, rank, 8)
+            assert torch.equal(split(tensor), plain(tensor))
 
 
 def test_graphs_of_compiled_functions_break_at_calls() -> None:
@@ -113,10 +113,10 @@ def _by_call(rank: int, name: str, op: Any, async_op: bool) -> list[Tensor]:
 
 
 def _all_schemes(rank: int, world_size: int, names: list[str]) -> dict[str, dict[str, Any]]:
-    found = {}
+    results = {}
     for name in names:
         hook, means = _by_hook(rank, name), _by_call(rank, name, AVG, False)
-        one: dict[str, Any] = {
+        value: dict[str, Any] = {
             "as a hook": all(map(torch.equal, hook, means)),
             "async": all(map(torch.equal, means, _by_call(rank, name, AVG, True))),
             "means": means,
@@ -124,12 +124,12 @@ def _all_schemes(rank: int, world_size: int, names: list[str]) -> dict[str, dict
         plain = name in ("none", "allreduce")  # its sum is torch's own, and no mean
         if commhooks.make(name).traits.returns == "mean" and not plain:
             sums = _by_call(rank, name, SUM, False)
-            one["sum"] = all(map(torch.equal, sums, [mean * world_size for mean in means]))
+            value["sum"] = all(map(torch.equal, sums, [mean * world_size for mean in means]))
         else:
             refused = outcome(_by_call, rank, name, SUM, False)
-            one["sum"] = plain or (refused is not None and "returns no mean" in refused[1])
-        found[name] = one
-    return found
+            value["sum"] = plain or (refused is not None and "returns no mean" in refused[1])
+        results[name] = value
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -137,12 +137,12 @@ def test_an_all_reduce_of_every_scheme_is_what_its_hook_gives(ranks: int) -> Non
     names = BUILT_IN
     everyone = run_ranks(_all_schemes, ranks, names, timeout=110)
     for name in names:
-        ours = [found[name] for found in everyone]
+        ours = [results[name] for results in everyone]
         for law in ("as a hook", "async", "sum"):
-            assert all(one[law] for one in ours), (name, law)
+            assert all(outcome[law] for outcome in ours), (name, law)
         if commhooks.make(name).traits.agrees and commhooks.make(name).traits.averages:
             for step in range(STEPS):
-                assert equal_bits([one["means"][step] for one in ours]), name
+                assert equal_bits([outcome["means"][step] for outcome in ours]), name
 
 
 # ---- tensors of all kinds
@@ -171,7 +171,7 @@ KINDS: dict[str, Any] = {
 
 
 def _kinds(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
-    found = {}
+    results = {}
     for kind, make in KINDS.items():
         ours, coded = make(rank), make(rank)
         # Gloo takes the memory of a tensor with gaps for one without.
@@ -180,33 +180,33 @@ def _kinds(rank: int, world_size: int) -> dict[str, dict[str, Any]]:
         whole = not (plain.is_floating_point() or plain.is_complex())
         commhooks.all_reduce(ours)
         commhooks.all_reduce(coded, "int8")
-        one = {"exact": torch.equal(ours, plain), "int8": coded.detach().clone()}
+        value = {"exact": torch.equal(ours, plain), "int8": coded.detach().clone()}
         exact = whole or plain.is_complex() or not plain.numel()
-        one["near"] = torch.equal(coded, plain) if exact else None
+        value["near"] = torch.equal(coded, plain) if exact else None
         if not exact:
-            one["near"] = float((coded.detach() - plain).norm() / plain.norm()) < 0.03
+            value["near"] = float((coded.detach() - plain).norm() / plain.norm()) < 0.03
         if not whole:
             mean = make(rank)
             commhooks.all_reduce(mean, op=AVG)
             torch.testing.assert_close(mean, plain / world_size, atol=0.02, rtol=0.01)
-        found[kind] = one
-    return found
+        results[kind] = value
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_of_any_kind_are_reduced_in_place(ranks: int) -> None:
     everyone = run_ranks(_kinds, ranks)
     for kind in KINDS:
-        assert all(found[kind]["exact"] and found[kind]["near"] for found in everyone), kind
-        assert equal_bits([found[kind]["int8"] for found in everyone]), kind
+        assert all(results[kind]["exact"] and results[kind]["near"] for results in everyone), kind
+        assert equal_bits([results[kind]["int8"] for results in everyone]), kind
 
 
 def _in_all_calls(rank: int, world_size: int, made: Any) -> list[Tensor]:
-    """What calls write, to tensors that ``made`` gives."""
+    """Returns the results of calls on tensors that ``made`` gives."""
     nearest = {"rounding": "nearest", "error_feedback": False}
     schemes: dict[str, dict[str, Any]] = {"none": {}, "int8": nearest, "topk": {}, "powersgd": {}}
     whole, row = numbers(0, rank, world_size * 30, 17), numbers(1, rank, 30, 17)
-    found = []
+    results = []
     for name, options in schemes.items():
         calls = commhooks.Collectives(name, **options)
         reduced, part, gathered = made(whole), made(row), made(whole)
@@ -216,11 +216,11 @@ def _in_all_calls(rank: int, world_size: int, made: Any) -> list[Tensor]:
             calls.reduce_scatter(part, made(whole), "scattered")
             calls.all_gather(gathered, made(row), "gathered", async_op=True)
             calls.wait()
-        found += [reduced, part, gathered]
+        results += [reduced, part, gathered]
     group = commhooks.process_group("int8", least=1, **nearest)
     dist.all_reduce(through := made(whole), group=group)
     commhooks.all_reduce(by_function := made(whole), "int8", **nearest)
-    return [*found, through, by_function]
+    return [*results, through, by_function]
 
 
 def _of_inference_mode(rank: int, world_size: int) -> list[bool]:
@@ -229,11 +229,11 @@ def _of_inference_mode(rank: int, world_size: int) -> list[bool]:
             return tensor.clone()
 
     wanted = _in_all_calls(rank, world_size, torch.clone)
-    found = [_in_all_calls(rank, world_size, inference)]
+    results = [_in_all_calls(rank, world_size, inference)]
     with torch.inference_mode():
-        found.append(_in_all_calls(rank, world_size, torch.clone))
-        assert all(one.is_inference() for one in found[-1])
-    return [all(map(torch.equal, one, wanted)) for one in found]
+        results.append(_in_all_calls(rank, world_size, torch.clone))
+        assert all(value.is_inference() for value in results[-1])
+    return [all(map(torch.equal, value, wanted)) for value in results]
 
 
 def test_tensors_of_inference_mode_are_written_in_and_outside_of_it() -> None:
@@ -244,45 +244,45 @@ def test_tensors_of_inference_mode_are_written_in_and_outside_of_it() -> None:
 
 
 def _halves(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     given = numbers(0, rank, world_size * 30, 17)
     kept, part, ours = given.clone(), torch.empty(30, 17), torch.empty(30, 17)
     dist.reduce_scatter_tensor(part, given)
     commhooks.reduce_scatter(ours, given)
-    found["reduce_scatter none"] = torch.equal(part, ours)
+    results["reduce_scatter none"] = torch.equal(part, ours)
     for name in ("int8", "fp8", "eden", "fp16", "bf16"):
         options = {"bits": 4} if name == "eden" else {}
         commhooks.reduce_scatter(ours, given, name, **options)
-        found[f"reduce_scatter {name}"] = float((ours - part).norm() / part.norm()) < 0.25
+        results[f"reduce_scatter {name}"] = float((ours - part).norm() / part.norm()) < 0.25
     handle = commhooks.reduce_scatter(ours.t(), given, "int8", op=AVG, async_op=True)
     assert handle is not None
     handle.wait()
-    found["into strides"] = float((ours.t().reshape(30, 17) * world_size - part).norm()) < 3
-    found["input stays"] = torch.equal(given, kept)
+    results["into strides"] = float((ours.t().reshape(30, 17) * world_size - part).norm()) < 3
+    results["input stays"] = torch.equal(given, kept)
 
-    own = numbers(1, rank, 30, 17)
-    whole, mine = torch.empty(world_size, 30, 17), torch.empty(world_size * 30, 17)
-    dist.all_gather_into_tensor(whole.view(-1, 17), own)
-    commhooks.all_gather(mine, own)
-    found["all_gather none"] = torch.equal(whole.view_as(mine), mine)
+    local = numbers(1, rank, 30, 17)
+    whole, of_rank = torch.empty(world_size, 30, 17), torch.empty(world_size * 30, 17)
+    dist.all_gather_into_tensor(whole.view(-1, 17), local)
+    commhooks.all_gather(of_rank, local)
+    results["all_gather none"] = torch.equal(whole.view_as(of_rank), of_rank)
     for name in ("int8", "fp8", "bf16"):
-        commhooks.all_gather(mine, own, name)
-        found[f"all_gather {name}"] = float((mine - whole.view_as(mine)).norm()) < 0.1 * float(
-            whole.norm()
-        )
-        found.setdefault("bits", []).append(mine.clone())
-    row = own.flatten()[::2]
+        commhooks.all_gather(of_rank, local, name)
+        results[f"all_gather {name}"] = float(
+            (of_rank - whole.view_as(of_rank)).norm()
+        ) < 0.1 * float(whole.norm())
+        results.setdefault("bits", []).append(of_rank.clone())
+    row = local.flatten()[::2]
     for name in ("none", "int8"):
         commhooks.all_gather(gaps := torch.empty(world_size, row.numel()), row, name)
         error = gaps - whole.view(world_size, -1)[:, ::2]
-        found[f"all_gather of gaps {name}"] = float(error.norm()) < 0.1 * float(whole.norm())
+        results[f"all_gather of gaps {name}"] = float(error.norm()) < 0.1 * float(whole.norm())
     number = torch.empty(world_size, dtype=torch.int64)
     commhooks.all_gather(number, torch.tensor([rank]), "int8")
-    found["whole numbers"] = number.tolist() == list(range(world_size))
+    results["whole numbers"] = number.tolist() == list(range(world_size))
     counts = torch.empty((), dtype=torch.int64)
     commhooks.reduce_scatter(counts, torch.arange(world_size), "int8")
-    found["whole sums"] = counts.item() == rank * world_size
-    return found
+    results["whole sums"] = counts.item() == rank * world_size
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -290,10 +290,10 @@ def test_reduce_scatter_and_all_gather_are_near_torchs_and_the_same_without_a_sc
     ranks: int,
 ) -> None:
     everyone = run_ranks(_halves, ranks, ignore_warnings=(".*is deprecated.*",))
-    bits = [found.pop("bits") for found in everyone]
-    for own, found in zip(bits, everyone, strict=True):
-        assert all(map(torch.equal, own, bits[0]))
-        assert all(found.values()), found
+    bits = [results.pop("bits") for results in everyone]
+    for local, outcomes in zip(bits, everyone, strict=True):
+        assert all(map(torch.equal, local, bits[0]))
+        assert all(outcomes.values()), outcomes
 
 
 # ---- memory by name
@@ -332,7 +332,7 @@ STATEFUL: dict[str, dict[str, Any]] = {
 
 
 def _resumed(rank: int, world_size: int, how: str) -> dict[str, bool]:
-    found = {}
+    results = {}
     for name, options in STATEFUL.items():
         scheme = commhooks.make(name, **options)
         op = {} if scheme.traits.returns == "mean" else {"op": AVG}
@@ -347,12 +347,12 @@ def _resumed(rank: int, world_size: int, how: str) -> dict[str, bool]:
         if op:
             other.all_reduce = _averaging(other)  # type: ignore[method-assign]
         other.load_state_dict(saved)
-        found[name] = all(map(torch.equal, expected, _calls(other, rank, range(3, 6))))
+        results[name] = all(map(torch.equal, expected, _calls(other, rank, range(3, 6))))
         same = [collectives.state_dict(), other.state_dict()]
-        found[f"{name} steps"] = same[0]["plan"] == same[1]["plan"]
+        results[f"{name} steps"] = same[0]["plan"] == same[1]["plan"]
         collectives.close()
         other.close()
-    return found
+    return results
 
 
 def _averaging(collectives: commhooks.Collectives) -> Any:
@@ -362,12 +362,12 @@ def _averaging(collectives: commhooks.Collectives) -> Any:
 
 @pytest.mark.parametrize("how", ["own", "gathered"])
 def test_saved_and_loaded_calls_go_on_bit_for_bit(how: str) -> None:
-    for found in run_ranks(_resumed, 2, how, timeout=100):
-        assert all(found.values()), found
+    for results in run_ranks(_resumed, 2, how, timeout=100):
+        assert all(results.values()), results
 
 
 def _across_hosts(rank: int, world_size: int) -> dict[str, Any]:
-    """What a hook on a model has saved goes on in calls, and back."""
+    """Saves in a hook on a model, goes on in calls, and back."""
     layer = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
     model = DistributedDataParallel(layer)
     hook = commhooks.register(model, "topk", ratio=0.1)
@@ -401,13 +401,13 @@ def _across_hosts(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_a_hooks_state_goes_on_in_calls_and_back() -> None:
-    for found in run_ranks(_across_hosts, 2):
-        assert found.pop("unknown")[0] == "CheckpointError"
-        assert all(found.values()), found
+    for results in run_ranks(_across_hosts, 2):
+        assert results.pop("unknown")[0] == "CheckpointError"
+        assert all(results.values()), results
 
 
 def _overlapping(rank: int, world_size: int) -> dict[str, bool]:
-    found = {}
+    outcomes = {}
     for name, options in {"int8": {}, "topk": {"ratio": 0.1}, "powersgd": {"rank": 1}}.items():
         results = []
         for async_op in (False, True):
@@ -420,13 +420,13 @@ def _overlapping(rank: int, world_size: int) -> dict[str, bool]:
             collectives.wait()
             results.append(tensors)
             collectives.close()
-        found[name] = all(map(torch.equal, *results))
-    return found
+        outcomes[name] = all(map(torch.equal, *results))
+    return outcomes
 
 
 def test_calls_that_overlap_give_what_they_give_one_after_the_other() -> None:
-    for found in run_ranks(_overlapping, 2):
-        assert all(found.values()), found
+    for results in run_ranks(_overlapping, 2):
+        assert all(results.values()), results
 
 
 def _poisoned(rank: int, world_size: int) -> list[Any]:
@@ -482,7 +482,7 @@ def test_a_call_that_failed_is_told_where_nobody_kept_its_handle() -> None:
 
 
 def _switched(rank: int, world_size: int) -> list[float]:
-    """What a scheme with feedback held is sent by the next one."""
+    """Residuals of a scheme with feedback are sent by the next one."""
     collectives = commhooks.Collectives("topk", ratio=0.05)
     total, applied = torch.zeros(SHAPE), torch.zeros(SHAPE)
     for step in range(4):
@@ -548,11 +548,11 @@ def _switched_parts(rank: int, world_size: int) -> tuple[float, bool]:
         if step == 3:
             collectives.switch("none")
         given = numbers(step, rank, world_size * SHAPE[0], SHAPE[1])
-        wanted, found = torch.zeros(2, *SHAPE)
+        wanted, part = torch.zeros(2, *SHAPE)
         kept = given.clone()
         dist.reduce_scatter_tensor(wanted, given)
-        collectives.reduce_scatter(found, given, "w")
-        total, applied, same = total + wanted, applied + found, same and torch.equal(given, kept)
+        collectives.reduce_scatter(part, given, "w")
+        total, applied, same = total + wanted, applied + part, same and torch.equal(given, kept)
     return float((total - applied).abs().max()), same
 
 
@@ -566,49 +566,49 @@ def test_a_switch_sends_what_was_held_of_parts_and_leaves_the_input_alone() -> N
 
 
 def _refusals(rank: int, world_size: int) -> dict[str, Any]:
-    x = torch.ones(600)
+    inputs = torch.ones(600)
     stateful = commhooks.Collectives("topk")
-    stateful.all_reduce(x.clone(), "x")
+    stateful.all_reduce(inputs.clone(), "x")
     closed = commhooks.Collectives("int8")
-    closed.all_reduce(x.clone())
+    closed.all_reduce(inputs.clone())
     closed.close()
     halves = commhooks.Collectives("int4")
-    halves.all_reduce(x.clone(), "x")
-    found = {
-        "another collective": outcome(halves.all_gather, torch.ones(1200), x, "x"),
-        "memory": outcome(commhooks.all_reduce, x, "topk"),
-        "max": outcome(commhooks.all_reduce, x, "int8", op=dist.ReduceOp.MAX),
-        "no name": outcome(stateful.all_reduce, x),
+    halves.all_reduce(inputs.clone(), "x")
+    results = {
+        "another collective": outcome(halves.all_gather, torch.ones(1200), inputs, "x"),
+        "memory": outcome(commhooks.all_reduce, inputs, "topk"),
+        "max": outcome(commhooks.all_reduce, inputs, "int8", op=dist.ReduceOp.MAX),
+        "no name": outcome(stateful.all_reduce, inputs),
         "another shape": outcome(stateful.all_reduce, torch.ones(5), "x"),
-        "another dtype": outcome(stateful.all_reduce, x.double(), "x"),
-        "name": outcome(stateful.all_reduce, x, 3),
-        "closed": outcome(closed.all_reduce, x),
-        "sizes": outcome(commhooks.reduce_scatter, torch.ones(5), x, "int8"),
-        "dtypes": outcome(commhooks.all_gather, torch.ones(1200).double(), x, "int8"),
+        "another dtype": outcome(stateful.all_reduce, inputs.double(), "x"),
+        "name": outcome(stateful.all_reduce, inputs, 3),
+        "closed": outcome(closed.all_reduce, inputs),
+        "sizes": outcome(commhooks.reduce_scatter, torch.ones(5), inputs, "int8"),
+        "dtypes": outcome(commhooks.all_gather, torch.ones(1200).double(), inputs, "int8"),
         "no tensor": outcome(commhooks.all_reduce, [1.0], "int8"),
         "sparse": outcome(commhooks.all_reduce, torch.ones(5).to_sparse(), "int8"),
         "whole mean": outcome(commhooks.all_reduce, torch.ones(5, dtype=torch.int32), op=AVG),
         "no parts": outcome(
-            commhooks.reduce_scatter, torch.ones(300), x, "random_k", error_feedback=False
+            commhooks.reduce_scatter, torch.ones(300), inputs, "random_k", error_feedback=False
         ),
-        "no parts, memory": outcome(commhooks.reduce_scatter, torch.ones(300), x, "powersgd"),
+        "no parts, memory": outcome(commhooks.reduce_scatter, torch.ones(300), inputs, "powersgd"),
         "no payload": outcome(
-            commhooks.all_gather, torch.ones(1200), x, "random_k", error_feedback=False
+            commhooks.all_gather, torch.ones(1200), inputs, "random_k", error_feedback=False
         ),
         "pickle": outcome(pickle.dumps, stateful),
         "copy": outcome(copy.deepcopy, stateful),
-        "group": outcome(commhooks.all_reduce, x, group=[0]),
-        "ranks differ": outcome(commhooks.all_reduce, x, "int8", block=64 + 64 * rank),
+        "group": outcome(commhooks.all_reduce, inputs, group=[0]),
+        "ranks differ": outcome(commhooks.all_reduce, inputs, "int8", block=64 + 64 * rank),
         "calls differ": outcome(
             *(
-                (commhooks.all_reduce, x, "fp8")
+                (commhooks.all_reduce, inputs, "fp8")
                 if rank
-                else (commhooks.all_gather, torch.ones(1200), x, "fp8")
+                else (commhooks.all_gather, torch.ones(1200), inputs, "fp8")
             )
         ),
     }
-    assert torch.equal(x, torch.ones(600)), "a refused call changed its tensor"
-    return found
+    assert torch.equal(inputs, torch.ones(600)), "a refused call changed its tensor"
+    return results
 
 
 EXPECTED = {
@@ -637,12 +637,12 @@ EXPECTED = {
 
 
 def test_what_cannot_be_done_is_refused_with_what_to_do() -> None:
-    for found in run_ranks(_refusals, 2):
-        assert found.keys() == EXPECTED.keys()
+    for results in run_ranks(_refusals, 2):
+        assert results.keys() == EXPECTED.keys()
         for what, (kind, text) in EXPECTED.items():
-            assert found[what] is not None, what
-            assert found[what][0] == kind, (what, found[what])
-            assert text in found[what][1], (what, found[what])
+            assert results[what] is not None, what
+            assert results[what][0] == kind, (what, results[what])
+            assert text in results[what][1], (what, results[what])
 
 
 # ---- what the functions keep
@@ -650,7 +650,7 @@ def test_what_cannot_be_done_is_refused_with_what_to_do() -> None:
 
 def _kept(rank: int, world_size: int) -> list[Any]:
     def threads() -> int:
-        return sum(one.name == "commhooks-lanes" for one in threading.enumerate())
+        return sum(thread.name == "commhooks-lanes" for thread in threading.enumerate())
 
     counts = []
     group = dist.new_group([0, 1])
@@ -671,10 +671,10 @@ def _kept(rank: int, world_size: int) -> list[Any]:
 
 
 def test_functions_use_what_they_made_until_its_group_is_destroyed() -> None:
-    for counts, found, calls in run_ranks(_kept, 2):
+    for counts, results, calls in run_ranks(_kept, 2):
         assert counts[:5] == [(3, 3)] * 5
         assert counts[5] == (2, 2)
-        assert found
+        assert results
         assert calls == 6
 
 
@@ -689,7 +689,7 @@ def _draws(rank: int, world_size: int) -> list[bool]:
 
 
 def test_each_call_draws_other_bits() -> None:
-    assert all(all(found) for found in run_ranks(_draws, 2))
+    assert all(all(results) for results in run_ranks(_draws, 2))
 
 
 def _eight_bits(rank: int, world_size: int) -> bool:
@@ -698,7 +698,7 @@ def _eight_bits(rank: int, world_size: int) -> bool:
     handle = commhooks.all_gather(whole, part, "int8", async_op=True)
     assert isinstance(handle, dist.Work)  # what hosts wait for
     handle.wait()
-    parts = [numbers(0, one, 2048).to(torch.float8_e4m3fn) for one in range(world_size)]
+    parts = [numbers(0, value, 2048).to(torch.float8_e4m3fn) for value in range(world_size)]
     return torch.equal(whole.view(torch.uint8), torch.cat(parts).view(torch.uint8))
 
 
@@ -708,22 +708,22 @@ def test_numbers_of_8_bits_travel_as_they_are() -> None:
 
 def _in_two_groups(rank: int, world_size: int) -> tuple[float, float]:
     """The bias of a mean within rows of ranks and then within columns, and its deviation."""
-    own = dist.new_group([0, 2]), dist.new_group([1, 3])
+    local = dist.new_group([0, 2]), dist.new_group([1, 3])
     same, ranks = numbers(0, rank // 2, 1000), [torch.empty(1000) for _ in range(4)]
-    commhooks.all_reduce(same, "int4", op=AVG, group=own[rank % 2], error_feedback=False)
+    commhooks.all_reduce(same, "int4", op=AVG, group=local[rank % 2], error_feedback=False)
     dist.all_gather(ranks, same)
-    assert all(torch.equal(one, same) for one in ranks)  # equal inputs give equal means
+    assert all(torch.equal(process, same) for process in ranks)  # equal inputs give equal means
     rows, columns = (
         [dist.new_group(list(ranks)) for ranks in groups]
         for groups in (((0, 1), (2, 3)), ((0, 2), (1, 3)))
     )
     # In steps of a dither; where both means had the same draws, small entries were off by 0.03.
-    x = torch.linspace(0.0, 3.2, 256)
-    x[0] = 126.5
+    inputs = torch.linspace(0.0, 3.2, 256)
+    inputs[0] = 126.5
     scales, steps = (1.0, 0.7, 1.3, 2.1), 60
-    mean, total = x * sum(scales) / 4, torch.zeros(256, 256)
+    mean, total = inputs * sum(scales) / 4, torch.zeros(256, 256)
     for _ in range(steps):
-        ours = (x * scales[rank]).repeat(256, 1)
+        ours = (inputs * scales[rank]).repeat(256, 1)
         commhooks.all_reduce(ours, "int8", op=AVG, group=rows[rank // 2])
         commhooks.all_reduce(ours, "int8", op=AVG, group=columns[rank % 2])
         total += ours
@@ -732,5 +732,5 @@ def _in_two_groups(rank: int, world_size: int) -> tuple[float, float]:
 
 
 def test_means_of_means_are_unbiased() -> None:
-    for found, deviation in run_ranks(_in_two_groups, 4):
-        assert found < 1.5 * deviation
+    for results, deviation in run_ranks(_in_two_groups, 4):
+        assert results < 1.5 * deviation

@@ -1,4 +1,4 @@
-"""What the modules of frameworks share, and their use of what frameworks have published.
+"""Modules of frameworks: the part that they share, and their use of published attributes.
 
 The frameworks themselves are in tests/frameworks; stand-ins here have the attributes that the
 modules read, so that these tests run everywhere.
@@ -39,9 +39,9 @@ def train(model: nn.Module, steps: range) -> torch.Tensor:
         model.zero_grad()
         model(torch.randn(4, 8, generator=generator)).square().mean().backward()
         with torch.no_grad():
-            for one in model.parameters():
-                one -= 0.1 * one.grad
-    return torch.cat([one.detach().flatten() for one in model.parameters()])
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+    return torch.cat([value.detach().flatten() for value in model.parameters()])
 
 
 def error_of(call: Any, kind: type[Exception] = RegistrationError) -> str:
@@ -57,7 +57,7 @@ def _resumed(rank: int, world_size: int, folder: str) -> None:
     model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
     host.attach(model, world_size)
     train(model, range(4))
-    weights = {name: one.clone() for name, one in model.state_dict().items()}
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
     host.save(folder)
     state = host.state_dict()
     assert bool(state) == (rank == 0)
@@ -87,10 +87,10 @@ def _copies(rank: int, world_size: int) -> list[str]:
     project = SimpleNamespace(save_on_each_node=True)
     accelerator = SimpleNamespace(
         ddp_handler=None, project_configuration=project, num_processes=world_size,
-        register_for_checkpointing=lambda one: None,
+        register_for_checkpointing=lambda value: None,
     )  # fmt: skip
     comm = accelerate.CommHook(accelerator, wrapped(), "topk")
-    return sorted(one for one in comm.state_dict() if one.startswith("rank"))
+    return sorted(key for key in comm.state_dict() if key.startswith("rank"))
 
 
 def test_every_rank_has_the_state_where_each_node_saves_a_copy() -> None:
@@ -113,8 +113,8 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
     assert "has 2 ranks and gradients are averaged over 1 of them" in said
     assert not alone._comm_hooks
     # Registered for training by groups is what the option asks for, not the model.
-    own = FrameworkHook("none", process_group=group)
-    assert "over 1 of them" in error_of(lambda: own.attach(wrapped(), world_size))
+    grouped = FrameworkHook("none", process_group=group)
+    assert "over 1 of them" in error_of(lambda: grouped.attach(wrapped(), world_size))
 
 
 def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(tmp_path: Path) -> None:
@@ -235,7 +235,7 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
         logged: list[dict[str, float]] = []
         return SimpleNamespace(
             args=args, model_wrapped=model, callbacks=[], logged=logged, log=logged.append,
-            add_callback=lambda one: None,
+            add_callback=lambda value: None,
         )  # fmt: skip
 
     def begun(trainer: Any, state: Any, **options: Any) -> Any:
@@ -270,8 +270,8 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
     elsewhere = trainer(wrapped(), "b")
     said = error_of(lambda: begun(elsewhere, restored()), CheckpointError)
     assert "checkpoint-4" in said
-    found = begun(trainer(wrapped(), "b"), restored(), resume_from=checkpoint)
-    assert found.hook.step == 4
+    resumed = begun(trainer(wrapped(), "b"), restored(), resume_from=checkpoint)
+    assert resumed.hook.step == 4
     # Another run's checkpoint of this step has a file of another name.
     saved[0]["commhooks"] = {"file": "commhooks-00000000.pt"}
     error_of(lambda: begun(trainer(wrapped(), "a"), restored()), CheckpointError)
@@ -292,7 +292,7 @@ def _megatron(rank: int, world_size: int) -> None:
     whole = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
     total = whole.clone()
     dist.all_reduce(total)
-    mine = total.chunk(world_size)[rank]
+    wanted = total.chunk(world_size)[rank]
     for name, allowed in {"none": 0.0, "bf16": 0.01, "int8": 0.02}.items():
         call = ReduceScatter(name)
         for async_op in (False, True):
@@ -302,7 +302,7 @@ def _megatron(rank: int, world_size: int) -> None:
                 handle = call(part, buffer, op=dist.ReduceOp.SUM, group=group, async_op=async_op)
             if async_op:
                 handle.wait()
-            assert float((part - mine).norm() / mine.norm()) <= allowed, (name, async_op)
+            assert float((part - wanted).norm() / wanted.norm()) <= allowed, (name, async_op)
     error_of(lambda: call(part, whole, dist.ReduceOp.MAX, None, False), ValueError)
     error_of(lambda: call(part, whole[:6], dist.ReduceOp.SUM, None, False), ValueError)
 
@@ -324,11 +324,13 @@ def test_megatrons_function_warns_at_the_end_if_it_was_never_called(
                 call(torch.ones(2), torch.ones(4), dist.ReduceOp.SUM, None, False)
         del call
         gc.collect()
-    told = [str(one.message) for one in caught if "never called" in str(one.message)]
-    assert len(told) == (not called)
-    if told:
-        assert "ReduceScatter(" in told[0]
-        assert "before DistributedDataParallel is made" in told[0]
+    messages = [
+        str(warning.message) for warning in caught if "never called" in str(warning.message)
+    ]
+    assert len(messages) == (not called)
+    if messages:
+        assert "ReduceScatter(" in messages[0]
+        assert "before DistributedDataParallel is made" in messages[0]
 
 
 def test_megatron_is_given_no_scheme_that_needs_names_or_whole_buckets() -> None:

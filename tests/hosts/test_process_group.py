@@ -61,19 +61,19 @@ def wrapped(group: Any = None, **options: Any) -> DistributedDataParallel:
 
 def _passes(rank: int, world_size: int) -> dict[str, Any]:
     group = commhooks.process_group("int8", least=100)
-    found: dict[str, Any] = {
+    outcomes: dict[str, Any] = {
         "backend": dist.get_backend(group) == "commhooks",
         "ranks": dist.get_process_group_ranks(group) == list(range(world_size)),
         "size": (group.rank(), group.size()) == (rank, world_size),
         "name": group.group_name != dist.group.WORLD.group_name,
         "mesh": init_device_mesh("cpu", (world_size,)).get_group() is dist.group.WORLD,
     }
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+    inputs = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
 
     def both(call: Any) -> bool:
         results = []
         for place in (group, None):
-            tensor = x.clone()
+            tensor = inputs.clone()
             results.append(call(tensor, place))
         return torch.equal(*results)
 
@@ -102,7 +102,7 @@ def _passes(rank: int, world_size: int) -> dict[str, Any]:
             dist.recv(tensor, 0, group=place)
         return tensor
 
-    found |= {
+    outcomes |= {
         "max": both(lambda t, g: reduced(t, g, op=dist.ReduceOp.MAX)),
         "whole": both(lambda t, g: reduced((t * 100).long(), g)),
         "small": both(lambda t, g: reduced(t[:99].clone(), g)),
@@ -113,25 +113,27 @@ def _passes(rank: int, world_size: int) -> dict[str, Any]:
     }
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, {"rank": rank}, group=group)
-    found["objects"] = everyone == [{"rank": one} for one in range(world_size)]
+    outcomes["objects"] = everyone == [{"rank": value} for value in range(world_size)]
     dist.barrier(group=group)
-    found["nothing compressed"] = group.hook.calls == 0
+    outcomes["nothing compressed"] = group.hook.calls == 0
 
-    plain, ours = x.clone(), x.clone()
+    plain, ours = inputs.clone(), inputs.clone()
     dist.all_reduce(plain)
     work = dist.all_reduce(ours, group=group, async_op=True)
-    found["waits"] = work.wait()
-    found["compressed"] = 0 < float((plain - ours).norm() / plain.norm()) < 0.02
-    mean = reduced(x.clone(), group, op=dist.ReduceOp.AVG)
-    found["mean"] = float((plain / world_size - mean).norm() / mean.norm()) < 0.02
-    found["ledger"] = group.hook.calls == 2 and group.hook.ledger.dense_bytes == 2 * x.nbytes
-    return found
+    outcomes["waits"] = work.wait()
+    outcomes["compressed"] = 0 < float((plain - ours).norm() / plain.norm()) < 0.02
+    mean = reduced(inputs.clone(), group, op=dist.ReduceOp.AVG)
+    outcomes["mean"] = float((plain / world_size - mean).norm() / mean.norm()) < 0.02
+    outcomes["ledger"] = (
+        group.hook.calls == 2 and group.hook.ledger.dense_bytes == 2 * inputs.nbytes
+    )
+    return outcomes
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_all_but_large_sums_of_floats_passes_as_it_is(ranks: int) -> None:
-    for found in run_ranks(_passes, ranks):
-        assert all(found.values()), found
+    for results in run_ranks(_passes, ranks):
+        assert all(results.values()), results
 
 
 class _Complex(nn.Module):
@@ -143,13 +145,13 @@ class _Complex(nn.Module):
         self.first = nn.Parameter(torch.randn(32, 64, dtype=torch.complex64))
         self.second = nn.Parameter(torch.randn(64, 32))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(torch.complex64) @ self.first).abs() @ self.second
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (inputs.to(torch.complex64) @ self.first).abs() @ self.second
 
 
 def _complex(rank: int, world_size: int) -> dict[str, bool]:
-    """What torch makes of complex numbers before it calls the group, against a plain group."""
-    x = torch.randn(3000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
+    """Compares complex numbers, as torch hands them to a group, with those of a plain group."""
+    tensor = torch.randn(3000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
 
     def coalesced(given: Tensor, place: Any) -> Tensor:
         with dist._coalescing_manager(group=place):
@@ -166,15 +168,15 @@ def _complex(rank: int, world_size: int) -> dict[str, bool]:
         return given
 
     calls = {
-        "all_reduce": lambda place: all_reduced(x.clone(), place),
-        "slice": lambda place: all_reduced(x.clone().view(50, 60)[3:47], place),
-        "inference": torch.inference_mode()(lambda place: all_reduced(x.clone(), place)),
+        "all_reduce": lambda place: all_reduced(tensor.clone(), place),
+        "slice": lambda place: all_reduced(tensor.clone().view(50, 60)[3:47], place),
+        "inference": torch.inference_mode()(lambda place: all_reduced(tensor.clone(), place)),
         "of reals": lambda place: all_reduced(
-            torch.view_as_complex(torch.view_as_real(x).clone()), place
+            torch.view_as_complex(torch.view_as_real(tensor).clone()), place
         ),
-        "reduce_scatter": lambda place: scattered(x.clone(), place),
-        "coalesced": lambda place: coalesced(x.clone(), place),
-        "functional": lambda place: functional.all_reduce(x, "sum", place) + 0,
+        "reduce_scatter": lambda place: scattered(tensor.clone(), place),
+        "coalesced": lambda place: coalesced(tensor.clone(), place),
+        "functional": lambda place: functional.all_reduce(tensor, "sum", place) + 0,
     }
     inputs, plain = batch(0, rank, 8, 32), dist.group.WORLD
     for name, wrap in {
@@ -193,8 +195,8 @@ def _complex(rank: int, world_size: int) -> dict[str, bool]:
 
 
 def test_complex_numbers_travel_exactly() -> None:
-    for found in run_ranks(_complex, 2):
-        assert all(found.values()), found
+    for results in run_ranks(_complex, 2):
+        assert all(results.values()), results
 
 
 def _subgroups(rank: int, world_size: int) -> list[Any]:
@@ -208,10 +210,10 @@ def _subgroups(rank: int, world_size: int) -> list[Any]:
         dist.all_reduce(tensor, group=group)
         sums.append(round(float(tensor.mean()), 1))
         dist.destroy_process_group(group)
-        lanes = [one for one in threading.enumerate() if one.name == "commhooks-lanes"]
-        for one in lanes:
-            one.join(10)
-        sums.append(any(one.is_alive() for one in lanes))
+        lanes = [thread for thread in threading.enumerate() if thread.name == "commhooks-lanes"]
+        for lane in lanes:
+            lane.join(10)
+        sums.append(any(thread.is_alive() for thread in lanes))
     return sums
 
 
@@ -220,10 +222,10 @@ def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
 
 
 def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
-    """What a function, a ``Collectives`` and a hook give over a group that compresses."""
+    """Runs a function, a ``Collectives`` and a hook over a group that compresses."""
     group: Any = commhooks.process_group("int8", least=1)
-    x = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
-    total, by_function, by_object = x.clone(), x.clone(), x.clone()
+    inputs = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
+    total, by_function, by_object = inputs.clone(), inputs.clone(), inputs.clone()
     dist.all_reduce(total)
     commhooks.all_reduce(by_function, group=group)
     commhooks.Collectives(group=group).all_reduce(by_object)
@@ -244,8 +246,8 @@ def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
 
 
 def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group() -> None:
-    for found in run_ranks(_own_scheme, 2):
-        assert all(found.values()), found
+    for results in run_ranks(_own_scheme, 2):
+        assert all(results.values()), results
 
 
 # ---- DistributedDataParallel without a hook
@@ -262,8 +264,8 @@ def _none(rank: int, world_size: int) -> dict[str, bool]:
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_without_a_scheme_a_model_gets_the_bits_of_a_plain_group(ranks: int) -> None:
-    for found in run_ranks(_none, ranks):
-        assert all(found.values()), found
+    for results in run_ranks(_none, ranks):
+        assert all(results.values()), results
 
 
 STATELESS: dict[str, dict[str, Any]] = {
@@ -278,36 +280,36 @@ BLOCKS = ("int8", "fp8")
 
 
 def _stateless(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, options in STATELESS.items():
         model = wrapped(commhooks.process_group(name, least=1, **options))
         other = wrapped()
         commhooks.register(other, name, **options)
         pairs = list(zip(train(model, rank), train(other, rank), strict=True))
         # A group does not know the parameters, where the hook's blocks begin.
-        apart = [float((one - two).norm() / two.norm()) for one, two in pairs]
-        found[name] = max(apart) < (0.05 if name in BLOCKS else 1e-9)
+        apart = [float((pair - two).norm() / two.norm()) for pair, two in pairs]
+        results[name] = max(apart) < (0.05 if name in BLOCKS else 1e-9)
     seeds = [
-        train(wrapped(commhooks.process_group("int8", least=1, seed=one)), rank, 1)
-        for one in (0, 0, 1)
+        train(wrapped(commhooks.process_group("int8", least=1, seed=value)), rank, 1)
+        for value in (0, 0, 1)
     ]
-    found["seed"] = torch.equal(seeds[0][0], seeds[1][0])
-    found["another seed"] = not torch.equal(seeds[0][0], seeds[2][0])
+    results["seed"] = torch.equal(seeds[0][0], seeds[1][0])
+    results["another seed"] = not torch.equal(seeds[0][0], seeds[2][0])
     model = wrapped(commhooks.process_group("int8", least=1))
     dense = train(wrapped(), rank)
-    found["near"] = all(
-        float((one - other).norm() / other.norm()) < 0.04
-        for one, other in zip(train(model, rank), dense, strict=True)
+    results["near"] = all(
+        float((value - other).norm() / other.norm()) < 0.04
+        for value, other in zip(train(model, rank), dense, strict=True)
     )
     core = ddp_core.DistributedDataParallel(mlp(32, 4), process_group=model.process_group)
-    found["core"] = float((train(core, rank)[0] - dense[0]).norm() / dense[0].norm()) < 0.04
-    found["core calls"] = core.process_group is model.process_group
-    return found
+    results["core"] = float((train(core, rank)[0] - dense[0]).norm() / dense[0].norm()) < 0.04
+    results["core calls"] = core.process_group is model.process_group
+    return results
 
 
 def test_two_ranks_without_a_hook_get_what_a_hook_gives() -> None:
-    for found in run_ranks(_stateless, 2):
-        assert all(found.values()), found
+    for results in run_ranks(_stateless, 2):
+        assert all(results.values()), results
 
 
 # ---- what is refused
@@ -316,7 +318,7 @@ def test_two_ranks_without_a_hook_get_what_a_hook_gives() -> None:
 def _refusals(rank: int, world_size: int) -> dict[str, Any]:
     group = commhooks.process_group("int8")
     others = dist.new_group([0, 1])
-    found = {
+    results = {
         "memory": outcome(commhooks.process_group, "topk"),
         "switch": outcome(group.hook.switch, "topk"),
         "hook": outcome(commhooks.register, wrapped(group), "int8"),
@@ -326,8 +328,8 @@ def _refusals(rank: int, world_size: int) -> dict[str, Any]:
         "unknown": outcome(commhooks.process_group, "int7"),
     }
     dist.barrier()  # a rank that ends closes what the other still connects
-    found["changed"] = outcome(group.hook.change_group, others)
-    return found
+    results["changed"] = outcome(group.hook.change_group, others)
+    return results
 
 
 EXPECTED = {
@@ -343,11 +345,11 @@ EXPECTED = {
 
 
 def test_what_a_group_cannot_do_is_refused_with_what_to_do() -> None:
-    for found in run_ranks(_refusals, 2):
+    for results in run_ranks(_refusals, 2):
         for what, (kind, text) in EXPECTED.items():
-            assert found[what] is not None, what
-            assert found[what][0] == kind, (what, found[what])
-            assert text in found[what][1], (what, found[what])
+            assert results[what] is not None, what
+            assert results[what][0] == kind, (what, results[what])
+            assert text in results[what][1], (what, results[what])
 
 
 # ---- data parallelism on FSDP2
@@ -355,11 +357,11 @@ def test_what_a_group_cannot_do_is_refused_with_what_to_do() -> None:
 
 def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     dense = train(DistributedDataParallel(mlp(32, 4)), rank)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
 
     def near(means: list[Tensor], allowed: float) -> bool:
         pairs = zip(means, dense, strict=True)
-        return all(float((one - two).norm() / two.norm()) <= allowed for one, two in pairs)
+        return all(float((pair - two).norm() / two.norm()) <= allowed for pair, two in pairs)
 
     group = commhooks.process_group("int8", least=1)
     mesh = DeviceMesh.from_group(
@@ -368,25 +370,27 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    found["over the group"] = near(local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
+    results["over the group"] = (
+        near(local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
+    )
 
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.fsdp.replicate(model, name, modules=[model[0], model[2]])
         means = local_means(model, rank)
-        found[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
-        found.setdefault("bits", []).append(means[-1])
-    found["wrong mesh"] = outcome(commhooks.fsdp.replicate, mlp(), "none", mesh=mesh)
-    return found
+        results[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
+        results.setdefault("bits", []).append(means[-1])
+    results["wrong mesh"] = outcome(commhooks.fsdp.replicate, mlp(), "none", mesh=mesh)
+    return results
 
 
 def test_replicas_on_fsdp2_average_by_a_scheme() -> None:
     everyone = run_ranks(_on_fsdp, 2, ignore_warnings=(".*is deprecated.*",))
-    bits = [found.pop("bits") for found in everyone]
-    for own, found in zip(bits, everyone, strict=True):
-        assert all(map(torch.equal, own, bits[0]))
-        assert found.pop("wrong mesh")[0] == "RegistrationError"
-        assert all(found.values()), found
+    bits = [results.pop("bits") for results in everyone]
+    for local, outcomes in zip(bits, everyone, strict=True):
+        assert all(map(torch.equal, local, bits[0]))
+        assert outcomes.pop("wrong mesh")[0] == "RegistrationError"
+        assert all(outcomes.values()), outcomes
 
 
 # ---- reduce-scatter, by which FSDP reduces
@@ -405,7 +409,7 @@ def test_every_call_of_torch_is_passed_on_in_python() -> None:
         "_end_coalescing",
     }
     mro = SchemeGroup.__mro__
-    ours = {name for one in mro[: mro.index(dist.ProcessGroup)] for name in vars(one)}
+    ours = {name for value in mro[: mro.index(dist.ProcessGroup)] for name in vars(value)}
     assert {"allgather", "broadcast"} <= called
     assert called <= ours
 
@@ -420,24 +424,24 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
         return model
 
-    dense, found = local_means(model_over(dist.group.WORLD), rank), {}
+    dense, results = local_means(model_over(dist.group.WORLD), rank), {}
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
         group = commhooks.process_group(name, least=1)
         means = local_means(model_over(group, dtype), rank)
         errors = [
-            float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
+            float((mean - two).norm() / two.norm()) for mean, two in zip(means, dense, strict=True)
         ]
         near = max(errors) == 0 if name == "none" else 0 < min(errors) < max(errors) < 0.06
-        found[f"{name} {dtype}"] = near and group.hook.calls == 3 * STEPS
+        results[f"{name} {dtype}"] = near and group.hook.calls == 3 * STEPS
     ledger = group.hook.ledger
-    found["bytes"] = ledger.wire_bytes < 0.4 * ledger.dense_bytes
-    return found
+    results["bytes"] = ledger.wire_bytes < 0.4 * ledger.dense_bytes
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_fully_shard_over_a_group_is_compressed(ranks: int) -> None:
-    for found in run_ranks(_sharded, ranks):
-        assert all(found.values()), found
+    for results in run_ranks(_sharded, ranks):
+        assert all(results.values()), results
 
 
 def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
@@ -450,45 +454,45 @@ def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
             for _ in range(2):
                 scatter(part, whole, group=group, **options)
         assert part.tolist() == [world_size if options.get("op") != dist.ReduceOp.MAX else 1] * 2000
-        return [str(one.message) for one in caught]
+        return [str(warning.message) for warning in caught]
 
-    found = {name: told(name) for name in ("qsgd", "terngrad", "none")}
-    found["largest"] = told("int8", op=dist.ReduceOp.MAX)
+    results = {name: told(name) for name in ("qsgd", "terngrad", "none")}
+    results["largest"] = told("int8", op=dist.ReduceOp.MAX)
     group = commhooks.process_group("int8")
     parts = list(whole.view(world_size, -1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             dist.reduce_scatter(part, parts, group=group)
-    found["list"] = [str(one.message) for one in caught]
+    results["list"] = [str(warning.message) for warning in caught]
     small = torch.empty(10)
     scatter(small, whole[: 10 * world_size], group=group)
-    found["compressed"] = group.hook.calls
+    results["compressed"] = group.hook.calls
     # ``least`` is of the input, not of this rank's part.
     groups = [commhooks.process_group("int8", least=whole.numel() + more) for more in (0, 1)]
     for group in groups:
         scatter(part, whole, group=group)
-    found["large enough"] = [group.hook.calls for group in groups]
-    return found
+    results["large enough"] = [group.hook.calls for group in groups]
+    return results
 
 
 def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
-    for found in run_ranks(_not_scattered, 2):
-        assert found["none"] == found["largest"] == []
+    for results in run_ranks(_not_scattered, 2):
+        assert results["none"] == results["largest"] == []
         for name in ("qsgd", "terngrad", "list"):
-            (text,) = found[name]
+            (text,) = results[name]
             call = "reduce_scatter" if name == "list" else "reduce_scatter_tensor"
             assert text.startswith(f"{call} of 4000 entries")
             assert "is sent uncompressed" in text
             assert "commhooks.register(model, scheme)" in text
-        assert found["compressed"] == 0
-        assert found["large enough"] == [1, 0]
+        assert results["compressed"] == 0
+        assert results["large enough"] == [1, 0]
 
 
 def _switched(rank: int, world_size: int) -> dict[str, Any]:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
     group = commhooks.process_group("int8")
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     scatter(part, whole, group=group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -498,21 +502,21 @@ def _switched(rank: int, world_size: int) -> dict[str, Any]:
         work = scatter(part, whole, group=group, async_op=True)
         work.wait()
         group.allreduce_coalesced([whole], opts=dist.AllreduceCoalescedOptions()).wait()
-    found["told"] = [str(one.message).split(" of ")[0] for one in caught]
-    found["calls"] = group.hook.calls
-    found["value"] = [one.shape for one in work.get_future().value()]
-    return found
+    results["told"] = [str(warning.message).split(" of ")[0] for warning in caught]
+    results["calls"] = group.hook.calls
+    results["value"] = [value.shape for value in work.get_future().value()]
+    return results
 
 
 def test_a_group_runs_the_scheme_that_it_was_switched_to() -> None:
-    for found in run_ranks(_switched, 2):
-        assert found["told"] == ["reduce_scatter_tensor", "allreduce_coalesced"]
-        assert found["calls"] == 2  # with int8 and bf16
-        assert found["value"] == [torch.Size([2000])]
+    for results in run_ranks(_switched, 2):
+        assert results["told"] == ["reduce_scatter_tensor", "allreduce_coalesced"]
+        assert results["calls"] == 2  # with int8 and bf16
+        assert results["value"] == [torch.Size([2000])]
 
 
 def _composable(rank: int, world_size: int) -> dict[str, bool]:
-    found = {}
+    results = {}
     for when in ("before", "after"):
         model = composable(mlp(32, 4), **SMALL)
         if when == "after":
@@ -521,22 +525,22 @@ def _composable(rank: int, world_size: int) -> dict[str, bool]:
         plain = wrapped()
         other = commhooks.register(plain, "topk", ratio=0.1)
         pairs = [train(model, rank), train(plain, rank)]
-        near = [float((one - two).norm()) for one, two in zip(*pairs, strict=True)]
+        near = [float((pair - two).norm()) for pair, two in zip(*pairs, strict=True)]
         # Buckets after the first step, from which the hook may begin here, are others.
-        found[when] = max(near) == 0 if when == "before" else hook.step == STEPS
-        found[f"{when} kept"] = (hook.residual("0.weight") is not None) and other.step == STEPS
+        results[when] = max(near) == 0 if when == "before" else hook.step == STEPS
+        results[f"{when} kept"] = (hook.residual("0.weight") is not None) and other.step == STEPS
         again = outcome(commhooks.register, model, "topk")
-        found[f"{when} twice"] = again is not None and "already has a hook" in again[1]
+        results[f"{when} twice"] = again is not None and "already has a hook" in again[1]
     model = composable(mlp(32, 4))
     commhooks.register(model, "topk")
     again = outcome(commhooks.register, model, "topk")
-    found["twice before the first step"] = again is not None and "already has a hook" in again[1]
-    return found
+    results["twice before the first step"] = again is not None and "already has a hook" in again[1]
+    return results
 
 
 def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward() -> None:
-    for found in run_ranks(_composable, 2):
-        assert all(found.values()), found
+    for results in run_ranks(_composable, 2):
+        assert all(results.values()), results
 
 
 def _unfrozen(rank: int, world_size: int) -> list[str]:
@@ -550,19 +554,19 @@ def _unfrozen(rank: int, world_size: int) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(2):
             model(batch(0, rank, 8, 32))
-    return [str(one.message) for one in caught]
+    return [str(warning.message) for warning in caught]
 
 
 def test_a_parameter_that_replicate_does_not_average_is_told_once() -> None:
-    for told in run_ranks(_unfrozen, 2):
-        assert [one.split(" did not")[0] for one in told] == ["2.bias"]
+    for result in run_ranks(_unfrozen, 2):
+        assert [value.split(" did not")[0] for value in result] == ["2.bias"]
 
 
 def _composable_among_some(rank: int, world_size: int) -> dict[str, bool]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
     group = mesh.get_group("dp")
     dense = train(wrapped(group), rank, 2)
-    found = {}
+    results = {}
     for name, ranks in {
         "mesh": {"device_mesh": mesh["dp"]},
         "group": {"process_group": group},
@@ -571,15 +575,15 @@ def _composable_among_some(rank: int, world_size: int) -> dict[str, bool]:
         hook = commhooks.register(model, "int8")
         means = train(model, rank, 2)
         near = [
-            float((one - two).norm() / two.norm()) for one, two in zip(means, dense, strict=True)
+            float((mean - two).norm() / two.norm()) for mean, two in zip(means, dense, strict=True)
         ]
-        found[name] = 0 < max(near) < 0.04 and hook.world_size == 2
-    return found
+        results[name] = 0 < max(near) < 0.04 and hook.world_size == 2
+    return results
 
 
 def test_a_module_of_replicate_averages_over_its_mesh_or_group() -> None:
-    for found in run_ranks(_composable_among_some, 4):
-        assert all(found.values()), found
+    for results in run_ranks(_composable_among_some, 4):
+        assert all(results.values()), results
 
 
 def _connects(rank: int, world_size: int) -> list[str]:
@@ -613,5 +617,5 @@ def _elsewhere(rank: int, world_size: int) -> Tensor:
 
 
 def test_replicas_may_be_made_before_their_parameters() -> None:
-    for found in run_ranks(_elsewhere, 2):
-        torch.testing.assert_close(found, torch.full((8,), 2.0))
+    for results in run_ranks(_elsewhere, 2):
+        torch.testing.assert_close(results, torch.full((8,), 2.0))

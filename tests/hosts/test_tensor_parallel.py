@@ -51,7 +51,7 @@ def _train(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
         optimizer.zero_grad()
         backward(model, step, replica)
         optimizer.step()
-    return [one.detach().clone() for one in optimizer.param_groups[0]["params"]]
+    return [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
 
 
 def _run(rank: int, world_size: int, name: str) -> None:
@@ -59,15 +59,15 @@ def _run(rank: int, world_size: int, name: str) -> None:
     theirs = TorchDDP(_build(mesh), device_mesh=mesh["dp"])
     ours = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     hook = commhooks.register(ours, name)
-    wanted, found = _train(theirs, mesh), _train(ours, mesh)
+    wanted, results = _train(theirs, mesh), _train(ours, mesh)
     assert [key for key, _ in ours.named_parameters()] == NAMES
-    assert not any(isinstance(one, DTensor) for one in ours.parameters())
+    assert not any(isinstance(parameter, DTensor) for parameter in ours.parameters())
     assert hook.step == 3
-    for one, other in zip(wanted, found, strict=True):
+    for value, other in zip(wanted, results, strict=True):
         if name == "none":
-            assert torch.equal(one, other)
+            assert torch.equal(value, other)
         else:
-            torch.testing.assert_close(one, other, rtol=0.05, atol=0.01)
+            torch.testing.assert_close(value, other, rtol=0.05, atol=0.01)
     state = hook.state_dict()
     again = commhooks.register(DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"]), name)
     again.load_state_dict(state)
@@ -95,25 +95,27 @@ class _Tied(nn.Module):
         )
         self.shapes: list[torch.Size] = []
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.shapes = [one.weight.shape for one in (self.first, self.second)]
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.shapes = [value.weight.shape for value in (self.first, self.second)]
         # All inputs are the same: gradients are complete on every rank of the other dimension.
-        weights = [one.weight.full_tensor() for one in (self.first, self.second)]
-        return (x @ weights[0].t() + 2 * x @ weights[1].t()).square()
+        weights = [value.weight.full_tensor() for value in (self.first, self.second)]
+        return (inputs @ weights[0].t() + 2 * inputs @ weights[1].t()).square()
 
 
 def _tied(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, place = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     model: Any = DistributedDataParallel(_Tied(mesh["tp"]), device_mesh=mesh["dp"])
-    names = [name for name, one in model.named_parameters() if one.requires_grad]
+    names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     assert names == ["module.first.weight"]
     assert model.module.first.weight is model.module.second.weight
     whole: Any = _Tied(mesh["tp"]).first.weight.full_tensor().detach().requires_grad_()
-    inputs = [torch.randn(5, 7, generator=torch.Generator().manual_seed(one)) for one in range(2)]
+    inputs = [
+        torch.randn(5, 7, generator=torch.Generator().manual_seed(value)) for value in range(2)
+    ]
     model(inputs[replica]).sum().backward()
     assert model.module.shapes == [torch.Size([33, 7])] * 2
-    loss: Any = sum((3 * x @ whole.t()).square().sum() for x in inputs)
+    loss: Any = sum((3 * tensor @ whole.t()).square().sum() for tensor in inputs)
     loss.div(2).backward()
     wanted = whole.grad.split(17)[place]
     torch.testing.assert_close(model.module.first.weight.grad, wanted, rtol=1e-4, atol=1e-4)
@@ -128,9 +130,9 @@ def _raises(rank: int, world_size: int) -> None:
     model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     with pytest.raises(RuntimeError):
         model(torch.randn(3, 5))
-    assert not any(isinstance(one, DTensor) for one in vars(model.module[0]).values())
+    assert not any(isinstance(value, DTensor) for value in vars(model.module[0]).values())
     backward(model, 0, 0)
-    assert all(one.grad is not None for one in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters())
 
 
 def test_a_forward_pass_that_raised_leaves_no_old_tensors() -> None:
@@ -142,24 +144,24 @@ class _Recomputed(nn.Module):
         super().__init__()
         self.inner, self.how = inner, how
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.how == "not":
-            return self.inner(x)  # type: ignore[no-any-return]
+            return self.inner(inputs)  # type: ignore[no-any-return]
         again = self.how == "reentrant"
-        return checkpoint(self.inner, x, use_reentrant=again)  # type: ignore[no-any-return]
+        return checkpoint(self.inner, inputs, use_reentrant=again)  # type: ignore[no-any-return]
 
 
 def _recomputes(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    found = []
+    results = []
     for how in ("not", "other", "reentrant"):
         module = _Recomputed(_build(mesh), how)
         model = DistributedDataParallel(module, device_mesh=mesh["dp"])
         model(torch.ones(2, 33, requires_grad=True)).square().sum().backward()
-        found.append([one.grad for one in model.parameters()])
-        assert not any(isinstance(one, DTensor) for one in vars(module.inner[0]).values())
-    for other in found[1:]:
-        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+        results.append([parameter.grad for parameter in model.parameters()])
+        assert not any(isinstance(value, DTensor) for value in vars(module.inner[0]).values())
+    for other in results[1:]:
+        assert all(torch.equal(value, two) for value, two in zip(results[0], other, strict=True))
 
 
 def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
@@ -177,12 +179,12 @@ class _Net(nn.Module):
         self.two.weight = self.one.weight
         self.rows = nn.Parameter(torch.randn(8, 3))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.layers(x)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        inputs = self.layers(inputs)
         for matrix in (self.one.weight, self.two.weight, self.rows):
             whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
-            x = x @ whole.t() @ whole
-        return x
+            inputs = inputs @ whole.t() @ whole
+        return inputs
 
 
 def _cut(net: _Net, mesh: Any) -> None:
@@ -227,8 +229,8 @@ def _laid_out(layout: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tensor:
     """Trains on one input of all ranks; returns what the model says of it before."""
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
-    y = model(x)
+    inputs = torch.randn(4, 5, generator=torch.Generator().manual_seed(seed))
+    y = model(inputs)
     optimizer.zero_grad()
     y.square().mean().backward()
     optimizer.step()
@@ -241,7 +243,7 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
     for step in range(3):
         _step(model, optimizer, step)
     for state in (model.state_dict(), model.module.state_dict(), get_model_state_dict(model)):
-        assert all(isinstance(one, DTensor) for one in state.values())
+        assert all(isinstance(value, DTensor) for value in state.values())
     assert model.module.layers.state_dict().keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     state = model.state_dict(keep_vars=True)
     assert state["module.one.weight"].requires_grad
@@ -255,7 +257,7 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
     }
     dcp.save(saved, checkpoint_id=folder)
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    whole = {name: one.clone() for name, one in whole.items()}
+    whole = {name: value.clone() for name, value in whole.items()}
     wanted = [_step(model, optimizer, 9)]
 
     for layout in LAYOUTS:
@@ -267,9 +269,11 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
         dcp.load(loaded, checkpoint_id=folder)
         model.module.load_state_dict(loaded["model"])
         set_optimizer_state_dict(model, optimizer, loaded["optimizer"])
-        found = [_step(model, optimizer, seed) for seed in (9, 10)]  # the second after AdamW's step
-        wanted += found[len(wanted) :]
-        torch.testing.assert_close(found, wanted, msg=layout)
+        results = [
+            _step(model, optimizer, seed) for seed in (9, 10)
+        ]  # the second after AdamW's step
+        wanted += results[len(wanted) :]
+        torch.testing.assert_close(results, wanted, msg=layout)
         model, optimizer = _laid_out(layout, 2)
         hook = commhooks.register(model, "topk", ratio=0.5)
         if layout == "2 x 2":
@@ -310,7 +314,7 @@ def _files(rank: int, world_size: int) -> None:
     file.seek(0)
     state = torch.load(file, weights_only=True)
     # What earlier releases wrote, a file for each rank: shards.
-    plain = {name: one.to_local().clone() for name, one in model.state_dict().items()}
+    plain = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     older = copy.deepcopy(optimizer.state_dict())
     for values in older["state"].values():
         values.update({k: v.to_local() for k, v in values.items() if isinstance(v, DTensor)})
@@ -319,8 +323,8 @@ def _files(rank: int, world_size: int) -> None:
         model, optimizer = built(1)
         assert str(model.load_state_dict(parameters)) == "<All keys matched successfully>"
         optimizer.load_state_dict(moments)  # before its first step
-        for seed, one in zip((9, 10), wanted, strict=True):
-            assert torch.equal(_step(model, optimizer, seed), one)
+        for seed, element in zip((9, 10), wanted, strict=True):
+            assert torch.equal(_step(model, optimizer, seed), element)
         optimizer.load_state_dict(moments)  # and after it
         assert all(not isinstance(v, DTensor) for s in optimizer.state.values() for v in s.values())
     with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"module.rows"'):

@@ -33,7 +33,7 @@ class Wrapper:
 
 
 class Manager:
-    """What the adapter asks of ``torchft.Manager``, for quorums that a test decides."""
+    """Answers the adapter as ``torchft.Manager`` does, for quorums that a test decides."""
 
     def __init__(self, rank: int) -> None:
         self._rank, self._pg = rank, Wrapper()
@@ -94,10 +94,10 @@ def _mean(manager: Manager, value: torch.Tensor) -> torch.Tensor:
 def _quorums(rank: int, world_size: int, scheme: str) -> Any:
     manager, model = Manager(rank), _model(rank)
     hook = host.register(model, manager, scheme, **SCHEMES[scheme])
-    found = []
+    results = []
     for number in range(3):
         manager.start_quorum(1, [0, 1, 2])
-        found.append(_step(model, number, rank))
+        results.append(_step(model, number, rank))
     assert not manager.errors
     assert hook.step == 3
     held = residuals(hook, model)
@@ -111,7 +111,7 @@ def _quorums(rank: int, world_size: int, scheme: str) -> Any:
     assert hook.step == 3
     both = dist.new_group([0, 1])
     if rank == 2:  # it dies, and comes back as another replica
-        found += [torch.zeros(())] * 2
+        results += [torch.zeros(())] * 2
         model, manager = _model(rank), Manager(rank)
         hook = host.register(model, manager, scheme, **SCHEMES[scheme])
     else:
@@ -122,7 +122,7 @@ def _quorums(rank: int, world_size: int, scheme: str) -> Any:
         dist.barrier(both)
         for number in range(4, 6):
             manager.start_quorum(2, [0, 1])
-            found.append(_step(model, number, rank))
+            results.append(_step(model, number, rank))
             assert manager.errored() is None
         assert hook.group_changes[-1].lost == 1
         assert hook.world_size == 2
@@ -133,29 +133,29 @@ def _quorums(rank: int, world_size: int, scheme: str) -> Any:
     held = _mean(manager, residuals(hook, model))
     if rank == 2:
         assert not held.numel() or hook.step == 0
-    found.append(_step(model, 6, rank))
+    results.append(_step(model, 6, rank))
     assert manager.errored() is None, manager.errors
     assert hook.group_changes[-1].joined == (2,)
     if scheme == "int8":
         alone = mlp()
-        own = []
-        for one in (0, 1):
+        local = []
+        for value in (0, 1):
             alone.zero_grad()
-            alone(batch(6, one, 4, 16)).square().sum().backward()
-            own.append(gradients(alone))
-        torch.testing.assert_close(found[-1], (own[0] + own[1]) / 2, rtol=0.05, atol=0.05)
+            alone(batch(6, value, 4, 16)).square().sum().backward()
+            local.append(gradients(alone))
+        torch.testing.assert_close(results[-1], (local[0] + local[1]) / 2, rtol=0.05, atol=0.05)
     manager.start_quorum(3, [0, 1, 2])
-    found.append(_step(model, 7, rank))
+    results.append(_step(model, 7, rank))
     hook.close()
     dist.barrier()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_hook_follows_the_quorum(scheme: str) -> None:
-    found = run_ranks(_quorums, 3, scheme, timeout=90, pg_timeout=20)
-    for number, grads in enumerate(zip(*found, strict=True)):
-        assert equal_bits([one for one in grads if one.dim()]), number
+    results = run_ranks(_quorums, 3, scheme, timeout=90, pg_timeout=20)
+    for number, grads in enumerate(zip(*results, strict=True)):
+        assert equal_bits([grad for grad in grads if grad.dim()]), number
 
 
 def _refused(rank: int, world_size: int) -> None:
@@ -198,8 +198,10 @@ def _never_called(rank: int, world_size: int, how: str) -> None:
         warnings.simplefilter("always")
         held.clear()
         gc.collect()
-    told = [str(one.message) for one in caught if "never called" in str(one.message)]
-    assert len(told) == (how == "beside")
+    messages = [
+        str(warning.message) for warning in caught if "never called" in str(warning.message)
+    ]
+    assert len(messages) == (how == "beside")
 
 
 @pytest.mark.parametrize("how", ["beside", "called"])
@@ -258,7 +260,7 @@ def _replica(rank: int, world_size: int, address: str, scheme: str) -> Any:
                 return None  # it leaves without a word
             if manager.current_step() >= 12:
                 break
-        changes = [(one.before, one.world_size, one.lost) for one in hook.group_changes]
+        changes = [(value.before, value.world_size, value.lost) for value in hook.group_changes]
         return manager.current_step(), hook.step, changes, flat(module.parameters())
     finally:
         with contextlib.suppress(Exception):
@@ -273,12 +275,12 @@ def test_torchft_loses_a_replica_and_goes_on(scheme: str) -> None:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=2, join_timeout_ms=3000)
     options: Any = {"timeout": 120, "may_die": (2,), "ignore_warnings": (".*",)}
     try:
-        found = run_ranks(_replica, 3, lighthouse.address(), scheme, **options)
+        results = run_ranks(_replica, 3, lighthouse.address(), scheme, **options)
     finally:
         lighthouse.shutdown()
-    for steps, hook_steps, changes, _ in found[:2]:
+    for steps, hook_steps, changes, _ in results[:2]:
         assert steps >= 12
         assert hook_steps >= 12
         assert changes[-1][1] == 2
         assert any(lost for _, _, lost in changes)
-    assert equal_bits([one[3] for one in found[:2]])
+    assert equal_bits([value[3] for value in results[:2]])

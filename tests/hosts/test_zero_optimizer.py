@@ -290,7 +290,7 @@ def test_all_ranks_have_equal_parameters_after_every_step(gathers: tuple[str, ..
 
 
 def _beside_pieces(rank: int, world_size: int) -> None:
-    """What tensor parallelism does not cut stays equal on its ranks."""
+    """Parameters that tensor parallelism does not cut stay equal on its ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 

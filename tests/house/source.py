@@ -28,26 +28,26 @@ def counts() -> dict[str, int]:
     """The counts by what they are of."""
     importers = _importers()
     files = [file for file in trees() if not file.endswith("__init__.py")]
-    found = {
+    numbers = {
         f"files: {folder}": sum(file.startswith(f"{folder}/") for file in trees())
         for folder in (
             *PACKAGES,
             *sorted({str(Path(f).parent) for f in trees() if f.count("/") > 1}),
         )
     }
-    found["lines without tests"] = sum(
+    numbers["lines without tests"] = sum(
         path.read_text().count("\n")
         for name in (*PACKAGES, "experiments")
         for path in (ROOT / name).rglob("*.*")
         if path.suffix in (".py", ".cpp", ".cu", ".h")
         and not path.relative_to(ROOT).as_posix().startswith("commhooks/kernels/")
     )
-    found["files imported by exactly one other"] = sum(
-        len({one for one in importers[file] if not one.endswith("__init__.py")}) == 1
+    numbers["files imported by exactly one other"] = sum(
+        len({importer for importer in importers[file] if not importer.endswith("__init__.py")}) == 1
         for file in files
     )
-    found["private attributes of others used in commhooks"] = _private_uses()
-    return found
+    numbers["private attributes of others used in commhooks"] = _private_uses()
+    return numbers
 
 
 def longest_chain(folder: str) -> int:
@@ -94,7 +94,7 @@ def _module(file: str) -> str:
 
 def _imports(file: str) -> list[tuple[str, str]]:
     """Names that a file imports, each with its module."""
-    found = []
+    names = []
     package = _module(file).split(".")
     if not file.endswith("__init__.py"):
         package = package[:-1]
@@ -102,10 +102,10 @@ def _imports(file: str) -> list[tuple[str, str]]:
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *filter(None, [node.module])])
-            found += [(alias.name, source) for alias in node.names]
+            names += [(alias.name, source) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [("", alias.name) for alias in node.names]
-    return found
+            names += [("", alias.name) for alias in node.names]
+    return names
 
 
 def _private_uses() -> int:
@@ -113,15 +113,15 @@ def _private_uses() -> int:
 
     Methods of named tuples are public, and ``_torch.py`` is where torch's private names are used.
     """
-    own = {"self", "cls", "super"}
+    local = {"self", "cls", "super"}
     public = {"_replace", "_asdict", "_fields"}
     return sum(
         isinstance(node, ast.Attribute)
         and node.attr.startswith("_")
         and not node.attr.startswith("__")
         and node.attr not in public
-        and not (isinstance(node.value, ast.Name) and node.value.id in own)
-        and not (isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") in own)
+        and not (isinstance(node.value, ast.Name) and node.value.id in local)
+        and not (isinstance(node.value, ast.Call) and getattr(node.value.func, "id", "") in local)
         for file, tree in trees().items()
         if file.startswith("commhooks/") and not file.endswith("_torch.py")
         for node in ast.walk(tree)

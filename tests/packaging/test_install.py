@@ -48,7 +48,7 @@ print(commhooks.kernels.implementations("cpu")["quantize"])
 def run(
     *command: str | Path, cwd: Path, environment: Mapping[str, str] = MappingProxyType({})
 ) -> tuple[str, str]:
-    """What a command prints to its two streams."""
+    """Returns what a command prints to its two streams."""
     done = subprocess.run(
         list(map(str, command)),
         # Without PYTHONPATH, by which some run these tests from the source tree.
@@ -79,7 +79,9 @@ class Environment:
             for name, place in modules_of(only).items():
                 (self.packages / name).symlink_to(place)
             return
-        running = [one for one in sys.path if Path(one).name in ("site-packages", "dist-packages")]
+        running = [
+            path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")
+        ]
         (self.packages / "running.pth").write_text("\n".join(running) + "\n")
 
     def install(self, *what: str | Path) -> None:
@@ -93,8 +95,8 @@ class Environment:
 
 
 def modules_of(names: Sequence[str]) -> dict[str, Path]:
-    """Where the running environment has what these packages, and all that they need, install."""
-    found: dict[str, Path] = {}
+    """Finds what these packages, and all that they need, install in the running environment."""
+    packages: dict[str, Path] = {}
     seen, waiting = set(), list(names)
     while waiting:
         name = waiting.pop()
@@ -108,10 +110,10 @@ def modules_of(names: Sequence[str]) -> dict[str, Path]:
         for file in package.files or []:
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not top.endswith(".pth"):
-                found[top] = Path(str(package.locate_file(top)))
-        wanted = [Requirement(one) for one in requires(name) or []]
-        waiting += [one.name for one in wanted if not one.marker or one.marker.evaluate()]
-    return found
+                packages[top] = Path(str(package.locate_file(top)))
+        wanted = [Requirement(requirement) for requirement in requires(name) or []]
+        waiting += [value.name for value in wanted if not value.marker or value.marker.evaluate()]
+    return packages
 
 
 @pytest.fixture
@@ -157,9 +159,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(tree: Path, environment: Mapping[str, str] = MappingProxyType({})) -> tuple[Path, str]:
     """The wheel of a source tree, and what was said meanwhile."""
     command = (sys.executable, "-m", "build", "--wheel", "--no-isolation")
-    told = "\n".join(run(*command, cwd=tree, environment=environment))
+    output = "\n".join(run(*command, cwd=tree, environment=environment))
     (built,) = (tree / "dist").glob("*.whl")
-    return built, told
+    return built, output
 
 
 def unoptimized(folder: Path) -> dict[str, str]:
@@ -181,21 +183,21 @@ def wheel(request: pytest.FixtureRequest, source: Path) -> Path:
         shutil.copytree(source, tree, symlinks=True)
         build(tree, unoptimized(tree) if request.param == "quick" else {})
 
-    (found,) = (builds.built(f"wheel-{request.param}", make) / "dist").glob("*.whl")
-    return found
+    (wheels,) = (builds.built(f"wheel-{request.param}", make) / "dist").glob("*.whl")
+    return wheels
 
 
 def test_all_packages_are_named() -> None:
     tomllib = pytest.importorskip("tomllib")  # Python 3.11
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     at = {place: name for name, place in project["package-dir"].items()}
-    found = set()
+    results = set()
     for top in ("commhooks", "ddp_core", "kernels"):
         for file in (ROOT / top).rglob("__init__.py"):
             if not (ROOT / top).is_symlink():
                 place = file.parent.relative_to(ROOT).as_posix()
-                found.add(at.get(place, place.replace("/", ".")))
-    assert found == set(project["packages"])
+                results.add(at.get(place, place.replace("/", ".")))
+    assert results == set(project["packages"])
 
 
 def test_a_wheel_runs_with_torch_and_numpy_only(wheel: Path, bare: Environment) -> None:
@@ -263,9 +265,9 @@ def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
 ) -> None:
     tree = tmp_path / "source"
     shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "dist"))
-    built, told = build(tree, NOTHING)
-    assert "WARNING: commhooks is installed WITHOUT its CPU kernels" in told
-    assert "no-such-compiler: No such file or directory" in told
+    built, output = build(tree, NOTHING)
+    assert "WARNING: commhooks is installed WITHOUT its CPU kernels" in output
+    assert "no-such-compiler: No such file or directory" in output
     assert built.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(built) as archive:
         assert not [name for name in archive.namelist() if name.endswith(".so")]
@@ -286,9 +288,9 @@ def test_a_file_that_does_not_compile_is_named(source: Path, tmp_path: Path) -> 
     tree = tmp_path / "source"
     shutil.copytree(source, tree, symlinks=True, ignore=shutil.ignore_patterns("build", "dist"))
     (tree / "kernels" / "runtime" / "isa.cpp").write_text("int nonsense = here;\n")
-    built, told = build(tree)
-    assert "failed on kernels/runtime/isa.cpp, exit 1" in told
-    assert re.search(r"error: .*here", told)
+    built, output = build(tree)
+    assert "failed on kernels/runtime/isa.cpp, exit 1" in output
+    assert re.search(r"error: .*here", output)
     assert built.name.endswith("-py3-none-any.whl")
 
 
@@ -298,7 +300,10 @@ def test_metadata_states_versions_and_extras(wheel: Path) -> None:
         metadata = Parser().parsestr(archive.read(name).decode())
     assert metadata["Requires-Python"] == ">=3.10"
     requires = metadata.get_all("Requires-Dist")
-    assert [one for one in requires if "extra ==" not in one] == ["torch>=2.11", "numpy"]
+    assert [requirement for requirement in requires if "extra ==" not in requirement] == [
+        "torch>=2.11",
+        "numpy",
+    ]
     extras = set(metadata.get_all("Provides-Extra"))
     assert {"report", "cli", "trace", "plot", "all", "cuda12", "cuda13"} <= extras
     assert 'cupy-cuda12x; extra == "cuda12"' in requires

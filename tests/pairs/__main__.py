@@ -27,9 +27,9 @@ def run_pairs(
 ) -> Found:
     """The verdicts on these pairs, each host and two features."""
     todo: queue.SimpleQueue[tuple[str, str, str]] = queue.SimpleQueue()
-    for one in wanted:
-        todo.put(one)
-    found: Found = {}
+    for value in wanted:
+        todo.put(value)
+    verdicts: Found = {}
     begin, lock = time.monotonic(), threading.Lock()
 
     def work() -> None:
@@ -41,9 +41,11 @@ def run_pairs(
                 assert case is not None
                 verdict = runner.run(case)
                 with lock:
-                    found[host, left, right] = verdict
-                    if len(found) % 100 == 0:
-                        print(f"{len(found)} pairs, {time.monotonic() - begin:.0f} s", flush=True)
+                    verdicts[host, left, right] = verdict
+                    if len(verdicts) % 100 == 0:
+                        print(
+                            f"{len(verdicts)} pairs, {time.monotonic() - begin:.0f} s", flush=True
+                        )
         except queue.Empty:
             pass
         finally:
@@ -57,13 +59,13 @@ def run_pairs(
             thread.join()
     except KeyboardInterrupt:  # what was found so far
         pass
-    return found
+    return verdicts
 
 
-def wrong(found: Found) -> list[str]:
-    """What is not as it is to be: broken, refused without need, or not refused any more."""
+def wrong(verdicts: Found) -> list[str]:
+    """Returns lines on pairs that are broken, refused without need, or not refused any more."""
     lines = []
-    for (host, left, right), verdict in sorted(found.items()):
+    for (host, left, right), verdict in sorted(verdicts.items()):
         name, reason = f"{host}: {left} + {right}", expected(host, left, right)
         if verdict.status == "broken":
             case = case_of(host, left, right)
@@ -78,20 +80,20 @@ def wrong(found: Found) -> list[str]:
     return lines
 
 
-def show(found: Found) -> str:
-    """What is wrong, and the refused pairs by reason."""
+def show(verdicts: Found) -> str:
+    """Returns a text: what is wrong, and the refused pairs by reason."""
     reasons: dict[str, list[str]] = {}
     count = dict.fromkeys(("ok", "refused", "broken"), 0)
-    for (host, left, right), verdict in sorted(found.items()):
+    for (host, left, right), verdict in sorted(verdicts.items()):
         count[verdict.status] += 1
         if verdict.status == "refused":
             reason = f"{verdict.law}: {verdict.text[:200]}"
             reasons.setdefault(reason, []).append(f"{host}: {left} + {right}")
-    lines = wrong(found)
+    lines = wrong(verdicts)
     for reason, names in sorted(reasons.items()):
         lines.append(f"refused, {reason}")
         lines += [f"  {name}" for name in names]
-    return "\n".join([*lines, f"{len(found)} pairs: {count}"])
+    return "\n".join([*lines, f"{len(verdicts)} pairs: {count}"])
 
 
 def main() -> int:
@@ -106,12 +108,12 @@ def main() -> int:
     asked = parser.parse_args()
     wanted = []
     for host in asked.host or HOSTS:
-        of_host = [one for one in pairs(host) if asked.feature is None or asked.feature in one]
-        first, count = (round(len(of_host) * one) for one in (asked.skip, asked.share))
-        wanted += [(host, *one) for one in of_host[first : first + count]]
-    found = run_pairs(wanted, processes=asked.processes, patience=asked.patience)
-    print(show(found))
-    return int(bool(wrong(found)))
+        of_host = [pair for pair in pairs(host) if asked.feature is None or asked.feature in pair]
+        first, count = (round(len(of_host) * value) for value in (asked.skip, asked.share))
+        wanted += [(host, *value) for value in of_host[first : first + count]]
+    verdicts = run_pairs(wanted, processes=asked.processes, patience=asked.patience)
+    print(show(verdicts))
+    return int(bool(wrong(verdicts)))
 
 
 if __name__ == "__main__":

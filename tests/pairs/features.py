@@ -125,7 +125,7 @@ TOGETHER: dict[tuple[str, str], str] = {
     ("model reentrant", "skips unused"): _TWICE,
     ("model reentrant", "freeze"): _TWICE,
     ("model reentrant", "two forwards"): _TWICE,
-    **dict.fromkeys((("static_graph", one) for one in _CHANGING), "training graph has changed"),
+    **dict.fromkeys((("static_graph", value) for value in _CHANGING), "training graph has changed"),
     ("model reentrant", "penalty"): "incompatible with .grad|without a hook, too",
     ("setting compiled", "penalty"): "non-empty donated buffers|without a hook, too",
     ("setting delayed", "setting in_backward"): "run in backward",
@@ -158,23 +158,23 @@ APART = {
     ("mixed precision", "setting ignored"): "what is ignored is not cast, and meets what is",
     ("mixed precision", "setting delayed"): "what is delayed is not cast, and meets what is",
     **dict.fromkeys(
-        ((f"model {one}", "model complex") for one in ("all_bf16", "all_f64")),
+        ((f"model {value}", "model complex") for value in ("all_bf16", "all_f64")),
         "the cast makes complex parameters real",
     ),
     **dict.fromkeys(
-        (("model recompute", one) for one in ("buffers", "own buffers")),
+        (("model recompute", buffer) for buffer in ("buffers", "own buffers")),
         "each forward pass moves the buffers, and the reference has only one",
     ),
     **dict.fromkeys(
-        ((one, "unregister") for one in ("load", "load on others", "resume")),
+        ((other, "unregister") for other in ("load", "load on others", "resume")),
         "there is no hook to load into, or that was saved",
     ),
     **dict.fromkeys(
-        (("part of the ranks", one) for one in ("load", "load on others")),
+        (("part of the ranks", other) for other in ("load", "load on others")),
         "the ranks that are in no group have saved nothing",
     ),
     **dict.fromkeys(
-        (("setting in_backward", one) for one in ("raise within", "raise after")),
+        (("setting in_backward", value) for value in ("raise within", "raise after")),
         "what has been averaged by then is stepped, and the reference steps nothing",
     ),
     ("part of the ranks", "another group"): "the ranks that are in no group do not come to it",
@@ -191,7 +191,7 @@ UNRELIABLE = {("torch", "setting delayed")}
 
 
 def expected(host: str, left: str, right: str) -> str | None:
-    """How a pair is (of ``TOGETHER``), or may be refused; None: it is not."""
+    """Returns how a pair is (of ``TOGETHER``), or may be refused; None: it is not."""
     for pair in ((left, right), (right, left)):
         if pair in TOGETHER:
             return TOGETHER[pair]
@@ -209,7 +209,9 @@ def case_of(host: str, *names: str) -> Case | None:
             if key not in values:
                 values[key] = value
             elif isinstance(value, tuple):
-                values[key] = values[key] + tuple(one for one in value if one not in values[key])
+                values[key] = values[key] + tuple(
+                    element for element in value if element not in values[key]
+                )
             elif isinstance(value, dict):
                 values[key] = {**values[key], **value}
             elif values[key] != value:
@@ -217,7 +219,7 @@ def case_of(host: str, *names: str) -> Case | None:
     if "join" in values and "events" in values:
         return None  # they run out of inputs at different times: nothing is between two steps
     events = sorted(values.get("events", ()), key=lambda event: event[0])
-    known = {one.name for one in fields(Case)}
+    known = {field.name for field in fields(Case)}
     assert set(values) <= known
     return Case(**{**PLAIN, "host": host, **values, "events": tuple(events)})
 
@@ -226,11 +228,11 @@ def pairs(host: str) -> Iterator[tuple[str, str]]:
     """All pairs, in an order that has nothing to do with their names."""
     left_out = {*ALONE, *UNRELIABLE}
     alone = [name for name in FEATURES if (host, name) not in left_out]
-    found = [
+    results = [
         (left, right)
         for left, right in combinations(alone, 2)
         if (left, right) not in APART
         and (right, left) not in APART
         and case_of(host, left, right) is not None
     ]
-    yield from sorted(found, key=lambda one: hashlib.blake2b(repr(one).encode()).digest())
+    yield from sorted(results, key=lambda value: hashlib.blake2b(repr(value).encode()).digest())

@@ -27,9 +27,9 @@ SOME = 20  # pairs of each class
 @pytest.mark.distributed
 @pytest.mark.parametrize("host", HOSTS)
 def test_pairs_obey_the_laws_or_are_refused_as_expected(host: str) -> None:
-    found = run_pairs([(host, *pair) for pair in islice(pairs(host), SOME)], processes=1)
-    assert len(found) == SOME
-    assert not wrong(found), "\n".join(wrong(found))
+    verdicts = run_pairs([(host, *pair) for pair in islice(pairs(host), SOME)], processes=1)
+    assert len(verdicts) == SOME
+    assert not wrong(verdicts), "\n".join(wrong(verdicts))
 
 
 @pytest.mark.slow

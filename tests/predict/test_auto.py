@@ -72,7 +72,9 @@ def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> di
         "plan": hook.plan,
         "scheme": str(hook.scheme),
         "step": hook.step,
-        "parameters": torch.cat([one.detach().reshape(-1) for one in model.parameters()]),
+        "parameters": torch.cat(
+            [parameter.detach().reshape(-1) for parameter in model.parameters()]
+        ),
     }
 
 
@@ -81,9 +83,9 @@ def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(kind: str) -> None
     ranks = run_ranks(_train, 2, kind, 1.5e-7)  # 0.5 MB in 80 ms
     assert "int8" in ranks[0]["scheme"], ranks[0]["plan"]  # top-k is beyond the budget
     assert "auto runs int8" in ranks[0]["plan"]
-    for one in ranks[1:]:
-        assert (one["scheme"], one["step"]) == (ranks[0]["scheme"], ranks[0]["step"])
-        assert torch.equal(one["parameters"], ranks[0]["parameters"])
+    for rank in ranks[1:]:
+        assert (rank["scheme"], rank["step"]) == (ranks[0]["scheme"], ranks[0]["step"])
+        assert torch.equal(rank["parameters"], ranks[0]["parameters"])
 
 
 SLEEPS = [0.0]  # seconds, of this process
@@ -125,7 +127,9 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
             ddp.zero_grad()
             ddp(torch.randn(8, 256)).square().mean().backward()
             raced.append(str(hook.scheme))
-    gradients = [one.grad.reshape(-1) for one in ddp.parameters() if one.grad is not None]
+    gradients = [
+        parameter.grad.reshape(-1) for parameter in ddp.parameters() if parameter.grad is not None
+    ]
     return {
         "plan": hook.plan,
         "told": hook.plan in hook.summary(),
@@ -219,18 +223,18 @@ def test_a_resumed_run_goes_on_with_the_scheme_that_was_chosen() -> None:
 
 
 def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
-    found = []
+    results = []
     for scheme in ("int4", "onebit", "bf16"):
         hook = commhooks.register(CoreDDP(mlp()), scheme)
         again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4", "onebit", "int8"])
         again.load_state_dict(hook.state_dict(gather=True))
-        found.append((scheme, str(again.scheme == hook.scheme)))
-    return found
+        results.append((scheme, str(again.scheme == hook.scheme)))
+    return results
 
 
 def test_a_resumed_run_has_the_settings_that_were_chosen() -> None:
-    for found in run_ranks(_resume_each, 2):
-        assert [same for _, same in found] == ["True"] * 3, found
+    for results in run_ranks(_resume_each, 2):
+        assert [same for _, same in results] == ["True"] * 3, results
 
 
 def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
@@ -256,9 +260,9 @@ def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
         assert after
 
 
-def _raced(*found: tuple[str, float]) -> CandidateTimings:
-    race = CandidateTimings([_candidate(name) for name, _ in found])
-    for _, seconds in found:
+def _raced(*results: tuple[str, float]) -> CandidateTimings:
+    race = CandidateTimings([_candidate(name) for name, _ in results])
+    for _, seconds in results:
         race.add([seconds] * 8)
     return race
 
@@ -331,9 +335,9 @@ def test_wrong_candidates_are_refused_by_name(options: dict[str, Any], message: 
 def test_a_copy_of_the_hook_runs_the_scheme_that_ran() -> None:
     hook = AutoHook(candidates=["int8"])
     hook.switch("int8")
-    for one in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
-        assert type(one) is HookState
-        assert one.scheme == hook.scheme
+    for copied in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
+        assert type(copied) is HookState
+        assert copied.scheme == hook.scheme
 
 
 def _resume_another(rank: int, world_size: int) -> tuple[bool, str]:

@@ -67,9 +67,9 @@ def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None
     assert "epoch 0 | loss" in done.stdout  # the script's own words come through
     assert "is stopped then" in done.stderr
     assert "Traceback" not in done.stderr
-    found = json.loads(out.read_text())
-    assert found["facts"]["dense_nbytes"] == 4 * (512 * 512 + 512 + 512 + 1)
-    assert [found[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
+    answer = json.loads(out.read_text())
+    assert answer["facts"]["dense_nbytes"] == 4 * (512 * 512 + 512 + 512 + 1)
+    assert [answer[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
 
 
 @pytest.mark.slow  # ``as_script`` stands for it
@@ -245,17 +245,17 @@ def _trained(rank: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer,
 
 def _measure(rank: int, world_size: int) -> tuple[Headroom, list[Tensor]]:
     ddp, _, step = _trained(rank)
-    found = commhooks.headroom(ddp, step, steps=10)
+    answer = commhooks.headroom(ddp, step, steps=10)
     step()
-    return found, [p.grad for p in ddp.parameters() if p.grad is not None]
+    return answer, [p.grad for p in ddp.parameters() if p.grad is not None]
 
 
 def test_the_function_gives_all_ranks_one_answer_and_averages_again() -> None:
-    (found, gradients), (other, others) = run_ranks(_measure, 2)
-    assert found == other
-    assert found.facts.world_size == 2
-    assert found.facts.turns == 2
-    assert_answer(str(found))
+    (answer, gradients), (other, others) = run_ranks(_measure, 2)
+    assert answer == other
+    assert answer.facts.world_size == 2
+    assert answer.facts.turns == 2
+    assert_answer(str(answer))
     torch.testing.assert_close(gradients, others, rtol=0, atol=0)
 
 
@@ -276,7 +276,7 @@ def _first_steps(rank: int, world_size: int) -> list[bool]:
             for _ in range(10):
                 count()
     return [
-        all(map(torch.equal, mine, theirs)) for mine, theirs in zip(ends[0], ends[1], strict=False)
+        all(map(torch.equal, end, theirs)) for end, theirs in zip(ends[0], ends[1], strict=False)
     ]
 
 
@@ -301,9 +301,9 @@ def _refusals(rank: int, world_size: int) -> list[str]:
     with pytest.raises(RegistrationError) as caught_hook:
         commhooks.headroom(ddp, step)
     said.append(str(caught_hook.value))
-    other, _, one = _trained(rank)
+    other, _, its_step = _trained(rank)
     with pytest.raises(RegistrationError) as caught_two:
-        commhooks.headroom(other, lambda: (one(), one()))
+        commhooks.headroom(other, lambda: (its_step(), its_step()))
     return [*said, str(caught_two.value)]
 
 

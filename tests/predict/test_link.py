@@ -28,27 +28,27 @@ def _measure(rank: int, world_size: int) -> LinkReport:
     # A collective of the job is under way: the measurement is beside it, in groups of its own.
     tensor = torch.full((4,), float(rank + 1))
     work = dist.all_reduce(tensor, async_op=True) if rank else None
-    found = link_report(budget_s=0.1, timeout_s=30)
+    report = link_report(budget_s=0.1, timeout_s=30)
     if work is None:
         dist.all_reduce(tensor)
     else:
         work.wait()
     assert tensor.tolist() == [3.0] * 4
-    return found
+    return report
 
 
 @pytest.mark.slow
 def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() -> None:
-    found, other = run_ranks(_measure, 2)
-    assert found.fabric == other.fabric
-    assert found.fabric.library == "gloo"
-    assert found.fabric.ranks_per_node == found.layout.per_node == found.layout.ranks == 2
-    assert found.fabric.inside == found.fabric.between
-    assert 0 < found.fabric.between.latency < 1
-    assert found.fabric.between.bandwidth > 0
-    assert found.device == "cpu"
-    assert {one.collective for one in found.times} == {"all_reduce", "all_gather", "all_to_all"}
-    assert all(0 < one.low_s <= one.seconds <= one.high_s for one in found.times)
+    report, other = run_ranks(_measure, 2)
+    assert report.fabric == other.fabric
+    assert report.fabric.library == "gloo"
+    assert report.fabric.ranks_per_node == report.layout.per_node == report.layout.ranks == 2
+    assert report.fabric.inside == report.fabric.between
+    assert 0 < report.fabric.between.latency < 1
+    assert report.fabric.between.bandwidth > 0
+    assert report.device == "cpu"
+    assert {time.collective for time in report.times} == {"all_reduce", "all_gather", "all_to_all"}
+    assert all(0 < time.low_s <= time.seconds <= time.high_s for time in report.times)
 
 
 LONG = Fabric("far away", Link(20e-3, 125e6), library="gloo")
@@ -70,9 +70,9 @@ def _far(rank: int, world_size: int) -> Fabric:
 
 
 def test_a_long_delay_leaves_the_bandwidth_known() -> None:
-    for found in run_ranks(_far, 2):
-        assert found.between.latency == pytest.approx(20e-3, rel=0.1)
-        assert found.between.bandwidth == pytest.approx(125e6, rel=0.1)
+    for fabric in run_ranks(_far, 2):
+        assert fabric.between.latency == pytest.approx(20e-3, rel=0.1)
+        assert fabric.between.bandwidth == pytest.approx(125e6, rel=0.1)
 
 
 def _two_nodes(rank: int, world_size: int) -> tuple[LinkReport, LinkReport]:
@@ -86,11 +86,11 @@ def _two_nodes(rank: int, world_size: int) -> tuple[LinkReport, LinkReport]:
 def test_nodes_are_told_by_torchruns_number_of_local_ranks() -> None:
     for whole, across in run_ranks(_two_nodes, 4):
         assert (whole.layout.ranks, whole.layout.per_node) == (4, 2)
-        assert {one.part for one in whole.times} == {"inside", "between", "all"}
+        assert {time.part for time in whole.times} == {"inside", "between", "all"}
         assert whole.fabric.inside is not None
         # One rank of each node: there is no link inside a node to be seen.
         assert (across.layout.ranks, across.layout.per_node) == (2, 1)
-        assert {one.part for one in across.times} == {"between"}
+        assert {time.part for time in across.times} == {"between"}
         assert across.fabric.inside is None
 
 
@@ -141,7 +141,7 @@ def test_the_command_writes_a_file_that_simulate_reads(
     assert isinstance(fabric, Fabric)
     assert fabric.library == "gloo"
     times = json.loads(file.read_text())["measured"]["times"]
-    assert {one["collective"] for one in times} == {"all_reduce", "all_gather", "all_to_all"}
+    assert {time["collective"] for time in times} == {"all_reduce", "all_gather", "all_to_all"}
     predicted = invoke("simulate", "--model", "resnet18", "--network", str(file), "--ranks", "2",
                        "--schemes", "none,bf16")  # fmt: skip
     assert predicted.exit_code == 0, predicted.output

@@ -78,10 +78,10 @@ def several_models(steps):
 def several_groups(steps):
     """Models of other groups of ranks: each rank has one of its own that nobody else has."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
-    own, shared = DDP(net(), process_group=alone), DDP(net())
-    optimizers = sgd(own), sgd(shared)
+    alone_model, shared = DDP(net(), process_group=alone), DDP(net())
+    optimizers = sgd(alone_model), sgd(shared)
     for _ in range(steps):
-        step(own, optimizers[0])
+        step(alone_model, optimizers[0])
         step(shared, optimizers[1])
 
 
@@ -129,8 +129,8 @@ class Unused(nn.Module):
         self.parts = nn.ModuleList(net() for _ in range(3))
         self.calls = itertools.count()
 
-    def forward(self, x):
-        return self.parts[next(self.calls) % 2](x)
+    def forward(self, inputs):
+        return self.parts[next(self.calls) % 2](inputs)
 
 
 def unused(steps):
@@ -187,7 +187,7 @@ def overlapped(steps):
     ddp = DDP(net())
     for p in ddp.parameters():
         optimizer = torch.optim.SGD([p], lr=0.01)
-        p.register_post_accumulate_grad_hook(lambda _, one=optimizer: one.step())
+        p.register_post_accumulate_grad_hook(lambda _, stepped=optimizer: stepped.step())
     for _ in range(steps):
         ddp(data()).square().mean().backward()
 
@@ -251,8 +251,8 @@ def checkpointed(steps):
             super().__init__()
             self.inner = net()
 
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
+        def forward(self, inputs):
+            return checkpoint(self.inner, inputs, use_reentrant=False)
 
     ddp = DDP(Saves())
     optimizer = sgd(ddp)
@@ -286,13 +286,13 @@ def kwargs_only(steps):
             super().__init__()
             self.inner = net()
 
-        def forward(self, *, x):
-            return {"loss": self.inner(x).square().mean()}
+        def forward(self, *, inputs):
+            return {"loss": self.inner(inputs).square().mean()}
 
     ddp = DDP(Named())
     optimizer = sgd(ddp)
     for _ in range(steps):
-        step(ddp, optimizer, ddp(x=data())["loss"])
+        step(ddp, optimizer, ddp(inputs=data())["loss"])
 
 
 def around_the_wrapper(steps):

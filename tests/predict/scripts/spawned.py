@@ -29,8 +29,8 @@ class ToyModel(nn.Module):
         self.relu = nn.ReLU()
         self.net2 = nn.Linear(10, 5)
 
-    def forward(self, x):
-        return self.net2(self.relu(self.net1(x)))
+    def forward(self, inputs):
+        return self.net2(self.relu(self.net1(inputs)))
 
 
 def demo_basic(rank, world_size, port, steps):
