@@ -76,7 +76,7 @@ VARIANTS = {
     "tests/kernels/test_inline.py::test_it_is_compiled": 3,
     "tests/kernels/test_nvrtc.py::test_every_kernel_compiles_and_spills_nothing": 12,
     "tests/kernels/test_rotated.py::test_kernels_equal_the_definition": 2,
-    "tests/pairs/test_pairs.py::test_pairs_obey_the_laws": 4,
+    "tests/fuzz/test_pairs.py::test_pairs_obey_the_laws": 4,
     "tests/unit/test_docs.py::test_schemes_of_the_guide": 3,
     "tests/unit/test_gossip.py::test_ranks_find_the_optimum": 2,
     "tests/unit/test_shard_collectives.py::test_on_many_ranks_what_is_sent": 4,

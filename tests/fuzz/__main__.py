@@ -9,7 +9,6 @@ in the same processes.
 from __future__ import annotations
 
 import argparse
-import queue
 import sys
 import threading
 import time
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from tests.fuzz.case import Case
 from tests.fuzz.faults import BUGS
 from tests.fuzz.laws import Verdict
-from tests.fuzz.runner import Runner
+from tests.fuzz.runner import Runner, each_on_a_runner
 from tests.fuzz.sample import sample
 from tests.fuzz.shrink import shrink
 
@@ -82,12 +81,8 @@ def explore(
         shrinks: seconds for making a broken case small; 0: it is left as it is.
     """
     figures, lock, begin = Figures(), threading.Lock(), time.monotonic()
-    stopped = threading.Event()
-    todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-    for seed in seeds:
-        todo.put(seed)
 
-    def one(runner: Runner, seed: int) -> None:
+    def run(runner: Runner, seed: int) -> None:
         case = sample(seed)
         verdict = runner.run(case)
         with lock:
@@ -118,30 +113,14 @@ def explore(
             with lock:
                 seeds_of.append(seed)
 
-    def work() -> None:
-        runner = Runner(patience, plant)
-        try:
-            while not stopped.is_set():
-                if until is not None and figures.statuses["broken"] >= until:
-                    return
-                one(runner, todo.get_nowait())
-                if progress and figures.cases % 20 == 0:
-                    seconds = time.monotonic() - begin
-                    print(f"{figures.cases} cases, {seconds:.0f} s, {dict(figures.statuses)}")
-                    sys.stdout.flush()
-        except queue.Empty:
-            pass
-        finally:
-            runner.restart()
+        if progress and figures.cases % 20 == 0:
+            seconds = time.monotonic() - begin
+            print(f"{figures.cases} cases, {seconds:.0f} s, {dict(figures.statuses)}", flush=True)
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(processes)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:  # what was found so far
-        stopped.set()
+    def ended() -> bool:
+        return until is not None and figures.statuses["broken"] >= until
+
+    each_on_a_runner(seeds, run, processes=processes, patience=patience, plant=plant, ended=ended)
     figures.seconds = time.monotonic() - begin
     return figures
 

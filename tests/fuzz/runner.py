@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from tests.fuzz import laws
 from tests.fuzz.case import Case
@@ -10,7 +13,9 @@ from tests.fuzz.laws import Verdict, judge
 from tests.fuzz.pool import Team
 from tests.fuzz.worker import Leg, Report, play
 
-__all__ = ["Runner"]
+__all__ = ["Runner", "each_on_a_runner"]
+
+T = TypeVar("T")
 
 # After so many cases a team starts anew: what a case leaves behind must not add up.
 _CASES_OF_A_TEAM = 100
@@ -79,3 +84,38 @@ class Runner:
             self._ran[kind] = []
         self._teams[kind] = team
         return team
+
+
+def each_on_a_runner(
+    todo: Iterable[T],
+    run: Callable[[Runner, T], None],
+    *,
+    processes: int = 1,
+    patience: float = 10.0,
+    plant: str = "",
+    ended: Callable[[], bool] = lambda: False,
+) -> None:
+    """Calls ``run`` for each on as many teams of ranks at a time, until ``ended`` or Ctrl-C."""
+    waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
+    for case in todo:
+        waiting.put(case)
+    stopped = threading.Event()
+
+    def work() -> None:
+        runner = Runner(patience, plant)
+        try:
+            while not (stopped.is_set() or ended()):
+                run(runner, waiting.get_nowait())
+        except queue.Empty:
+            pass
+        finally:
+            runner.restart()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # what there is so far counts
+        stopped.set()

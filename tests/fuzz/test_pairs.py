@@ -1,4 +1,4 @@
-"""Some pairs of features at every run; ``python -m tests.pairs`` runs all of them."""
+"""Some pairs of features at every run; ``python -m tests.fuzz.pairs`` runs all of them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from itertools import islice
 
 import pytest
 
-from tests.fuzz.runner import Runner
-from tests.pairs.__main__ import run_pairs, wrong
-from tests.pairs.features import (
+from tests.fuzz.pairs import (
     ALONE,
     APART,
     FEATURES,
@@ -18,7 +16,10 @@ from tests.pairs.features import (
     UNRELIABLE,
     case_of,
     pairs,
+    run_pairs,
+    wrong,
 )
+from tests.fuzz.runner import Runner
 
 SOME = 20  # pairs of each class
 

@@ -1,29 +1,30 @@
-"""The features that are paired, each as a change of a plain case."""
+"""Features two by two, each as a change of a plain case: ``python -m tests.fuzz.pairs`` runs all.
+
+``--share 0.1``: some of them; ``--with NAME``: only pairs with that feature. Prints what is
+refused, with the reason, and what is broken, with a line that runs it again.
+"""
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import re
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import combinations
 from typing import Any
 
 from tests.fuzz.case import Case
+from tests.fuzz.laws import Verdict
 from tests.fuzz.model import MODEL_FEATURES
+from tests.fuzz.runner import Runner, each_on_a_runner
 from tests.fuzz.schemes import OPTIONS, WRAPPERS
 
-__all__ = [
-    "ALONE",
-    "APART",
-    "FEATURES",
-    "HOSTS",
-    "TOGETHER",
-    "UNRELIABLE",
-    "case_of",
-    "expected",
-    "pairs",
-]
+__all__ = ["ALONE", "APART", "FEATURES", "HOSTS", "TOGETHER", "UNRELIABLE", "case_of", "expected",
+           "pairs", "run_pairs", "wrong"]  # fmt: skip
 
+Pair = tuple[str, str, str]  # the host and two features
 HOSTS = ("torch", "core")
 # What pairs without a scheme run: two rounds, a residual for everything, so that the law of sums
 # is at its sharpest.
@@ -236,3 +237,78 @@ def pairs(host: str) -> Iterator[tuple[str, str]]:
         and case_of(host, left, right) is not None
     ]
     yield from sorted(results, key=lambda value: hashlib.blake2b(repr(value).encode()).digest())
+
+
+def run_pairs(
+    wanted: list[Pair], *, processes: int = 2, patience: float = 10.0
+) -> dict[Pair, Verdict]:
+    """Returns the verdicts on these pairs."""
+    verdicts: dict[Pair, Verdict] = {}
+
+    def run(runner: Runner, pair: Pair) -> None:
+        case = case_of(*pair)
+        assert case is not None
+        verdicts[pair] = runner.run(case)
+        if len(verdicts) % 100 == 0:
+            print(f"{len(verdicts)} pairs", flush=True)
+
+    each_on_a_runner(wanted, run, processes=processes, patience=patience)
+    return verdicts
+
+
+def wrong(verdicts: dict[Pair, Verdict]) -> list[str]:
+    """Returns lines on pairs that are broken, refused without need, or not refused any more."""
+    lines = []
+    for (host, left, right), verdict in sorted(verdicts.items()):
+        name, reason = f"{host}: {left} + {right}", expected(host, left, right)
+        if verdict.status == "broken":
+            case = case_of(host, left, right)
+            assert case is not None
+            lines.append(f"BROKEN {name}: {verdict.law}: {verdict.text[:200]}")
+            lines.append(f"  python -m tests.fuzz --case '{case.dumps()}'")
+        elif verdict.status == "refused":
+            if reason is None or not re.search(reason, verdict.text):
+                lines.append(f"NOT EXPECTED to be refused: {name}: {verdict.text[:200]}")
+        elif (left, right) in TOGETHER:
+            lines.append(f"NOT REFUSED any more: {name}")
+    return lines
+
+
+def show(verdicts: dict[Pair, Verdict]) -> str:
+    """Returns a text: what is wrong, and the refused pairs by reason."""
+    reasons: dict[str, list[str]] = {}
+    count = dict.fromkeys(("ok", "refused", "broken"), 0)
+    for (host, left, right), verdict in sorted(verdicts.items()):
+        count[verdict.status] += 1
+        if verdict.status == "refused":
+            reason = f"{verdict.law}: {verdict.text[:200]}"
+            reasons.setdefault(reason, []).append(f"{host}: {left} + {right}")
+    lines = wrong(verdicts)
+    for reason, names in sorted(reasons.items()):
+        lines.append(f"refused, {reason}")
+        lines += [f"  {name}" for name in names]
+    return "\n".join([*lines, f"{len(verdicts)} pairs: {count}"])
+
+
+def main() -> int:
+    """The command line; 1 if a pair is not as it is to be."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.pairs", description=__doc__)
+    parser.add_argument("--share", type=float, default=1.0, help="of all pairs")
+    parser.add_argument("--skip", type=float, default=0.0, help="share to leave out before that")
+    parser.add_argument("--host", choices=HOSTS, action="append")
+    parser.add_argument("--with", dest="feature", choices=list(FEATURES))
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=10.0, help="seconds")
+    asked = parser.parse_args()
+    wanted = []
+    for host in asked.host or HOSTS:
+        of_host = [pair for pair in pairs(host) if asked.feature is None or asked.feature in pair]
+        first, count = (round(len(of_host) * value) for value in (asked.skip, asked.share))
+        wanted += [(host, *value) for value in of_host[first : first + count]]
+    verdicts = run_pairs(wanted, processes=asked.processes, patience=asked.patience)
+    print(show(verdicts))
+    return int(bool(wrong(verdicts)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
