@@ -20,7 +20,7 @@ import ddp_core
 from commhooks.checkpoint._ranks import resizes_of
 from ddp_core import AllReduce, Lanes, Task
 from ddp_core.exchange._lane_groups import _pools
-from tests.tools.harness import Died, run_ranks
+from tests.tools.harness import Died, run_cases, run_ranks
 from tests.tools.training import batch, equal_bits, flat, gradients, mlp, outcome, residuals
 
 CLASSES = {"torch": DistributedDataParallel, "core": ddp_core.DistributedDataParallel}
@@ -358,9 +358,8 @@ def _refuses(rank: int, world_size: int, host: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("host", CLASSES)
-def test_what_cannot_change_says_why_and_stays_as_it_was(host: str) -> None:
-    run_ranks(_refuses, 2, host)
+def test_what_cannot_change_says_why_and_stays_as_it_was() -> None:
+    run_cases(_refuses, 2, [(host,) for host in CLASSES])
 
 
 def _nobody_told_it(rank: int, world_size: int, explicit: bool) -> Any:
@@ -379,14 +378,13 @@ def _nobody_told_it(rank: int, world_size: int, explicit: bool) -> Any:
     return error, hook.step, gradients(model)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_a_model_that_moved_alone_raises_until_its_hook_follows(explicit: bool) -> None:
-    results = run_ranks(_nobody_told_it, 2, explicit)
-    for error, steps, _ in results:
-        assert error[0] == "RegistrationError"
-        assert "hook.change_group(group)" in error[1]
-        assert steps == 2
-    assert equal_bits([grads for _, _, grads in results])
+def test_a_model_that_moved_alone_raises_until_its_hook_follows() -> None:
+    for ranks in run_cases(_nobody_told_it, 2, [(False,), (True,)]):
+        for error, steps, _ in ranks:
+            assert error[0] == "RegistrationError"
+            assert "hook.change_group(group)" in error[1]
+            assert steps == 2
+        assert equal_bits([grads for _, _, grads in ranks])
 
 
 # ---- what is left over
@@ -540,10 +538,10 @@ def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
     return means
 
 
-@pytest.mark.parametrize("name", ["random_k", "eden", "topk"])
-def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others(name: str) -> None:
-    for means in zip(*run_ranks(_joins_calls, 3, name), strict=True):
-        assert equal_bits(list(means))
+def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others() -> None:
+    for ranks in run_cases(_joins_calls, 3, [("random_k",), ("eden",), ("topk",)]):
+        for means in zip(*ranks, strict=True):
+            assert equal_bits(list(means))
 
 
 def _after_a_call_that_failed(rank: int, world_size: int) -> Tensor | None:

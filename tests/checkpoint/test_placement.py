@@ -34,7 +34,7 @@ from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDen
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_ranks
+from tests.tools.harness import run_cases, run_ranks
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -143,11 +143,11 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
         assert _same(_residuals(again), wanted)
 
 
-@pytest.mark.parametrize("host", ["ddp_core", "fsdp2", "fsdp1"])
 def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
-    host: str, tmp_path: Any
+    tmp_path: Any,
 ) -> None:
-    run_ranks(_columns, 4, host, str(tmp_path), ignore_warnings=QUIET)
+    cases = [(host, str(tmp_path / host)) for host in ("ddp_core", "fsdp2", "fsdp1")]
+    run_cases(_columns, 4, cases, ignore_warnings=QUIET)
 
 
 def _torch(rank: int, world_size: int) -> None:
@@ -242,9 +242,22 @@ def _between_columns(rank: int, world_size: int) -> None:
     model = sharded(model, mesh["shard"])
     with pytest.raises(MismatchError, match=r"0\.weight#. .* piece 0 of 2 .* piece 1 of 2"):
         commhooks.register(model, "none", replicate_group=mesh["tp"])
+    # Padding is no parameter: where tensor parallelism cuts everything, nothing else travels.
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    whole: Any = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    whole[2].bias = None
+    cpu = torch.device("cpu")
+    padded = FullyShardedDataParallel(whole, device_mesh=mesh["dp"], device_id=cpu)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*tensor parallelism have in common")
+        hook = commhooks.register(padded, "signsgd")
+        hook.switch("int4")
+    assert any(map(is_padding, hook.parameters.shapes))
+    assert not replicated_parameters(hook.scheme, hook.parameters)
+    backward(padded, 0, rank // 2)
 
 
-def test_a_mean_between_columns_is_refused() -> None:
+def test_a_mean_between_columns_is_refused_and_padding_is_no_parameter() -> None:
     run_ranks(_between_columns, 4, ignore_warnings=QUIET)
 
 
@@ -336,24 +349,6 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
     host: str,
 ) -> None:
     run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
-
-
-def _padded(rank: int, world_size: int) -> None:
-    """Nothing else travels, nor is there a warning, where tensor parallelism cuts everything."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model: Any = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
-    model[2].bias = None
-    cpu = torch.device("cpu")
-    model = FullyShardedDataParallel(model, device_mesh=mesh["dp"], device_id=cpu)
-    hook = commhooks.register(model, "signsgd")
-    hook.switch("int4")
-    assert any(map(is_padding, hook.parameters.shapes))
-    assert not replicated_parameters(hook.scheme, hook.parameters)
-    backward(model, 0, rank // 2)
-
-
-def test_padding_is_no_parameter() -> None:
-    run_ranks(_padded, 4, ignore_warnings=(*QUIET[:2], *QUIET[3:]))
 
 
 def _not_cut(rank: int, world_size: int) -> None:

@@ -20,11 +20,11 @@ def test_random_configurations_obey_the_laws(part: int) -> None:
     assert not figures.findings, figures.show()
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_a_case_is_one_line_that_says_all(seed: int) -> None:
-    case = sample(seed)
-    assert Case.loads(case.dumps()) == case
-    assert "\n" not in case.dumps()
+def test_a_case_is_one_line_that_says_all() -> None:
+    for seed in range(50):
+        case = sample(seed)
+        assert Case.loads(case.dumps()) == case
+        assert "\n" not in case.dumps()
 
 
 def test_a_seed_gives_the_same_case_every_time() -> None:

@@ -18,7 +18,7 @@ from commhooks import DiLoCo, Scheme
 from commhooks.core import Bucket, Result, SchemeExchange, Traits
 from commhooks.local import local_sgd
 from commhooks.local._fragments import fragments_of
-from tests.tools.harness import run_ranks
+from tests.tools.harness import run_cases, run_ranks
 from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters
 
 LR = 0.1
@@ -93,33 +93,28 @@ def _by_hand(
     return [parameters(model) for model in models]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"every": 4},
-        {"every": 6, "fragments": 3},
-        {"every": 6, "fragments": 3, "delay": 1},
-    ],
-)
-def test_it_is_what_the_papers_say(options: dict[str, Any]) -> None:
-    results = run_ranks(_train, 3, 14, options)
-    for (got, applied, _), expected in zip(results, _by_hand(14, 3, **options), strict=True):
-        torch.testing.assert_close(got, expected, rtol=0, atol=2e-5)
-        assert sum(applied) == 14 // (options["every"] // options.get("fragments", 1)) - (
-            options.get("delay", 0) > 0
-        )
+def test_it_is_what_the_papers_say() -> None:
+    ranks = 3
+    settings: list[dict[str, Any]] = [
+        {"every": 4}, {"every": 6, "fragments": 3}, {"every": 6, "fragments": 3, "delay": 1},
+    ]  # fmt: skip
+    cases = [(14, options) for options in settings]
+    for options, results in zip(settings, run_cases(_train, ranks, cases), strict=True):
+        for (got, applied, _), wanted in zip(results, _by_hand(14, ranks, **options), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
+            assert sum(applied) == 14 // (options["every"] // options.get("fragments", 1)) - (
+                options.get("delay", 0) > 0
+            )
 
 
-@pytest.mark.parametrize("scheme", ["int4", "onebit", "powersgd", "topk"])
-def test_ranks_agree_bit_for_bit_after_an_exchange(scheme: str) -> None:
-    results = run_ranks(_train, 2, 12, {"every": 4}, scheme)
-    assert equal_bits([got for got, _, _ in results])
-
-
-def test_gradients_do_not_travel() -> None:
-    for _, applied, rounds in run_ranks(_train, 2, 12, {"every": 4}):
-        assert applied == [step % 4 == 3 for step in range(12)]
-        assert rounds == 3
+def test_ranks_agree_bit_for_bit_after_an_exchange_and_gradients_do_not_travel() -> None:
+    schemes = ("none", "int4", "onebit", "powersgd", "topk")
+    cases = [(12, {"every": 4}, scheme) for scheme in schemes]
+    for scheme, results in zip(schemes, run_cases(_train, 2, cases), strict=True):
+        assert equal_bits([got for got, _, _ in results]), scheme
+        for _, applied, rounds in results:
+            assert applied == [step % 4 == 3 for step in range(12)]
+            assert rounds == 3 or scheme != "none"
 
 
 def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -> list[Tensor]:
@@ -149,16 +144,11 @@ def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -
     return ends
 
 
-@pytest.mark.parametrize(
-    ("scheme", "options"),
-    [
-        ("int4", {"every": 4}),
-        ("onebit", {"every": 8, "fragments": 2, "delay": 3}),  # saved under way
-    ],
-)
-def test_a_resumed_run_equals_one_that_went_on(scheme: str, options: dict[str, Any]) -> None:
-    for went_on, resumed in run_ranks(_resumed, 2, scheme, options):
-        assert torch.equal(went_on, resumed)
+def test_a_resumed_run_equals_one_that_went_on() -> None:
+    under_way = {"every": 8, "fragments": 2, "delay": 3}
+    for ranks in run_cases(_resumed, 2, [("int4", {"every": 4}), ("onebit", under_way)]):
+        for went_on, resumed in ranks:
+            assert torch.equal(went_on, resumed)
 
 
 def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -323,8 +313,7 @@ def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
     return outer.hook.step, outer.outer_steps, values
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_two_dtypes_are_two_buckets_of_one_step(delay: int) -> None:
-    results = run_ranks(_two_dtypes, 3, delay)
-    assert {(steps, outer_steps) for steps, outer_steps, _ in results} == {(10, 10)}
-    assert equal_bits([values for *_, values in results])
+def test_two_dtypes_are_two_buckets_of_one_step() -> None:
+    for results in run_cases(_two_dtypes, 3, [(0,), (1,)]):
+        assert {(steps, outer_steps) for steps, outer_steps, _ in results} == {(10, 10)}
+        assert equal_bits([values for *_, values in results])

@@ -21,7 +21,7 @@ from commhooks.core import Bucket, SchemeExchange
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers import ErrorFeedback
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_ranks
+from tests.tools.harness import run_cases, run_ranks
 from tests.tools.training import equal_bits, outcome
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
@@ -360,10 +360,10 @@ def _averaging(collectives: commhooks.Collectives) -> Any:
     return lambda tensor, name: run(collectives, tensor, name, op=AVG)
 
 
-@pytest.mark.parametrize("how", ["own", "gathered"])
-def test_saved_and_loaded_calls_go_on_bit_for_bit(how: str) -> None:
-    for results in run_ranks(_resumed, 2, how, timeout=100):
-        assert all(results.values()), results
+def test_saved_and_loaded_calls_go_on_bit_for_bit() -> None:
+    for ranks in run_cases(_resumed, 2, [("own",), ("gathered",)], timeout=100):
+        for results in ranks:
+            assert all(results.values()), results
 
 
 def _across_hosts(rank: int, world_size: int) -> dict[str, Any]:

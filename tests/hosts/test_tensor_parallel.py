@@ -32,7 +32,7 @@ import commhooks
 from commhooks.errors import CheckpointError
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of
-from tests.tools.harness import run_ranks
+from tests.tools.harness import run_cases, run_ranks
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 NAMES = ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
@@ -74,9 +74,8 @@ def _run(rank: int, world_size: int, name: str) -> None:
     assert again.step == 3
 
 
-@pytest.mark.parametrize("name", ["none", "int8", "powersgd"])
-def test_shards_are_averaged_and_names_stay(name: str) -> None:
-    run_ranks(_run, 4, name)
+def test_shards_are_averaged_and_names_stay() -> None:
+    run_cases(_run, 4, [("none",), ("int8",), ("powersgd",)])
 
 
 class _Tied(nn.Module):

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import RegistrationError
 from commhooks.hosts import torchft as host
-from tests.tools.harness import run_ranks
+from tests.tools.harness import run_cases, run_ranks
 from tests.tools.training import batch, equal_bits, flat, gradients, mlp, residuals
 
 SCHEMES = {"int8": {}, "topk": {"ratio": 0.2}, "powersgd": {"rank": 1}}
@@ -187,7 +187,7 @@ def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(
 
 def _never_called(rank: int, world_size: int, how: str) -> None:
     manager, model = Manager(rank), _model(rank)
-    manager.start_quorum(1, list(range(world_size)))
+    manager.start_quorum(len(how), list(range(world_size)))  # each in a store of its own
     hook = host.register(model, manager, "int8")
     for number in range(3):
         module = model.module if how == "beside" else model
@@ -204,9 +204,8 @@ def _never_called(rank: int, world_size: int, how: str) -> None:
     assert len(messages) == (how == "beside")
 
 
-@pytest.mark.parametrize("how", ["beside", "called"])
-def test_a_loss_computed_beside_the_wrapper_warns_at_the_end(how: str) -> None:
-    run_ranks(_never_called, 2, how)
+def test_a_loss_computed_beside_the_wrapper_warns_at_the_end() -> None:
+    run_cases(_never_called, 2, [("beside",), ("through",)])
 
 
 # ---- torchft itself

@@ -475,7 +475,7 @@ MUTANTS: list[Mutant] = [
             "residuals of another column are taken",
             'if pieces.get(name, "") != here.get(name, "")]',
             "if False]",
-            f"{COLUMNS}[ddp_core]",
+            COLUMNS,
         ),
     ),
     *planted(
@@ -569,7 +569,7 @@ MUTANTS: list[Mutant] = [
             "FSDP2 does not say which pieces it has",
             "cut = shard_spec_of(dtensor_spec_before(parameter))",
             'piece = ""',
-            f"{COLUMNS}[fsdp2]",
+            COLUMNS,
         ),
     ),
     *planted(
@@ -615,7 +615,7 @@ MUTANTS: list[Mutant] = [
             "shard_spec_of(spec)\n        for parameter_name, spec in named_specs\n"
             '        if hasattr(spec, "placements")\n    }',
             "shard_spec_of(spec) for parameter_name, spec in named_specs if False}",
-            f"{COLUMNS}[fsdp1]",
+            COLUMNS,
         ),
     ),
     *planted(
@@ -624,7 +624,7 @@ MUTANTS: list[Mutant] = [
             "local shards forget whose they are",
             "setattr(local, _SPEC, dtensor_spec_of(parameter))",
             "setattr(local, _SPEC, None)",
-            f"{COLUMNS}[ddp_core]",
+            COLUMNS,
         ),
     ),
 ]
