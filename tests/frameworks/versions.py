@@ -50,14 +50,14 @@ def section(page: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    found = {}
+    results = {}
     for name in FRAMEWORKS:
         try:
-            found[name] = version(name)
+            results[name] = version(name)
         except PackageNotFoundError:  # its tests were skipped
             print(f"{name} is not installed: its row stays")
     text = PAGE.read_text(encoding="utf-8")
     torch_version = version("torch").partition("+")[0]
-    text = updated(text, found, torch_version, date.today().isoformat())
+    text = updated(text, results, torch_version, date.today().isoformat())
     PAGE.write_text(text, encoding="utf-8")
     print(*section(text), sep="\n")

@@ -17,6 +17,7 @@ from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed._composable.replicate_with_fsdp import replicate as on_fsdp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import Scheme
@@ -235,7 +236,6 @@ def _by_schemes(rank: int, world_size: int) -> dict[str, tuple[Means, Means]]:
     }
 
 
-@pytest.mark.slow
 def test_hosts_of_one_layout_give_the_same_bits_and_others_have_the_error_of_the_scheme() -> None:
     ranks = run_ranks(_by_schemes, 2, ignore_warnings=QUIET)
     for name in SCHEMES:
@@ -272,6 +272,13 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     ours, plain = (composable(mlp(32, 4), bucket_cap_mb=0.004) for _ in range(2))
     commhooks.register(ours, none)
     results["`replicate()`, composable"] = [_trained(model, rank) for model in (ours, plain)]
+    group = commhooks.process_group(none, least=1)
+    grouped, plain = (
+        DistributedDataParallel(mlp(32, 4), process_group=over, bucket_cap_mb=0.004)
+        for over in (group, None)
+    )
+    results["`process_group`"] = [_trained(model, rank) for model in (grouped, plain)]
+    assert group.hook.ledger.dense_bytes > 0
     return results
 
 

@@ -253,21 +253,6 @@ def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group() -> None:
 # ---- DistributedDataParallel without a hook
 
 
-def _none(rank: int, world_size: int) -> dict[str, bool]:
-    group = commhooks.process_group("none", least=1)
-    ours = train(wrapped(group), rank)
-    return {
-        "bits": all(map(torch.equal, ours, train(wrapped(), rank))),
-        "ledger": group.hook.ledger.dense_bytes > 0,
-    }
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_without_a_scheme_a_model_gets_the_bits_of_a_plain_group(ranks: int) -> None:
-    for results in run_ranks(_none, ranks):
-        assert all(results.values()), results
-
-
 STATELESS: dict[str, dict[str, Any]] = {
     "int8": {"rounding": "nearest", "error_feedback": False},
     "fp16": {},
