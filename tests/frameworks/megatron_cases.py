@@ -72,7 +72,7 @@ def reduces(folder: Path) -> dict[str, Any]:
             for scheme in SCHEMES:
                 param_and_grad_buffer.reduce_scatter_with_fp32_accumulation = ReduceScatter(scheme)
                 pairs = zip(shards(overlap, dtype), exact, strict=True)
-                error = max(float((pair - two).norm() / two.norm()) for pair, two in pairs)
+                error = max(float((left - right).norm() / right.norm()) for left, right in pairs)
                 errors[f"{scheme} {dtype} {overlap}"] = error
     dist.destroy_process_group()
     return errors

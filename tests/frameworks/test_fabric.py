@@ -36,10 +36,9 @@ def test_it_trains_as_without_a_hook_and_accumulates(tmp_path: Path) -> None:
 def test_a_checkpoint_of_two_ranks_is_loaded_by_three(tmp_path: Path) -> None:
     saved = cases(SCRIPT, "saves", tmp_path)
     loaded = cases(SCRIPT, "loads", tmp_path, ranks=3)
-    assert {value["step"] for value in (*saved, *loaded)} == {4}
+    assert {values["step"] for values in (*saved, *loaded)} == {4}
     before, after = (
-        torch.tensor([process["residual"] for process in ranks]).mean(0)
-        for ranks in (saved, loaded)
+        torch.tensor([values["residual"] for values in ranks]).mean(0) for ranks in (saved, loaded)
     )
     assert before.any()
     torch.testing.assert_close(after, before)

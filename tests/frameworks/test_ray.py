@@ -16,9 +16,9 @@ pytestmark = [needs("ray"), pytest.mark.distributed, pytest.mark.timeout(1600)]
 
 def latest(folder: Path, run: str = "example") -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's file and the hook's in the last checkpoint."""
-    results = max((folder / run).glob("checkpoint_*[0-9]"))
+    latest = max((folder / run).glob("checkpoint_*[0-9]"))
     (model, hook) = (
-        torch.load(results / name, weights_only=True) for name in ("model.pt", "commhooks_state.pt")
+        torch.load(latest / name, weights_only=True) for name in ("model.pt", "commhooks_state.pt")
     )
     return model, hook
 

@@ -712,7 +712,7 @@ def _in_two_groups(rank: int, world_size: int) -> tuple[float, float]:
     same, ranks = numbers(0, rank // 2, 1000), [torch.empty(1000) for _ in range(4)]
     commhooks.all_reduce(same, "int4", op=AVG, group=local[rank % 2], error_feedback=False)
     dist.all_gather(ranks, same)
-    assert all(torch.equal(process, same) for process in ranks)  # equal inputs give equal means
+    assert all(torch.equal(mean, same) for mean in ranks)  # equal inputs give equal means
     rows, columns = (
         [dist.new_group(list(ranks)) for ranks in groups]
         for groups in (((0, 1), (2, 3)), ((0, 2), (1, 3)))

@@ -272,7 +272,7 @@ def _stateless(rank: int, world_size: int) -> dict[str, Any]:
         commhooks.register(other, name, **options)
         pairs = list(zip(train(model, rank), train(other, rank), strict=True))
         # A group does not know the parameters, where the hook's blocks begin.
-        apart = [float((pair - two).norm() / two.norm()) for pair, two in pairs]
+        apart = [float((left - right).norm() / right.norm()) for left, right in pairs]
         results[name] = max(apart) < (0.05 if name in BLOCKS else 1e-9)
     seeds = [
         train(wrapped(commhooks.process_group("int8", least=1, seed=value)), rank, 1)
@@ -346,7 +346,7 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
 
     def near(means: list[Tensor], allowed: float) -> bool:
         pairs = zip(means, dense, strict=True)
-        return all(float((pair - two).norm() / two.norm()) <= allowed for pair, two in pairs)
+        return all(float((left - right).norm() / right.norm()) <= allowed for left, right in pairs)
 
     group = commhooks.process_group("int8", least=1)
     mesh = DeviceMesh.from_group(
@@ -414,7 +414,8 @@ def _sharded(rank: int, world_size: int) -> dict[str, Any]:
         group = commhooks.process_group(name, least=1)
         means = local_means(model_over(group, dtype), rank)
         errors = [
-            float((mean - two).norm() / two.norm()) for mean, two in zip(means, dense, strict=True)
+            float((mean - exact).norm() / exact.norm())
+            for mean, exact in zip(means, dense, strict=True)
         ]
         near = max(errors) == 0 if name == "none" else 0 < min(errors) < max(errors) < 0.06
         results[f"{name} {dtype}"] = near and group.hook.calls == 3 * STEPS
@@ -510,7 +511,7 @@ def _composable(rank: int, world_size: int) -> dict[str, bool]:
         plain = wrapped()
         other = commhooks.register(plain, "topk", ratio=0.1)
         pairs = [train(model, rank), train(plain, rank)]
-        near = [float((pair - two).norm()) for pair, two in zip(*pairs, strict=True)]
+        near = [float((left - right).norm()) for left, right in zip(*pairs, strict=True)]
         # Buckets after the first step, from which the hook may begin here, are others.
         results[when] = max(near) == 0 if when == "before" else hook.step == STEPS
         results[f"{when} kept"] = (hook.residual("0.weight") is not None) and other.step == STEPS
@@ -560,7 +561,8 @@ def _composable_among_some(rank: int, world_size: int) -> dict[str, bool]:
         hook = commhooks.register(model, "int8")
         means = train(model, rank, 2)
         near = [
-            float((mean - two).norm() / two.norm()) for mean, two in zip(means, dense, strict=True)
+            float((mean - exact).norm() / exact.norm())
+            for mean, exact in zip(means, dense, strict=True)
         ]
         results[name] = 0 < max(near) < 0.04 and hook.world_size == 2
     return results

@@ -160,7 +160,9 @@ def _recomputes(rank: int, world_size: int) -> None:
         results.append([parameter.grad for parameter in model.parameters()])
         assert not any(isinstance(value, DTensor) for value in vars(module.inner[0]).values())
     for other in results[1:]:
-        assert all(torch.equal(value, two) for value, two in zip(results[0], other, strict=True))
+        assert all(
+            torch.equal(value, wanted) for value, wanted in zip(results[0], other, strict=True)
+        )
 
 
 def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
