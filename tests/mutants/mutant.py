@@ -1,16 +1,18 @@
-"""What a planted bug is, and where in the source its text stands."""
+"""Reads planted bugs, and finds in the source the text that each changes."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ROOT", "Mutant", "planted"]
+__all__ = ["ROOT", "Mutant", "planted_bugs"]
 
-ROOT = Path(__file__).parents[2]
+_FOLDER = Path(__file__).parent
+ROOT = _FOLDER.parents[1]
 _PACKAGES = ("commhooks", "ddp_core", "kernels")
 
 
@@ -33,23 +35,39 @@ class Mutant(NamedTuple):
 
     def planted_in(self, root: Path = ROOT) -> tuple[str, str]:
         """The file that has the text, below ``root``, and its source with this bug."""
-        found = []
+        fits = []
         for file, begin, end in _places(self.where):
             source = (root / file).read_text()
             part = source[begin:end]
             after = part.replace(self.old, self.new)
-            found += [(file, source[:begin] + after + source[end:])] * part.count(self.old)
-        if len(found) != 1:
+            fits += [(file, source[:begin] + after + source[end:])] * part.count(self.old)
+        if len(fits) != 1:
             raise ValueError(
-                f"mutant {self.name!r}: its text occurs {len(found)} times in {self.where}, not "
+                f"mutant {self.name!r}: its text occurs {len(fits)} times in {self.where}, not "
                 f"once; the source has changed, write the mutant anew"
             )
-        return found[0]
+        return fits[0]
 
 
-def planted(where: str, *bugs: tuple[str, str, str, str]) -> list[Mutant]:
-    """Several bugs of one place: name, old text, new text, test."""
-    return [Mutant(name, where, old, new, test) for name, old, new, test in bugs]
+def planted_bugs() -> list[Mutant]:
+    """Reads the bugs of all files ``*.bugs`` beside this one.
+
+    A line ``## Engine.exchange`` names the place of the bugs below it. A bug is a line with its
+    name, a line with the test that finds it, lines with a minus and the old text, and lines with
+    a plus and the new text; without a plus the old text goes. Text before the first place says
+    what the file is about.
+    """
+    return [mutant for path in sorted(_FOLDER.glob("*.bugs")) for mutant in _bugs_in(path)]
+
+
+def _bugs_in(path: Path) -> Iterator[Mutant]:
+    _, *places = path.read_text().split("\n## ")
+    for place in places:
+        where, _, bugs = place.partition("\n")
+        for bug in re.split(r"\n{2,}", bugs.strip("\n")):
+            name, test, *lines = bug.split("\n")
+            old, new = ("\n".join(line[1:] for line in lines if line[0] == sign) for sign in "-+")
+            yield Mutant(name, where, old, new, test)
 
 
 def _places(where: str) -> list[tuple[str, int, int]]:
@@ -81,7 +99,7 @@ def _definitions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, in
     for inner in ast.iter_child_nodes(node):
         if isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             name = prefix + inner.name
-            first = min([inner.lineno, *(one.lineno for one in inner.decorator_list)])
+            first = min([inner.lineno, *(decorator.lineno for decorator in inner.decorator_list)])
             yield name, first, inner.end_lineno or first
             yield from _definitions(inner, name + ".")
         elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

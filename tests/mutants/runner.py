@@ -49,8 +49,8 @@ def run_all(
     with ThreadPoolExecutor(jobs) as pool:
         running = [pool.submit(_run, mutant) for mutant in mutants]
         outcomes = []
-        for one in as_completed(running):
-            outcomes.append(one.result())
+        for ended in as_completed(running):
+            outcomes.append(ended.result())
             report(outcomes[-1])
     return outcomes
 
@@ -60,7 +60,7 @@ def baseline(mutants: Iterable[Mutant]) -> str:
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "source")
         _copy_to(copy)
-        code, text = _pytest(copy, list(dict.fromkeys(one.test for one in mutants)), 3600.0)
+        code, text = _pytest(copy, list(dict.fromkeys(mutant.test for mutant in mutants)), 3600.0)
     return "" if code == 0 else text
 
 

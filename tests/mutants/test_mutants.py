@@ -10,16 +10,17 @@ from functools import cache
 
 import pytest
 
-from tests.mutants.mutant import ROOT, Mutant
-from tests.mutants.table import MUTANTS
+from tests.mutants.mutant import ROOT, Mutant, planted_bugs
+
+MUTANTS = planted_bugs()
 
 
 def test_there_are_enough_and_each_has_a_name_of_its_own() -> None:
-    names = [one.name for one in MUTANTS]
+    names = [mutant.name for mutant in MUTANTS]
     assert len(set(names)) == len(names) >= 60
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_a_mutant_fits_the_source_and_is_code(mutant: Mutant) -> None:
     file, planted = mutant.planted_in()
     source = _source(file)
@@ -39,7 +40,7 @@ def _dump(file: str) -> str:
     return ast.dump(ast.parse(_source(file)))
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda one: one.name)
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_test_of_a_mutant_is_there(mutant: Mutant) -> None:
     file, _, case = mutant.test.partition("::")
     text = (ROOT / file).read_text()
@@ -67,5 +68,5 @@ def test_every_test_of_a_mutant_is_among_those_of_make_test() -> None:
     assert not [
         test
         for test in tests
-        if not any(one == test or one.startswith(f"{test}[") for one in quick)
+        if not any(case == test or case.startswith(f"{test}[") for case in quick)
     ]
