@@ -1,4 +1,4 @@
-"""Numeric primitives of the schemes, called ops; the PyTorch definition of each specifies it."""
+"""Defines the numeric primitives of schemes, called ops; their PyTorch definitions specify them."""
 
 # Modules, a .py, .cpp and .cu file for each op or family of ops:
 #

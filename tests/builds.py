@@ -1,4 +1,4 @@
-"""What tests compile: made once a run, for all workers and the processes that tests start."""
+"""Files that tests compile, once a run for all workers and the processes that tests start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FOLDER = "COMMHOOKS_BUILDS"  # in the environment, by conftest.py
 
 @cache
 def folder() -> Path:
-    """Where compiled files lie; for a program that runs without pytest, one of its own."""
+    """The folder of compiled files; for a program that runs without pytest, one of its own."""
     return Path(os.environ.get(FOLDER) or tempfile.mkdtemp(prefix="builds-"))
 
 

@@ -164,14 +164,14 @@ def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     # which may differ between ranks, so this is the second choice.
     is_subset = len(ranks) != dist.get_world_size()
     this_host = hosts[group.rank()]
-    own: dist.ProcessGroup | None = None
+    subgroup: dist.ProcessGroup | None = None
     for host in [this_host] if is_subset else sorted(set(hosts)):
         on_host = [rank for rank, other in zip(ranks, hosts, strict=True) if other == host]
         make = partial(dist.new_group, on_host, use_local_synchronization=is_subset)
         host_group: dist.ProcessGroup = make_with_timeout(group, make)
-        own = host_group if host == this_host else own
-    assert own is not None
-    return own
+        subgroup = host_group if host == this_host else subgroup
+    assert subgroup is not None
+    return subgroup
 
 
 # So that torch.load(..., weights_only=True) loads a pickled state, which holds numbers only.

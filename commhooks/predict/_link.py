@@ -248,10 +248,12 @@ def _fit_link(
     """Returns the link that fits the times of a part best; the slowest if several fit equally."""
     groups = []
     for collective in COLLECTIVES:
-        chosen = [one for one in times if (one.part, one.collective) == (part, collective)]
+        chosen = [
+            timing for timing in times if (timing.part, timing.collective) == (part, collective)
+        ]
         if chosen:
-            seconds = np.array([one.seconds for one in chosen])
-            groups.append((collective, [one.nbytes for one in chosen], np.log(seconds)))
+            seconds = np.array([timing.seconds for timing in chosen])
+            groups.append((collective, [timing.nbytes for timing in chosen], np.log(seconds)))
 
     def distance(latency: float, bandwidth: float) -> float:
         fabric = fabric_of(Link(10.0**latency, 10.0**bandwidth))

@@ -83,7 +83,7 @@ def recorded(name: str, run: Run, out: Path, ranks: int = 2) -> list[tuple[int, 
 
 
 def first_gradients(task: Task, rank: int) -> dict[str, torch.Tensor]:
-    """What a rank computes in step 0."""
+    """The gradients of a rank in step 0."""
     torch.manual_seed(0)
     model = task.model()
     inputs, target = task.batch(rank, 0)

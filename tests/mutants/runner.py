@@ -24,7 +24,7 @@ _SKIP = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a mutant.
+    """Verdict on a mutant.
 
     Attributes:
         verdict: "killed", "survived", "no end" in time, or "no test" where pytest found none.

@@ -25,17 +25,17 @@ HOSTS = Path(__file__).parents[1] / "predict" / "scripts"
 
 @dataclass(frozen=True)
 class Ran:
-    """What became of a script.
+    """Outcome of a script.
 
     Attributes:
         codes: exit codes of the ranks; None for one that did not end in time.
         output: of each rank.
-        told: what the script's processes left for the command.
+        report: what the script's processes left for the command.
     """
 
     codes: tuple[int | None, ...]
     output: tuple[str, ...]
-    told: dict[str, Any]
+    report: dict[str, Any]
 
 
 def run_script(
@@ -65,15 +65,15 @@ def run_script(
         ranks[-1].start()
     try:
         end = time.monotonic() + timeout
-        for one in ranks:
-            one.join(max(end - time.monotonic(), 0.0))
-        codes = tuple(one.exitcode for one in ranks)
+        for rank in ranks:
+            rank.join(max(end - time.monotonic(), 0.0))
+        codes = tuple(rank.exitcode for rank in ranks)
     finally:
-        for one in ranks:
-            one.kill()
-            one.join()
-    told = json.loads(status.read_text()) if status.exists() else {}
-    return Ran(codes, tuple((folder / f"rank{rank}").read_text() for rank in range(2)), told)
+        for rank in ranks:
+            rank.kill()
+            rank.join()
+    report = json.loads(status.read_text()) if status.exists() else {}
+    return Ran(codes, tuple((folder / f"rank{rank}").read_text() for rank in range(2)), report)
 
 
 def _rank(argv: list[str], environment: dict[str, str], log: str) -> None:

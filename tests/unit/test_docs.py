@@ -297,13 +297,31 @@ def documented(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
                 yield from documented(node, f"{node.name}.")
 
 
+def test_variables_are_named_for_what_they_hold() -> None:
+    places = {"one", "own", "found", "told", "mine", "it", "item"}  # in a sentence
+    for package in (*PACKAGES, "tests", "experiments"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            nodes = list(ast.walk(ast.parse(path.read_text())))
+            names = {node.arg for node in nodes if isinstance(node, ast.arg)}
+            names |= {
+                node.id
+                for node in nodes
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            }
+            assert not names & places, path
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_public_docstrings_begin_with_a_verb(package: str) -> None:
+def test_modules_and_public_docstrings_begin_with_a_verb(package: str) -> None:
     wrong = []
     for path in sorted((ROOT / package).rglob("*.py")):
         if path.name == "_app.py":  # what the command line says of itself
             continue
-        for name, word in documented(ast.parse(path.read_text())):
+        tree = ast.parse(path.read_text())
+        module = (
+            [("module", text.split()[0].strip(",:;"))] if (text := ast.get_docstring(tree)) else []
+        )
+        for name, word in [*module, *documented(tree)]:
             is_verb = word in ("Whether", "Raised") or (word.endswith("s") and word.isalpha())
             if not is_verb or word in NOUNS:
                 wrong.append(f"{path.relative_to(ROOT)}: {name}: {word}")

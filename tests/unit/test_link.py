@@ -97,8 +97,10 @@ def test_links_inside_and_between_nodes_are_told_apart() -> None:
     # Several network cards need several ranks: those of all tell the bandwidth, if they reach more.
     wide = replace(fabric, between=Link(4e-5, 4e9))
     times = [
-        one._replace(seconds=model_seconds(layout, one, wide)) if one.part == "all" else one
-        for one in times
+        timing._replace(seconds=model_seconds(layout, timing, wide))
+        if timing.part == "all"
+        else timing
+        for timing in times
     ]
     assert_near(fit_fabric(layout, times, "gloo").between, Link(4e-5, 4e9))
 
