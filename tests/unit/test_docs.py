@@ -149,15 +149,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
-        if "://" in link:
-            continue
-        target, _, anchor = link.partition("#")
-        file = (page.parent / target).resolve() if target else page
-        assert file.exists(), f"{page.name}: {link}"
-        assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
+            if "://" in link:
+                continue
+            target, _, anchor = link.partition("#")
+            file = (page.parent / target).resolve() if target else page
+            assert file.exists(), f"{page.name}: {link}"
+            assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
 
 
 SOURCES = [
@@ -181,11 +181,11 @@ def test_files_that_the_design_names_exist(page: Path) -> None:
         assert any(path.endswith(f"/{file}") for path in files) or (ROOT / file).exists(), file
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_names_of_the_package_exist(page: Path) -> None:
-    for path in re.findall(r"(?<!/)\bcommhooks\.(?!md\b)([A-Za-z_]\w*)(?!/)", page.read_text()):
-        there = hasattr(commhooks, path) or find_spec(f"commhooks.{path}")
-        assert there, f"{page.name}: commhooks.{path}"
+def test_names_of_the_package_exist() -> None:
+    for page in PAGES:
+        for path in re.findall(r"(?<!/)\bcommhooks\.(?!md\b)([A-Za-z_]\w*)(?!/)", page.read_text()):
+            there = hasattr(commhooks, path) or find_spec(f"commhooks.{path}")
+            assert there, f"{page.name}: commhooks.{path}"
 
 
 def tables(page: Path) -> list[list[str]]:
@@ -194,15 +194,15 @@ def tables(page: Path) -> list[list[str]]:
     return [table.splitlines() for table in re.findall(r"(?:^\|.*\n)+", text, flags=re.MULTILINE)]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_tables_are_whole(page: Path) -> None:
+def test_tables_are_whole() -> None:
     """A rule below the heads, and as many cells in every row: else the rows show as pipes.
 
     What follows a blank line inside a table is a table without a rule.
     """
-    for rows in tables(page):
-        assert len({row.count("|") for row in rows}) == 1, f"{page.name}: {rows}"
-        assert re.fullmatch(r"[| :-]*-[| :-]*", "".join(rows[1:2])), f"{page.name}: {rows[:3]}"
+    for page in PAGES:
+        for rows in tables(page):
+            assert len({row.count("|") for row in rows}) == 1, f"{page.name}: {rows}"
+            assert re.fullmatch(r"[| :-]*-[| :-]*", "".join(rows[1:2])), f"{page.name}: {rows[:3]}"
 
 
 def parameters(module: ModuleType) -> set[str]:
@@ -229,14 +229,14 @@ def options() -> frozenset[str]:
     return frozenset(others.union(COMMON, *map(parameters, modules)))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
-def test_schemes_and_options_in_the_text_exist(page: Path) -> None:
+def test_schemes_and_options_in_the_text_exist() -> None:
     """Those of calls and of ``option=value`` between backticks; blocks of code are run."""
-    for code in re.findall(r"`([^`\n]+)`", without_code(page)):
-        for scheme in re.findall(r"\b(?:make\(|switch\(|register\(\w+, )\"(\w+)\"", code):
-            assert scheme in (*BUILT_IN, *BASELINES, "auto"), f"{page.name}: {code}"
-        for option in re.findall(r"(?:^|\(|, )([a-z_]\w*)=(?!=)", code):
-            assert option in options(), f"{page.name}: {code}"
+    for page in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", without_code(page)):
+            for scheme in re.findall(r"\b(?:make\(|switch\(|register\(\w+, )\"(\w+)\"", code):
+                assert scheme in (*BUILT_IN, *BASELINES, "auto"), f"{page.name}: {code}"
+            for option in re.findall(r"(?:^|\(|, )([a-z_]\w*)=(?!=)", code):
+                assert option in options(), f"{page.name}: {code}"
 
 
 SCHEMES = ROOT / "docs" / "schemes" / "index.md"
