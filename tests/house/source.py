@@ -40,6 +40,7 @@ def counts() -> dict[str, int]:
         for name in (*PACKAGES, "experiments")
         for path in (ROOT / name).rglob("*.*")
         if path.suffix in (".py", ".cpp", ".cu", ".h")
+        and not path.name.startswith("test_")
         and not path.relative_to(ROOT).as_posix().startswith("commhooks/kernels/")
     )
     numbers["files imported by exactly one other"] = sum(
