@@ -211,7 +211,7 @@ class Messages:
         pass
 
     def __del__(self):
-        time.sleep(0.3)
+        time.sleep(1.0)
         print("dropped", flush=True)
 
 future_after(Messages(), "waiter").wait()
