@@ -6,9 +6,8 @@ VENV := .venv
 FRAMEWORKS := .venv-frameworks
 TORCH := .venv-torch-$(VERSION)
 RUN := $(VENV)/bin/python
-# torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages. Python compiles the modules that
-# it imports; pip would compile all 12,000.
-INSTALL := $(RUN) -m pip install --quiet --no-compile --constraint constraints.txt
+# torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
+INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 
 # Makes an environment that sees what is in $(VENV), torch among it; what is installed into it comes first, and is not in $(VENV).
 ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
