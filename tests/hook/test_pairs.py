@@ -208,10 +208,10 @@ from ddp_core.exchange._pairs import future_after
 
 class Messages:
     def __call__(self):
-        pass
+        time.sleep(0.3)  # until only the thread has the messages
 
     def __del__(self):
-        time.sleep(1.0)
+        time.sleep(0.3)
         print("dropped", flush=True)
 
 future_after(Messages(), "waiter").wait()
