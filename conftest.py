@@ -1,4 +1,4 @@
-"""What all tests share: markers, one thread, and a folder for what tests compile."""
+"""Sets up all tests: markers, one thread, and a folder for what tests compile."""
 
 import gc
 import os
@@ -87,15 +87,16 @@ VARIANTS = {
 @pytest.hookimpl(wrapper=True)
 def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> Any:
     """Leaves out cases of a test also where they are asked for by name, as planted bugs do."""
-    found = yield
-    cases = found if isinstance(found, list) else []
-    start = next((one for one in VARIANTS if f"{collector.nodeid}::{name}[".startswith(one)), None)
+    collected = yield
+    cases = collected if isinstance(collected, list) else []
+    test = f"{collector.nodeid}::{name}["
+    start = next((start for start in VARIANTS if test.startswith(start)), None)
     if start is not None:
         cases = [case for case in cases if case.get_closest_marker("slow") is None]
         for number, case in enumerate(cases):
             if number % VARIANTS[start]:
                 case.add_marker(pytest.mark.slow)
-    return found
+    return collected
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -299,16 +299,17 @@ def documented(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
 
 def test_variables_are_named_for_what_they_hold() -> None:
     places = {"one", "own", "found", "told", "mine", "it", "item"}  # in a sentence
-    for package in (*PACKAGES, "tests", "experiments"):
-        for path in sorted((ROOT / package).rglob("*.py")):
-            nodes = list(ast.walk(ast.parse(path.read_text())))
-            names = {node.arg for node in nodes if isinstance(node, ast.arg)}
-            names |= {
-                node.id
-                for node in nodes
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-            }
-            assert not names & places, path
+    folders = [*PACKAGES, "tests", "experiments"]
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    for path in (ROOT / "conftest.py", *files):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        names |= {
+            node.id
+            for node in nodes
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        assert not names & places, path
 
 
 @pytest.mark.parametrize("package", PACKAGES)
