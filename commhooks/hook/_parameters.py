@@ -99,7 +99,7 @@ def ddp_models() -> list[DistributedDataParallel]:
         candidate
         for candidate in gc.get_objects()
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
-        if DistributedDataParallel in type(candidate).__mro__
+        if type.__subclasscheck__(DistributedDataParallel, type(candidate))
         # A module whose constructor raised, or has not ended, lacks them.
         and hasattr(candidate, "module")
         and knows_comm_hooks(candidate)

@@ -242,8 +242,9 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
     for candidate in gc.get_objects():
         # By type: ``isinstance`` reads ``__class__``, which may be a property of any user's object.
         # ``issubclass`` would ask the abstract base class, millions of times.
-        is_wrapper = TorchDDP in type(candidate).__mro__ and hasattr(candidate, "module")
-        if not is_wrapper or candidate is owner:
+        if not type.__subclasscheck__(TorchDDP, type(candidate)):
+            continue
+        if candidate is owner or not hasattr(candidate, "module"):
             continue
         # All of them at once: this is called for each of the others with its own gradient.
         known |= {id(other): weakref.ref(candidate) for other in candidate.module.parameters()}
