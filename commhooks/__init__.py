@@ -118,15 +118,15 @@ _LAZY_NAMES = {
     "headroom": "commhooks.predict._headroom",
     "process_group": "commhooks.hosts",
 }
-# Where names of authors of schemes are, for those who look for one here.
-_FOR_AUTHORS = ("core", "schemes", "wrappers")
+# Where other public names are, for those who look for one here.
+_OTHERS = ("core", "schemes", "wrappers", "errors")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return import_module(f"{__name__}.{name}")
     if name not in _LAZY_NAMES:
-        homes = (import_module(f"{__name__}.{package}") for package in _FOR_AUTHORS)
+        homes = (import_module(f"{__name__}.{package}") for package in _OTHERS)
         hints = (f"; it is {home.__name__}.{name}" for home in homes if name in home.__all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{next(hints, '')}")
     # The package before its module: two threads that import them in opposite orders would deadlock.

@@ -249,10 +249,15 @@ def _check_common(state: object, call: str) -> None:
             f"it; load on every rank the file that it saved"
         )
     if not _is_text(state.get("format")) or state["format"] != FORMAT:
+        parts = [
+            f"state[{_short(field)}]"
+            for field, part in list(state.items())[:8]
+            if isinstance(part, Mapping) and _is_text(part.get("format")) and "version" in part
+        ]
         raise CheckpointError(
             f"{call}: not a hook state (no 'format': {FORMAT!r}); it has the fields "
             f"{', '.join(sorted(_short(field) for field in list(state)[:8]))}. Give the part that "
-            f"hook.state_dict() returned"
+            f"hook.state_dict() returned{f': {parts[0]}' if parts else ''}"
         )
     version = state.get("version")
     if not is_int_between(version, 1, VERSION):

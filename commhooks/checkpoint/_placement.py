@@ -131,7 +131,7 @@ def check_placement(
 
     Args:
         call: the name of the public call.
-        stored: result of :func:`stored_placement`; None: the state does not say.
+        stored: result of :func:`stored_placement`; None: the state names no shards.
         here: this rank's pieces by parameter, of those that are cut.
         find: tells the name here of a parameter in the state.
     """

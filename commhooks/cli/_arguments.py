@@ -16,10 +16,12 @@ from torch import nn
 
 from commhooks import Scheme, make, scheme_names
 from commhooks.core._settings import shown
+from commhooks.errors import Error
 from commhooks.predict._device import DEVICES, Device
 from commhooks.predict._exchange_plan import PredictionError
 from commhooks.predict._fabric import Fabric, fabric
 from commhooks.predict._models import MODELS, Model, model, model_of
+from commhooks.predict._step import MAX_RANKS
 from commhooks.predict._workload import Workload, load_workload
 
 __all__ = [
@@ -83,7 +85,8 @@ def sentence(error: BaseException, path: Path | None = None) -> str:
         if path is not None and frame.filename == str(path)
     ]
     where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{type(error).__name__}: {error}"
+    kind = "" if isinstance(error, Error) else f"{type(error).__name__}: "  # ours say it in words
+    return f"{where}{kind}{error}"
 
 
 # ---- what predictions share
@@ -118,12 +121,13 @@ def listed(option: str, text: str) -> list[str]:
 
 def numbers_of(text: str) -> list[int]:
     """Returns the numbers of ranks in a list."""
-    try:
-        return [int(word) for word in listed("--ranks", text)]
-    except ValueError:
+    words = listed("--ranks", text)
+    if not all(word.isdecimal() and 2 <= int(word) <= MAX_RANKS for word in words):
         raise typer.BadParameter(
-            f"--ranks {shown(text)}: whole numbers with commas, as in 2,8,64"
-        ) from None
+            f"--ranks {shown(text)}: whole numbers from 2 to {MAX_RANKS:,} with commas, as in "
+            f"2,8,64"
+        )
+    return [int(word) for word in words]
 
 
 def fabrics_of(text: str) -> list[Fabric]:
@@ -132,12 +136,20 @@ def fabrics_of(text: str) -> list[Fabric]:
     All files of ``commhooks link`` have the same name inside.
     """
     words = listed("--network", text)
-    fabrics = [fabric(word) for word in words]
+    fabrics = [_fabric_of(word) for word in words]
     names = [network.name for network in fabrics]
     return [
         replace(network, name=word) if names.count(network.name) > 1 else network
         for word, network in zip(words, fabrics, strict=True)
     ]
+
+
+def _fabric_of(word: str) -> Fabric:
+    try:
+        return fabric(word)
+    except ValueError as error:
+        text = str(error).removeprefix(f"fabric({shown(word)}): ")
+        raise typer.BadParameter(f"--network {shown(word)}: {text}") from error
 
 
 def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:

@@ -131,11 +131,11 @@ class Handle(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Waits, see :meth:`wait`."""
+        """Waits as :meth:`wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Waits, see :meth:`wait`."""
+        """Waits as :meth:`wait` does."""
         self.wait()
 
     def is_completed(self) -> bool:

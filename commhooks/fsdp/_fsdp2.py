@@ -140,7 +140,7 @@ class FSDP2Module:
         return float(before or 1)
 
     def gradient_scale(self, reduced: Tensor) -> float:
-        """Returns the scale of the gradient at FSDP2's all-reduce hook, over this node's mean."""
+        """Returns what FSDP2 has multiplied this node's mean by when its all-reduce hook runs."""
         ranks = fsdp2_ranks(self.group).size()
         given = self.group.gradient_divide_factor
         before, _, op, _ = self._dividers(reduced)
@@ -387,10 +387,9 @@ def check_free(fsdp2_model: FSDP2Model, kind: type[FSDPCommHook]) -> None:
 
 
 def check_replicate_group(replicate_group: object) -> None:
-    """Raises unless ``replicate_group`` is a process group, a mesh or None."""
-    if replicate_group is not None and not isinstance(
-        replicate_group, DeviceMesh | dist.ProcessGroup
-    ):
+    """Raises unless ``replicate_group`` is a process group, a mesh of one dimension or None."""
+    is_mesh = isinstance(replicate_group, DeviceMesh) and replicate_group.ndim == 1
+    if not (replicate_group is None or is_mesh or isinstance(replicate_group, dist.ProcessGroup)):
         raise RegistrationError(
             f"register(replicate_group=...): a process group or a mesh of one dimension, such as "
             f'mesh["replicate"], got {replicate_group!r}'
@@ -417,34 +416,15 @@ def replica_ranks(
         raise RegistrationError(f"register(replicate_group=...): {_OWN}")
     shards = set(dist.get_process_group_ranks(fsdp2_model.ranks))
     if isinstance(replicate_group, DeviceMesh):
-        if replicate_group.ndim > 1:
-            raise RegistrationError(_of_one_dimension(replicate_group, shards))
-        group = replicate_group.get_group()
-    else:
-        group = replicate_group
-    same = set(dist.get_process_group_ranks(group)) & shards
+        replicate_group = replicate_group.get_group()
+    same = set(dist.get_process_group_ranks(replicate_group)) & shards
     if len(same) > 1:
         raise RegistrationError(
             f"register(replicate_group=...): ranks {sorted(same)} hold different shards of one "
             f"replica, so a mean over them would mix gradients of different parameters; pass the "
             f'mesh or group of ranks that hold the same shard, such as mesh["replicate"]'
         )
-    return group
-
-
-def _of_one_dimension(mesh: DeviceMesh, shards: set[int]) -> str:
-    """Says which dimension of a mesh has the replicas of a model sharded over ``shards``."""
-    names = mesh.mesh_dim_names or ()
-    groups = {name: dist.get_process_group_ranks(mesh.get_group(name)) for name in names}
-    replicas = (name for name, ranks in groups.items() if len(shards.intersection(ranks)) == 1)
-    name = next(replicas, "replicate")
-    named = (
-        "" if names else ", and give the dimensions names (init_device_mesh(mesh_dim_names=...))"
-    )
-    return (
-        f"register(replicate_group=...): a mesh of one dimension, got {mesh!r}; pass the mesh of "
-        f"the replicas, mesh[{name!r}]{named}"
-    )
+    return replicate_group
 
 
 def _averages_itself(fsdp2_model: FSDP2Model) -> bool:

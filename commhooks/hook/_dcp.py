@@ -56,8 +56,8 @@ def load_dcp(
         process_group: as for ``dcp.load``; by default the ranks that the hook averages over.
 
     Raises:
-        CheckpointError: nothing is saved under ``key``, or the saved state does not fit; see
-            :meth:`commhooks.HookState.load_state_dict`. Nothing was changed.
+        CheckpointError: there is no checkpoint, nothing is saved under ``key``, or the saved state
+            does not fit; see :meth:`commhooks.HookState.load_state_dict`. Nothing was changed.
 
     Example:
         >>> dcp.save({"model": model.state_dict(), "hook": hook}, checkpoint_id=folder)
@@ -71,7 +71,12 @@ def load_dcp(
     reader: Any = checkpoint
     if isinstance(checkpoint, (str, os.PathLike)):
         reader = FileSystemReader(checkpoint)
-    stored = reader.read_metadata()
+    try:
+        stored = reader.read_metadata()
+    except FileNotFoundError as missing:
+        raise CheckpointError(
+            f"load_dcp: {checkpoint} has no checkpoint of torch.distributed.checkpoint: {missing}"
+        ) from missing
     paths = _paths(stored, key)
     if not paths:
         there = sorted({name.partition(".")[0] for name in stored.state_dict_metadata})

@@ -184,7 +184,7 @@ class Runner:
         self._close(step)
 
     def chain_to(self, other: Runner) -> None:
-        """Skips steps in which means of the outer hook ``other`` are not finite, too."""
+        """Chains ``other``, which averages this hook's means further: both skip the same steps."""
         self._outer, other._inner = other, self
         self._engine.outer, other._engine.records_finite = other._engine, True
 

@@ -101,7 +101,7 @@ class HookTarget:
         self.static_graph = bool(getattr(model, "static_graph", False))
         if isinstance(model, DistributedDataParallel):
             if self._process_group is None:
-                if _inside_of(model.process_group) is not model.process_group:
+                if _unwrapped(model.process_group) is not model.process_group:
                     raise RegistrationError(
                         "the process group of this model runs a scheme already "
                         "(commhooks.process_group), and a hook would run in addition: wrap the "
@@ -139,7 +139,7 @@ class HookTarget:
     def group(self) -> dist.ProcessGroup:
         """Returns the process group to average over."""
         if self._process_group is not None:
-            return _inside_of(self._process_group)
+            return _unwrapped(self._process_group)
         if not dist.is_initialized():
             raise RegistrationError(
                 "no process group: call torch.distributed.init_process_group before a hook is "
@@ -147,7 +147,7 @@ class HookTarget:
             )
         world = dist.group.WORLD
         assert world is not None
-        return _inside_of(world)
+        return _unwrapped(world)
 
     def check_group(self) -> None:
         """Raises if the model averages over another process group than the hook."""
@@ -218,7 +218,7 @@ class HookTarget:
         return [known for value in parameters if (known := self.parameters.name(value))]
 
 
-def _inside_of(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _unwrapped(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Returns the group inside a ``SchemeGroup``, whose scheme would round the hook's sums."""
-    inside: dist.ProcessGroup = getattr(group, "wrapped", group)
-    return inside
+    wrapped: dist.ProcessGroup = getattr(group, "wrapped", group)
+    return wrapped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -388,6 +389,8 @@ def fabric(name: str | Path | Fabric) -> Fabric:
         return PRESETS[str(name)]
     if Path(name).is_file():
         return load_fabric(name)
+    near = difflib.get_close_matches(str(name), PRESETS, n=1)
+    hint = f"; did you mean {near[0]!r}? Presets" if near else "; presets"
     raise ValueError(
-        f"fabric({shown(str(name))}): neither a file nor a preset; presets are {', '.join(PRESETS)}"
+        f"fabric({shown(str(name))}): neither a file nor a preset{hint} are {', '.join(PRESETS)}"
     )

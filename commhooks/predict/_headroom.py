@@ -408,12 +408,12 @@ def _spare(headroom: Headroom, ratio: float) -> str:
 
 def _shown(gap: Difference, kind: StepTimes) -> str:
     share = gap.seconds / kind.median_s
-    return f"{1e3 * gap.seconds:.2f} ± {_ms(gap.noise_s)} (95 %), {share:.0%} of a step"
+    return f"{1e3 * gap.seconds:.2f} ± {_ms(gap.noise_s)} (95 %), {100 * share:.0f} % of a step"
 
 
 def _at_most(gap: Difference, kind: StepTimes) -> str:
     most = max(gap.seconds + gap.noise_s, 0.0)
-    return f"{_ms(most)}, {most / kind.median_s:.0%} of a step"
+    return f"{_ms(most)}, {100 * most / kind.median_s:.0f} % of a step"
 
 
 def _ms(seconds: float) -> str:

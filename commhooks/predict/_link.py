@@ -472,9 +472,8 @@ class _Measurement:
         )
         # Close the groups.
         seconds = time.perf_counter() - self._begin
-        AllReduce(self._zeros(4), "sum").issue(
-            everyone
-        ).wait()  # no rank leaves before all have the fit
+        # No rank leaves before all have the fit.
+        AllReduce(self._zeros(4), "sum").issue(everyone).wait()
         for part in self._parts:
             if part.group is not None:
                 part.group.shutdown()

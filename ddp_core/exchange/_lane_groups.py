@@ -152,8 +152,8 @@ class _Pool:
     def destroy_later(self, lane_group: LaneGroup, wait: Callable[[], object]) -> None:
         """Destroys a group on another thread, once ``wait`` has returned.
 
-        Gloo has no abort: who destroys a group with a collective under way waits for the
-        collective, until the timeout if another rank is silent.
+        Gloo has no abort: destroying a group blocks until its running collective ends, which takes
+        until the timeout if another rank is silent.
         """
         self.all.pop(lane_group.name, None)
         self.free.pop(lane_group.name, None)

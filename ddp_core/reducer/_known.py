@@ -155,7 +155,7 @@ class KnownParameters:
         return list(map(_POINTER, self._in_memory))
 
     def _find_others(self) -> None:
-        """Compares the model's parameters with the known ones, and raises or prepares to."""
+        """Compares the model's parameters with the known ones; raises now or keeps the error."""
         owner = self._owner()
         assert owner is not None  # it runs
         present = {id(parameter): name for name, parameter in owner.named_parameters()}

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+import commhooks
 from commhooks import (
     ErrorFeedback,
     PerParameter,
@@ -158,6 +160,7 @@ def without(field: str) -> Callable[[dict[str, Any]], Any]:
 
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "a model's state": (lambda _: {"layer.weight": torch.ones(2)}, "not a hook state"),
+    "a whole checkpoint": (lambda state: {"model": {}, "hook": state}, r"state\['hook'\]$"),
     "another format": (replaced("format", "torch"), "not a hook state"),
     "nothing": (lambda _: None, "NoneType"),
     "a number": (lambda _: 5, "int"),
@@ -719,3 +722,12 @@ def test_memory_on_another_number_of_ranks(
     if scheme == EF21(TopK(0.1)) and key == "ef21.own":  # what was applied is still their mean
         total = after[0]["ef21.total"]["p"]
         torch.testing.assert_close(torch.stack(values).mean(0), total)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_folder_without_a_checkpoint_is_named(tmp_path: Path) -> None:
+    hook = commhooks.HookState("int8")
+    hook.call_monitor.disable()  # else it warns that no gradient came
+    with pytest.raises(CheckpointError, match=f"load_dcp: {tmp_path} has no checkpoint"):
+        commhooks.load_dcp(hook, tmp_path)
+    hook.close()

@@ -29,12 +29,12 @@ def _built(call: str) -> Callable[..., None]:
 
     def built(model: Any) -> None:
         try:
-            from commhooks.predict import _headroom_agent as in_script
+            from commhooks.predict import _headroom_agent as agent
         except ImportError:
             # As in a checkout, or in another environment than the command's.
             sys.path.append(os.environ["COMMHOOKS_HEADROOM_PACKAGE"])
-            from commhooks.predict import _headroom_agent as in_script
-        getattr(in_script, call)(model)
+            from commhooks.predict import _headroom_agent as agent
+        getattr(agent, call)(model)
 
     return built
 
