@@ -127,3 +127,12 @@ def test_a_test_of_ranks_that_yields_fails():
 def test_a_test_of_ranks_that_leaves_another_state_fails(change, left):
     with pytest.raises(RankError, match=f"(?s)rank 1 failed.*to the next test:.*{left}"):
         _leave(change=change)
+
+
+def test_a_mark_that_would_be_lost_is_refused():
+    with pytest.raises(AssertionError, match="below the marks"):
+
+        @on_ranks(2)
+        @pytest.mark.slow
+        def test(rank):
+            pass

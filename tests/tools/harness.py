@@ -210,6 +210,7 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
 
     def test_of(function: Callable[..., None]) -> Callable[..., None]:
         names = inspect.signature(function).parameters
+        assert not hasattr(function, "pytestmark"), "put on_ranks below the marks of pytest"
 
         def test(**arguments: Any) -> None:
             ranks = _ranks_for(test.__module__, world_size)
