@@ -20,7 +20,7 @@ import ddp_core
 from commhooks.checkpoint._ranks import resizes_of
 from ddp_core import AllReduce, Lanes, Task
 from ddp_core.exchange._lane_groups import _pools
-from tests.tools.harness import Died, run_cases, run_ranks
+from tests.tools.harness import Died, on_ranks, run_cases, run_ranks
 from tests.tools.training import batch, equal_bits, flat, gradients, mlp, outcome, residuals
 
 CLASSES = {"torch": DistributedDataParallel, "core": ddp_core.DistributedDataParallel}
@@ -193,6 +193,19 @@ def test_a_verified_run_goes_on_to_be_verified() -> None:
     _equal_on_all_ranks(run_ranks(_changes, 4, "torch", names, True, timeout=90), names)
 
 
+@on_ranks(2)
+def test_a_residual_that_waits_to_be_sent_is_carried_over(rank: int) -> None:
+    model = wrapped("core", dist.group.WORLD)
+    hook = commhooks.register(model, "topk", ratio=0.2)
+    step(model, 0, rank)
+    hook.switch("none")
+    before = residuals(hook, model)
+    hook.change_group(group_of(rank))
+    assert before.any()
+    torch.testing.assert_close(residuals(hook, model), before / 2)  # the mean over ranks stays
+    hook.close()
+
+
 # ---- a rank dies
 
 
@@ -321,6 +334,7 @@ def _loaded_elsewhere(rank: int, world_size: int) -> Any:
         step(model, number, rank)
     everybody = group_of(0, 1, 2)
     change = hook.change_group(everybody)
+    assert hook.report()["step"].max() == 1  # no rows of later steps of a rank that joins
     held = residuals(hook, model)
     hook.close()
     dist.barrier()

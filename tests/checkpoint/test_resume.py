@@ -21,8 +21,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
+from commhooks.checkpoint._format import checksum
+from commhooks.errors import CheckpointError
 from ddp_core import DistributedDataParallel as CoreDDP
-from tests.tools.harness import Died, run_ranks
+from tests.tools.harness import Died, on_ranks, run_ranks
 from tests.tools.models import loss_of
 from tests.tools.training import (
     BY_BUCKET,
@@ -383,7 +385,13 @@ def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         run.steps(step, step + 1)
         total = total + gradients(run.model)
         _loss(local, step, rank).backward()
-    run.hook.load_state_dict(run.hook.state_dict())
+    state = run.hook.state_dict()
+    _loss(run.model, 3, rank).backward()
+    run.hook.load_state_dict(state)
+    for value in state[f"rank{rank}"]["memory"]["residual"].values():
+        value.zero_()  # the caller's
+    run.hook.residual("0.weight").zero_()  # a copy
+    assert run.hook.report()["step"].max() == 2  # no row of the step that was taken back
     return total + averaged(residuals(run.hook, run.model)), averaged(gradients(local))
 
 
@@ -420,3 +428,35 @@ def _frozen_for_a_while(rank: int, world_size: int) -> None:
 
 def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory() -> None:
     run_ranks(_frozen_for_a_while, 2, ignore_warnings=("Grad strides",))
+
+
+@on_ranks(1)
+def test_memory_of_the_step_of_a_state_is_complete() -> None:
+    """A schedule keeps other memory at the step of the state than at the hook's."""
+    scheme = commhooks.wrappers.Schedule(
+        [(0, commhooks.make("none")), (2, commhooks.schemes.PowerSGD())]
+    )
+    model = ddp(mlp())
+    hook = commhooks.register(model, scheme)
+    for step in range(3):
+        _loss(model, step, 0).backward()
+    state = hook.state_dict()
+    common = {name: value for name, value in state.items() if not isinstance(value, dict)}
+    part = {**state["rank0"], "memory": {}}
+    del part["checksum"]
+    state["rank0"] = {**part, "checksum": checksum(common, part)}
+    with pytest.raises(CheckpointError, match="powersgd"):
+        commhooks.register(ddp(mlp()), scheme).load_state_dict(state)
+
+
+@on_ranks(1)
+def test_a_summary_after_a_load_counts_from_the_step_of_the_state() -> None:
+    model = ddp(mlp())
+    hook = commhooks.register(model, "int8")
+    _loss(model, 0, 0).backward()
+    state = hook.state_dict()
+    _loss(model, 1, 0).backward()
+    hook.switch("int8")
+    hook.load_state_dict(state)
+    _loss(model, 1, 0).backward()
+    assert "nothing has been exchanged" not in hook.summary()

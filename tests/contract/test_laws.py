@@ -317,8 +317,9 @@ def test_a_resumed_run_continues_in_other_buckets(case: Case) -> None:
     assert_same_memory(ranks, resumed)
 
 
-@pytest.mark.parametrize("name", ["int8", "qsgd", "terngrad", "random_k", "eden"])
+@pytest.mark.parametrize("name", ["int8", "qsgd", "terngrad", "random_k", "random_block", "eden"])
 def test_equal_seeds_draw_alike_and_others_do_not(name: str) -> None:
+    torchs = torch.get_rng_state()
     scheme, grads = make(name, error_feedback=False), gradients(2, 0)
     first, again, other = (
         Simulation(scheme, {"p": (LAYOUT.numel,)}, world_size=2, seed=seed).step(grads)[0]
@@ -326,6 +327,7 @@ def test_equal_seeds_draw_alike_and_others_do_not(name: str) -> None:
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
+    assert torch.equal(torch.get_rng_state(), torchs)
 
 
 @every_case

@@ -146,6 +146,8 @@ def test_torchs_warnings_log_lines_and_logged_errors_are_ours_too(rank: int) -> 
         "Received mixed precision confi",
         "Reducer buckets have been rebu",
     ]
+    log.removeHandler(kept)
+    log.setLevel(logging.NOTSET)
     torchs = TORCH(mlp())
     for hook in (5, lambda state, bucket: None):
         if callable(hook):

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import commhooks
+from commhooks.core import _registry
 from tests.tools.harness import Died, RankError, on_ranks, run_ranks
 
 
@@ -78,3 +80,59 @@ def test_tests_of_ranks_share_processes_until_one_fails(tmp_path):
     with pytest.raises(RankError, match="does not like"):
         _fail_on_one()
     assert not set(tell()) & set(processes)
+
+
+@on_ranks(2)
+def _yields(rank):
+    yield
+    raise AssertionError
+
+
+def _set_dtype():
+    torch.set_default_dtype(torch.float64)
+
+
+def _set_variable():
+    os.environ["COMMHOOKS_KERNELS"] = "none"
+
+
+def _patch():
+    commhooks.hook.register = None
+
+
+def _register():
+    _registry._factories["left"] = None
+
+
+@on_ranks(2)
+def _leave(rank, change):
+    if rank == 1:
+        change()
+
+
+def test_a_test_of_ranks_that_yields_fails():
+    with pytest.raises(RankError, match=r"(?s)rank 0 failed.*asserts nothing"):
+        _yields()
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        (_set_dtype, "default dtype"),
+        (_set_variable, "environment"),
+        (_patch, "commhooks.hook.register"),
+        (_register, "schemes"),
+    ],
+)
+def test_a_test_of_ranks_that_leaves_another_state_fails(change, left):
+    with pytest.raises(RankError, match=f"(?s)rank 1 failed.*to the next test:.*{left}"):
+        _leave(change=change)
+
+
+def test_a_mark_that_would_be_lost_is_refused():
+    with pytest.raises(AssertionError, match="below the marks"):
+
+        @on_ranks(2)
+        @pytest.mark.slow
+        def test(rank):
+            pass

@@ -125,6 +125,9 @@ def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         outer = DiLoCo(model, scheme, **options)
         if resume:
+            for step in range(5):  # until an exchange is under way, which loading has to drop
+                _inner(model, optimizer, step, rank)
+                outer.step()
             model.load_state_dict(saved["model"])
             optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
             outer.load_state_dict(saved["outer"])

@@ -48,12 +48,34 @@ def _resume(rank: int, world_size: int) -> None:
         assert resumed.param_groups[0]["lr"] == 1e-2
         train(other, resumed, rank, 3, 3)
         assert same(model, other)
+        other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])  # once more: of the state before nothing is left
         assert len(resumed.state) == len(resumed._shards.pieces())
+        train(other, resumed, rank, 3, 3)
+        assert same(model, other)
 
 
 def test_a_resumed_run_continues_bit_for_bit() -> None:
     run_ranks(_resume, 2)
+
+
+def _one_entry(rank: int, world_size: int) -> None:
+    for sizes in ((63, 65), (65, 63)):
+        module = nn.Module()
+        module.weights = nn.ParameterList([torch.ones(size) for size in sizes])
+        module.forward = lambda module=module: torch.cat([*module.weights]).square().sum()
+        model = wrapped(module)
+        zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
+        model().backward()
+        zero.step()
+        state = zero.state_dict(gather=True)
+        for piece in state["pieces"].values():
+            assert sorted(piece["entries"]) == ["exact", "state.exp_avg", "state.exp_avg_sq"]
+        zero.load_state_dict(state)
+
+
+def test_a_piece_of_one_entry_is_gathered_with_the_others() -> None:
+    run_ranks(_one_entry, 2)
 
 
 def _saved(rank: int, world_size: int) -> tuple[Any, Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import faulthandler
 import gc
 import inspect
+import logging
 import os
 import pickle
 import signal
@@ -154,6 +155,34 @@ def _run_on(
                 host.join()
 
 
+def _process_state() -> dict[str, Any]:
+    """Returns what a test has to leave as it was: settings, and functions that may be patched."""
+    import torch
+
+    from commhooks.core import _registry
+
+    state = {
+        "environment": dict(os.environ),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "torch threads": torch.get_num_threads(),
+        "schemes": set(_registry._factories),
+    }
+    for name in ("commhooks", "ddp_core"):
+        log = logging.getLogger(name)
+        state[f"log of {name}"] = log.level, tuple(log.handlers)
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("commhooks", "ddp_core"):
+            state |= {
+                f"{name}.{key}": value
+                for key, value in vars(module).items()
+                if inspect.isroutine(value) or isinstance(value, (int, float, str, type))
+            }
+    return state
+
+
 _waiting: dict[int, list[_Rank]] = {}  # ranks that tests of a file have left, by their number
 _waiting_of = ""
 
@@ -181,6 +210,7 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
 
     def test_of(function: Callable[..., None]) -> Callable[..., None]:
         names = inspect.signature(function).parameters
+        assert not hasattr(function, "pytestmark"), "put on_ranks below the marks of pytest"
 
         def test(**arguments: Any) -> None:
             ranks = _ranks_for(test.__module__, world_size)
@@ -193,7 +223,12 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
 
         def on_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
             given = {"rank": rank, "world_size": world_size, **arguments}
-            function(**{name: given[name] for name in names})
+            before = _process_state()
+            value = function(**{name: given[name] for name in names})
+            assert value is None, f"the test asserts nothing, it returned {value!r}"
+            after = _process_state()
+            left = [name for name, was in before.items() if name not in after or after[name] != was]
+            assert not left, f"the test has left other values to the next test: {left}"
 
         passed = [p for name, p in names.items() if name not in ("rank", "world_size")]
         test.__name__, test.__qualname__ = function.__name__, function.__qualname__

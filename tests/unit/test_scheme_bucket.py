@@ -255,3 +255,12 @@ def test_differences_of_float64_gradients_are_float64():
 def test_traits_of_several_schemes():
     assert worst([Traits(coalesce=True), Traits()]).coalesce
     assert composed(Unbiased(1.0), Unbiased(1.0)) == Unbiased(3.0)
+
+
+def test_draws_are_shared_or_of_a_rank() -> None:
+    def draws(shared: bool) -> list[float]:
+        infos = [StepInfo(rank=rank, world_size=2) for rank in range(2)]
+        return [float(torch.rand((), generator=i.generator("w", shared=shared))) for i in infos]
+
+    assert len(set(draws(shared=True))) == 1
+    assert len(set(draws(shared=False))) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.testing import assert_close
 from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, Simulation, make
 from commhooks.core import Biased, Bucket, Codec, Layout, Result, Traits
 from commhooks.core._scheme import SchemeExchange, slot_error, slots_of
+from commhooks.hook._engine import Engine
 from commhooks.research.baselines import AlignedTopK, GlobalQSGD, RandomBlock
 from commhooks.schemes import (
     BatchedPowerSGD,
@@ -32,11 +34,12 @@ from commhooks.wrappers import (
     Coalesced,
     DelayedStart,
     FlushResidual,
+    Schedule,
     TwoPhase,
 )
 from commhooks.wrappers import _cast as _cast
 from commhooks.wrappers._feedback import RESIDUAL, keeps_residual
-from ddp_core import AllReduce
+from ddp_core import AllReduce, simulate
 from tests.unit.references import lost
 
 SHAPES = {"weight": (12, 10), "bias": (12,), "head": (12, 10)}
@@ -247,6 +250,24 @@ def test_flush_of_a_float64_residual_is_exact_after_buckets_changed() -> None:
     zero = torch.zeros(NUMEL, dtype=torch.float64)
     split = [ranks.layout.pick([0]), ranks.layout.pick([1, 2])]
     assert torch.equal(ranks.step([zero], buckets=split)[0], grad / 3 / 2)
+
+
+def test_a_flush_before_an_all_gather_leaves_what_is_gathered_as_it_was() -> None:
+    engine = Engine(FlushResidual(Blockwise("int8", 64)), rank=0, world_size=1)
+    engine.memory.load({RESIDUAL: {"w": torch.full((64,), 3.0)}})
+    engine.begin_bucket(0, is_last=True)
+    value, layout = torch.ones(64), Layout(["w"], [(64,)])
+    run = partial(engine.scheme.all_gather, parts=[(0, 64)])
+    (gathered,) = simulate([engine.exchange(value, layout, output=torch.empty(64), run=run)])
+    assert_close(gathered, torch.full((64,), 4.0), rtol=0, atol=0.02)
+    assert torch.equal(value, torch.ones(64))
+    assert not engine.memory.has(RESIDUAL)
+
+
+def test_a_schedule_begins_with_the_memory_of_the_part_that_runs() -> None:
+    scheme = Schedule([(0, Dense()), (2, PowerSGD())])
+    begun = [scheme.begins_with("w", torch.Size([12, 10]), torch.float32, step) for step in (1, 2)]
+    assert begun == [(), PowerSGD().keeps]
 
 
 def test_a_bad_step_does_not_use_the_flush_up() -> None:

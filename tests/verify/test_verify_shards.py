@@ -214,17 +214,20 @@ class SpoiledOn(Wrapper):
 @on_ranks(4)
 def test_with_raise_all_ranks_of_the_mesh_raise_before_the_next_step(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for inside in (False, True):
+    for inside, judged in ((False, False), (True, False), (False, True)):
         model = sharded(model_of(), mesh["shard"])
         # On the ranks of one shard, or of one node, only; the other two have to hear of it.
         place: dict[str, Any] = {} if inside else {"replicate_group": mesh["replicate"]}
         if inside:
             commhooks.register(model, "none", replicate_group=mesh["replicate"])
         scheme = SpoiledOn(Dense(), inside)
-        commhooks.register(model, scheme, verify=Verification(2, "raise"), **place)
+        verify = Verification(2, "raise")
+        commhooks.register(model, scheme, verify=verify, **place)
         SPOILS.append(mesh.get_local_rank("replicate" if inside else "shard") == 1)
         for step in range(3):
             backward(model, step, rank)
+        if judged:  # before, on each rank for itself
+            verify.latest(wait=True)
         with pytest.raises(VerificationError) as caught:
             backward(model, 3, rank)
         texts: list[Any] = [None] * 4
