@@ -147,8 +147,9 @@ class PostLocalSGDState:
         else:
             if self.subgroup is None:
                 self._check_subgroup()
-                model_group = group_of(model.hook(scheme, group, bucket))
-                self.subgroup = self._own_subgroup = _same_host_group(model_group)
+                hook = model.hook(scheme, group, bucket)
+                with hook.target.on_device():
+                    self.subgroup = self._own_subgroup = _same_host_group(group_of(hook))
             group = self.subgroup
         return model.hook(scheme, group, bucket).start(bucket)
 

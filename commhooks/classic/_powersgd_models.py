@@ -298,7 +298,8 @@ class OnModels:
         parameters = bucket.parameters()
         inner = self.part(settings, hooked_model(parameters), parameters, kind, wire_dtypes)
         if not inner.agreed:
-            self._agree(inner)
+            with inner.hook.target.on_device():
+                self._agree(inner)
         # All buckets of a step run one scheme, so settings change at the first. After an aborted
         # step, which is under way until the next one closes it, they change one step later.
         if bucket.index() == 0 and not step_under_way(inner.hook):

@@ -226,7 +226,8 @@ class Running:
         group = self._group_of_ranks()
         if self.verification is not None:
             check_verifiable(bucket.gradient.device)
-            self.verification.on_step_begin(self.step)
+            with self.target.on_device():
+                self.verification.on_step_begin(self.step)
             self.verification.on_first_bucket(self.step, self.scheme)
         return Step(
             self.step,
@@ -285,7 +286,8 @@ class Running:
         """Ends or drops an open step; the guard of ``register`` calls this before each forward."""
         self.runner.forward_begins()
         if self.verification is not None:
-            self.verification.on_step_begin(self.step)
+            with self.target.on_device():
+                self.verification.on_step_begin(self.step)
 
     def _close(self) -> None:
         self._closed = True

@@ -22,6 +22,7 @@ from torch import nn
 from commhooks.core._names import plain_names
 from commhooks.core._settings import check_settings, from_json, is_shape, printable, shown
 from commhooks.predict._fabric import MAX_SECONDS
+from ddp_core import on_device_of
 from ddp_core.reducer._plan import assign_buckets
 
 __all__ = ["Buckets", "Layer", "Recorder", "Workload", "load_workload", "record", "save_workload"]
@@ -335,7 +336,8 @@ class Recorder:
         first, last = min(arrivals.values()), max(arrivals.values())
         seconds = [duration for _, duration in ended]
         whole = _usual(seconds)
-        slowest = seconds if group is None else _slowest(seconds, group)
+        with on_device_of(self._parameters):
+            slowest = seconds if group is None else _slowest(seconds, group)
         return Workload(
             name,
             tuple(Layer(self._names[index], self._shapes[index], 0.0) for index in used),

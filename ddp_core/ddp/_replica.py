@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from ddp_core._torch import in_join, versions_kept
+from ddp_core.exchange._devices import to_device
 from ddp_core.reducer._parameters import Trained, broadcast_coalesced, trained_parameters
 
 __all__ = [
@@ -209,7 +210,7 @@ def send_join_flags(joinable: Any, replica: Replica, plans: JoinFlags) -> dist.W
     """
     work: dist.Work | None = Join.notify_join_context(joinable)
     if in_join(joinable):
-        flags = torch.tensor(plans, dtype=torch.float32, device=replica.device)
+        flags = to_device(torch.tensor(plans, dtype=torch.float32), replica.device)
         dist.all_reduce(flags, group=replica.group, async_op=True)
     return work
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "Marks",
     "StreamOrder",
     "as_bytes",
     "completed",
@@ -18,6 +19,7 @@ __all__ = [
     "on_device_of",
     "record_stream",
     "stream_of",
+    "to_device",
 ]
 
 
@@ -71,12 +73,47 @@ def record_stream(tensor: Tensor) -> None:
         tensor.record_stream(stream)
 
 
+def to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copies host values to ``device``, without waiting for earlier work of a GPU."""
+    if device.type == "cpu":
+        return values
+    # A copy from pageable memory would wait for the whole backward pass. torch keeps pinned memory
+    # for the next step, and does not hand it out before the copy is over.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor, flat in row-major order: its memory if that is contiguous."""
     flat = tensor.reshape(-1)
     if flat.numel() <= 1:  # such a slice counts as contiguous, whatever its stride
         flat = flat.as_strided(flat.shape, (1,))
     return flat.contiguous().view(torch.uint8)
+
+
+class Marks:
+    """Tells any thread how far a device has come, without a call to the device.
+
+    A query of an event would end a CUDA graph that another thread captures. Here the device writes
+    a number into memory of the host.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._enqueued = 0
+        self._on_device = torch.zeros((), dtype=torch.int64, device=device)
+        # Pageable memory would make the host wait for the copy.
+        pinned = device.type not in ("cpu", "meta")
+        self._on_host = torch.zeros((), dtype=torch.int64, device="cpu", pin_memory=pinned)
+
+    def enqueue(self) -> int:
+        """Enqueues a mark on the current stream and returns its number."""
+        self._enqueued += 1
+        self._on_device.fill_(self._enqueued)
+        self._on_host.copy_(self._on_device, non_blocking=True)
+        return self._enqueued
+
+    def latest(self) -> int:
+        """Returns the number of the latest mark that the device has passed; 0 before the first."""
+        return int(self._on_host)
 
 
 class StreamOrder:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_core.exchange._devices import Marks
 from ddp_core.exchange._errors import CollectiveError, MismatchError, PeerError, ranks_in_words
 from ddp_core.exchange._lane_groups import backend_for
 from ddp_core.exchange._shared_store import (
@@ -380,7 +381,7 @@ class _Pending:
 
     place: WaitPoint  # the bucket that was enqueued last
     thread: int  # that of the training loop
-    is_over: Callable[[], bool] | None = None  # None: more is to be enqueued
+    mark: int | None = None  # behind its exchanges; None: more is to be enqueued
 
 
 class DeviceWatchdog:
@@ -398,6 +399,7 @@ class DeviceWatchdog:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, board: FailureBoard) -> None:
         self._group, self._device, self._board = group, device, board
+        self._marks: Marks | None = None
         self._pending: _Pending | None = None
         self._seen: _Pending | None = None
         self._thread: threading.Thread | None = None
@@ -428,12 +430,10 @@ class DeviceWatchdog:
     def record_enqueued(self) -> None:
         """Records that the current stream waits for all exchanges of the step."""
         self.check()
-        pending = self._pending
-        if pending is not None:
-            module = torch.get_device_module(self._device.type)
-            event = module.Event()
-            event.record(module.current_stream(self._device))
-            pending.is_over = event.query
+        if self._pending is not None:
+            if self._marks is None:
+                self._marks = Marks(self._device)
+            self._pending.mark = self._marks.enqueue()
 
     def forget(self) -> None:
         """Drops the pending step, which has raised here: its results will not be used."""
@@ -451,19 +451,14 @@ class DeviceWatchdog:
         if thread is not None:
             _raise_in(thread, None)
 
-    def _query(self, is_over: Callable[[], bool]) -> bool:
-        # A new thread's current device is the first: asking there would take memory on it.
-        with torch.get_device_module(self._device.type).device(self._device):
-            return is_over()
-
     def poll(self) -> None:
         """Polls the board if the same step is pending as before."""
         pending, seen = self._pending, self._seen
         self._seen = pending
         if pending is None or pending is not seen or self._error is not None:
             return
-        with contextlib.suppress(RuntimeError):  # a query fails while a graph is captured
-            if pending.is_over is not None and self._query(pending.is_over):
+        if pending.mark is not None and self._marks is not None:
+            if self._marks.latest() >= pending.mark:
                 self._pending = None
                 return
         text = self._board.poll(pending.place)

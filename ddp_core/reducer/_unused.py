@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ddp_core.exchange._devices import to_device
 from ddp_core.reducer._buckets import BucketBase
 from ddp_core.reducer._launch import ReducerSettings
 
@@ -14,15 +15,6 @@ __all__ = ["Usage", "UsedMap"]
 
 
 _IN_VIEW = 1 << 16  # beside the number of ranks that use a parameter, in one sum
-
-
-def to_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies host values to ``device``, without waiting for earlier work of a GPU."""
-    if device.type == "cpu":
-        return values
-    # A copy from pageable memory would wait for the whole backward pass. torch keeps pinned memory
-    # for the next step, and does not hand it out before the copy is over.
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 class UsedMap:

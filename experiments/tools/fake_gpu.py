@@ -8,9 +8,10 @@ from the host to the device, for both of which a host waits for its GPU, raises.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,7 +26,7 @@ from commhooks.kernels.runtime.op import Op
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 from ddp_core.exchange._collectives import nccl_scales
 
-__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket"]
+__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket", "tensor_by_copy"]
 
 # Operations that launch nothing: they allocate, or only describe memory.
 _FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -133,8 +134,17 @@ def fake_gpu() -> Iterator[Counts]:
         # Without memory all addresses would be zero, and all tensors seem to share it.
         stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_address))
+        stack.enter_context(mock.patch.object(torch, "tensor", partial(tensor_by_copy, torch.tensor)))
         stack.enter_context(_Counting(counts))
         yield counts
+
+
+def tensor_by_copy(tensor: Callable[..., Tensor], data: Any, **options: Any) -> Tensor:
+    """Stands for ``torch.tensor``, whose copy to a device no dispatch mode sees."""
+    device = options.pop("device", None)
+    # With a dimension also for a number: the copy waits as that of a list does.
+    on_host = tensor([data], **options, device="cpu")
+    return (on_host if device is None else on_host.to(device))[0]
 
 
 def _storage_address(storage: torch.UntypedStorage) -> int:

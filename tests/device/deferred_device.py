@@ -25,6 +25,7 @@ from commhooks.core import _slot as slot
 from commhooks.kernels.runtime.op import Op
 from ddp_core.exchange import _clocks as clocks
 from ddp_core.exchange import _devices as devices
+from experiments.tools.fake_gpu import tensor_by_copy
 
 __all__ = ["LazyDevice", "Order", "Stream", "lazy_device"]
 
@@ -262,8 +263,7 @@ class LazyDevice:
         name = func._schema.name.removeprefix("aten::")
         self._refuse_waits(name, flat, args, kwargs, on_meta=on_meta)
         # A copy from the host waits until it is over, unless it is asked not to.
-        waits = any(_is_host(value) and value.dim() for value in flat)
-        waits = waits and True not in (kwargs.get("non_blocking"), *args[2:3])
+        waits = any(_is_host(value) and value.dim() for value in flat) and _blocks(args, kwargs)
         alias = [value.alias_info for value in func._schema.returns]
         if alias and all(entry is not None and not entry.is_write for entry in alias):
             return self._view(func, args, kwargs, lazy[0])
@@ -290,8 +290,8 @@ class LazyDevice:
     def _refuse_waits(self, name: str, flat: Any, args: Any, kwargs: Any, *, on_meta: bool) -> None:
         tensors = [value for value in flat if isinstance(value, Tensor)]
         to_host = name == "_to_copy" and kwargs.get("device") is not None and not on_meta
-        to_host |= name == "copy_" and not isinstance(args[0], LazyTensor)
-        from_host = any(tensor.dim() for tensor in tensors if not isinstance(tensor, LazyTensor))
+        to_host |= name == "copy_" and _is_host(args[0]) and _blocks(args, kwargs)
+        from_host = any(tensor.dim() for tensor in tensors if _is_host(tensor))
         if name in _READS or to_host or (from_host and not self.may_copy):
             raise RuntimeError(f"{name}: the host would wait for the device")
 
@@ -304,6 +304,8 @@ class LazyDevice:
 
     def _real_call(self, func: Any, args: Any, kwargs: Any) -> Callable[[], Any]:
         positional, named = _real(args), _real(kwargs)
+        if func._schema.name == "aten::copy_" and _is_host(args[0]):
+            positional = (args[0], *positional[1:])  # written, not read
         if "device" in named:
             named["device"] = torch.device("cpu")
         return lambda: func(*positional, **named)
@@ -318,6 +320,11 @@ class LazyDevice:
 
 def _is_host(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, LazyTensor)
+
+
+def _blocks(args: Any, kwargs: Any) -> bool:
+    """Whether a copy between host and device is not asked to let the host go on."""
+    return not any(value is True for value in (kwargs.get("non_blocking"), *args[2:3]))
 
 
 def _real(values: Any) -> Any:
@@ -375,6 +382,7 @@ def lazy_device(order: Order) -> Iterator[LazyDevice]:
         for target, name, value in (
             (torch.futures, "Future", future),
             (Op, "__call__", run),
+            (torch, "tensor", partial(tensor_by_copy, torch.tensor)),
             (torch, "get_device_module", lambda d=None: machine if d == "meta" else module_of(d)),
             (clocks, "_clocks", {}),  # each is of one machine
             (slot, "stream_of", stream_of),

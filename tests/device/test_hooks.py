@@ -151,16 +151,19 @@ def test_memory_is_two_gradients_and_a_few_buckets_more() -> None:
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.usefixtures("gloo")
 def test_a_hook_is_not_captured_in_a_graph() -> None:
-    model = network("ours", "cuda")
-    hook = commhooks.register(model, "int8", error_feedback=True, block=64)
     gradients = [value.cuda() for value in given(0, 0)]
-    for _ in range(3):
-        backward(model, "cuda", gradients)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # gradients are accumulated on the stream that made the model
+        model = network("ours", "cuda")
+        hook = commhooks.register(model, "int8", error_feedback=True, block=64)
+        for _ in range(3):
+            backward(model, "cuda", gradients)
     torch.cuda.synchronize()
     step = hook.step
     said = ""
     # The end of a capture that was interrupted may raise, too.
-    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+    with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         try:
             model(gradients).backward()
         except RuntimeError as error:

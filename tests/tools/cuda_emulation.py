@@ -20,7 +20,7 @@ from ddp_core.reducer import _failures as failures
 from ddp_core.reducer import _launch as launch
 from ddp_core.reducer import _reducer as reducer
 from ddp_core.reducer import _step_exchange as step_exchange
-from tests.tools.fake_torch import Device
+from tests.tools.fake_torch import Device, Marks
 
 GPU = torch.device("cuda", 0)
 CPU = torch.device("cpu")
@@ -85,6 +85,7 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
             (reducer, "Launcher", _Launcher),
             (buckets.FlatBucket, "is_large", lambda bucket, index: False),
             (failures, "POLL_INTERVAL", timedelta(seconds=0.05)),
+            (failures, "Marks", Marks),
         ):
             patches.enter_context(mock.patch.object(owner, name, value))
         yield gpu

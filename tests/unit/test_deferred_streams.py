@@ -12,6 +12,7 @@ from commhooks.hook._coalesce import Group, _HeldBucket
 from commhooks.hook._state import HookState
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers._ef21 import EF21
+from ddp_core.exchange._devices import Marks
 from tests.device.deferred_device import LazyDevice, Order, Stream, lazy_device
 from tests.device.loopback import loopback
 
@@ -245,10 +246,12 @@ def test_a_collective_that_nobody_waits_for_is_seen(monkeypatch: pytest.MonkeyPa
         (lambda x: x.sum().item(), "_local_scalar_dense"),
         (lambda x: x.cpu(), "_to_copy"),
         (lambda x: torch.empty(3).copy_(x), "copy_"),
+        (lambda x: torch.tensor(1.0, device="meta"), "_to_copy"),
     ],
 )
 def test_what_makes_the_host_wait_is_refused(call: Any, words: str) -> None:
-    with lazy_device("late"):
+    with lazy_device("late") as machine:
+        machine.may_copy = False
         x = torch.empty(3, device="meta").fill_(1.0)
         with pytest.raises(RuntimeError, match=f"{words}: the host would wait"):
             call(x)
@@ -275,3 +278,15 @@ def test_work_is_done_when_somebody_waits_for_it_and_memory_is_given_back_in_ord
         machine.current.wait_stream(side)
         machine.read(x)
         assert memory.isnan().all()
+
+
+def test_marks_tell_how_far_a_device_has_come_without_a_call_to_it() -> None:
+    with lazy_device("late") as machine:
+        marks = Marks(torch.device("meta"))
+        assert [marks.enqueue(), marks.enqueue()] == [1, 2]
+        queue, machine.Event = machine.current, None  # type: ignore[assignment]
+    assert marks.latest() == 0
+    queue.run(len(queue.queue) - 1)
+    assert marks.latest() == 1
+    queue.run(len(queue.queue))
+    assert marks.latest() == 2
