@@ -13,7 +13,7 @@ INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
 ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
 
-.PHONY: bandwidth test test-all test-frameworks test-torch docs format clean
+.PHONY: bandwidth test test-all test-frameworks test-torch cubins docs format clean
 
 bandwidth: $(VENV)/experiments
 	$(RUN) -m experiments.bandwidth
@@ -56,6 +56,13 @@ test-torch: $(TORCH)/created
 	.venv-torch-$*/bin/python -m pip install --quiet --constraint .venv-torch-$*/constraints.txt torch==$* 'setuptools>=77'
 	touch $@
 
+# Compiles the CUDA kernels for a machine without compilers, by the NVRTC that is there: both go along in .cubins.
+NVRTC ?= 13.0.88
+ARCHITECTURE ?= 90
+cubins: $(VENV)/dev
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target .nvrtc nvidia-cuda-nvrtc$(if $(filter 12.%,$(NVRTC)),-cu12)==$(NVRTC)
+	PYTHONPATH=.nvrtc COMMHOOKS_CACHE=.cubins $(RUN) -m experiments.gpu_kernels --part cubins --architecture $(ARCHITECTURE) --out .cubins
+
 # The site of docs/ with reference and search: python -m http.server --directory build/site
 docs: $(VENV)/dev
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
@@ -77,4 +84,4 @@ $(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
 	touch $@ $(VENV)/experiments
 
 clean:
-	rm -rf $(VENV) $(FRAMEWORKS) .venv-torch-* build dist *.egg-info
+	rm -rf $(VENV) .nvrtc .cubins $(FRAMEWORKS) .venv-torch-* build dist *.egg-info

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -381,7 +381,7 @@ class _Pending:
 
     place: WaitPoint  # the bucket that was enqueued last
     thread: int  # that of the training loop
-    mark: int | None = None  # behind its exchanges; None: more is to be enqueued
+    mark: int = sys.maxsize  # behind its exchanges, once all are enqueued
 
 
 class DeviceWatchdog:
@@ -457,10 +457,9 @@ class DeviceWatchdog:
         self._seen = pending
         if pending is None or pending is not seen or self._error is not None:
             return
-        if pending.mark is not None and self._marks is not None:
-            if self._marks.latest() >= pending.mark:
-                self._pending = None
-                return
+        if self._marks is not None and self._marks.latest() >= pending.mark:
+            self._pending = None
+            return
         text = self._board.poll(pending.place)
         if text is None or self._pending is not pending:
             return

@@ -1,20 +1,23 @@
-"""Tests and times the CUDA kernels on a GPU, in parts of at most eight minutes.
+"""Tests and times the CUDA kernels on a GPU, in runs of at most ten minutes.
 
-``python -m experiments.gpu_kernels`` runs the parts one after the other; ``--part`` names some:
+``python -m experiments.gpu_kernels --run 1 --out FOLDER``, and 2 to 5 with the same folder; each
+ends with a hundred lines that say what was found:
 
-- ``versions``: the machine, one launch, and what launches cost the host.
-- ``check``: the tests of kernels and devices, on the GPU alone.
-- ``share``: the speed of every op, over that of a copy.
-- ``exchange``: one rank's exchange of a bucket: launches, host time, GPU time.
-- ``nccl``: two ranks on one GPU.
-- ``sanitize``: compute-sanitizer over random calls.
-- ``compiled``: definitions by torch.compile; takes long, and runs only if it is named.
-- ``cubins``: compiles all kernels into ``COMMHOOKS_CACHE``, without a GPU; only if it is named.
+1. the machine, one launch, and the tests of kernels and devices; it stops if one launch is wrong.
+2. the speed of every op over that of a copy, and one rank's exchange of a bucket.
+3. two ranks on one GPU: whether they connect by NCCL, then each test of their own.
+4. compute-sanitizer over random calls, and Nsight Compute on kernels that may be slow.
+5. steps of GPT-2 blocks with hooks over torch's hooks, and a compiled model beside a watched step.
 
-Each writes a table, row by row. A case that fails has a row that says so. The same command with the
-same ``--out`` resumes where it stopped, also after a crash. Kernels and the library for CPUs can be
-brought along to a machine without compilers or network: ``--part cubins --architecture 90`` with
-the machine's version of NVRTC, and ``kernels/libcommhooks_kernels.so``.
+A run consists of parts, which ``--part`` runs by name; two more run only so:
+
+- ``compiled``: definitions by torch.compile; takes long.
+- ``cubins``: compiles all kernels into ``COMMHOOKS_CACHE``, without a GPU.
+
+Each part writes a table, row by row. A case that fails has a row that says so. The same command
+with the same ``--out`` resumes where it stopped, also after a crash. Nothing needs a network.
+Kernels and the library for CPUs can be brought along to a machine without compilers: ``make
+cubins``, with the NVRTC of that machine, and ``kernels/libcommhooks_kernels.so``.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -32,20 +36,21 @@ import typer
 from rich.progress import Progress
 
 from commhooks.kernels.runtime import cuda
-from experiments.gpu_kernels import copy_ratio, cubins, exchange, programs, versions
+from experiments.gpu_kernels import copy_ratio, cubins, exchange, programs, training, versions
 from experiments.gpu_kernels.dry_run import rehearsed
+from experiments.gpu_kernels.summary import pack_logs, summary
 from experiments.gpu_kernels.table import LostDeviceError, Setting, Step, Table, run_steps
 
 _RESTARTS = "COMMHOOKS_GPU_KERNELS_RESTARTS"
+_ENDS = "COMMHOOKS_GPU_KERNELS_ENDS"  # ``time.monotonic()``, which all processes share
 
 
 class Part(NamedTuple):
-    """Describes a table: its columns, its steps, how many run at a time, and whether unasked."""
+    """Describes a table: its columns, its steps, and how many of them run at a time."""
 
     columns: tuple[str, ...]
     steps: Callable[[Setting], Iterator[Step]]
     workers: int = 1
-    unasked: bool = True
     needs_gpu: bool = True
 
 
@@ -54,16 +59,37 @@ PARTS = {
     "check": Part(programs.COLUMNS, programs.check_steps, workers=6),
     "share": Part(copy_ratio.COLUMNS, copy_ratio.steps),
     "exchange": Part(exchange.COLUMNS, exchange.steps),
-    "nccl": Part(programs.COLUMNS, programs.nccl_steps),
+    "connect": Part(programs.COLUMNS, programs.connect_steps),
+    "nccl": Part(programs.COLUMNS, programs.nccl_steps, workers=2),
     "sanitize": Part(programs.COLUMNS, programs.sanitize_steps, workers=6),
-    "compiled": Part(copy_ratio.COMPILED_COLUMNS, copy_ratio.compiled_steps, unasked=False),
-    "cubins": Part(cubins.COLUMNS, lambda _: cubins.steps("90"), 2, False, needs_gpu=False),
+    "profile": Part(programs.COLUMNS, programs.profile_steps),
+    "training": Part(training.COLUMNS, training.steps),
+    "compiled": Part(copy_ratio.COMPILED_COLUMNS, copy_ratio.compiled_steps),
+    "cubins": Part(cubins.COLUMNS, lambda _: cubins.steps("90"), workers=2, needs_gpu=False),
+}
+
+
+class Run(NamedTuple):
+    """Describes a run: the minutes in which each of its parts begins cases, and when it ends."""
+
+    parts: dict[str, float]
+    minutes: float
+    repeats: int = 9
+
+
+RUNS = {
+    1: Run({"versions": 1.0, "check": 4.0}, 8.0),
+    2: Run({"share": 5.0, "exchange": 3.0}, 9.0),
+    3: Run({"connect": 2.0, "nccl": 5.5}, 9.0),
+    4: Run({"sanitize": 5.5, "profile": 2.0}, 9.0),
+    5: Run({"training": 8.0}, 9.0),
 }
 
 
 def main(
-    part: Annotated[list[str] | None, typer.Option(help="One or more of the parts.")] = None,
-    minutes: Annotated[float, typer.Option(help="Begins no case later than this.")] = 8.0,
+    run: Annotated[int, typer.Option(help="1 to 5.")] = 0,
+    part: Annotated[list[str] | None, typer.Option(help="One or more parts.")] = None,
+    minutes: Annotated[float, typer.Option(help="Begins no case of a part later.")] = 8.0,
     repeats: Annotated[int, typer.Option(help="Timed turns per op.", min=3)] = 15,
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
     architecture: Annotated[str, typer.Option(help="Of cubins, such as 90.")] = "90",
@@ -72,62 +98,79 @@ def main(
         "results/gpu_kernels"
     ),
 ) -> None:
-    """Runs parts of the study, and prints what is left of them."""
-    wanted = part or [name for name, study in PARTS.items() if study.unasked]
-    if unknown := set(wanted) - set(PARTS):
-        raise typer.BadParameter(f"--part is one of {', '.join(PARTS)}, got {sorted(unknown)}")
-    begin = time.monotonic()
-    until = begin + 60 * minutes
+    """Runs a run, or parts of it, and prints what was found."""
+    if bool(run) == bool(part) or (run and run not in RUNS) or set(part or ()) - set(PARTS):
+        raise typer.BadParameter(
+            f"give --run 1 to {len(RUNS)}, or --part with one of {', '.join(PARTS)}"
+        )
+    plan = RUNS[run] if run else Run(dict.fromkeys(part or (), minutes), minutes + 1, repeats)
+    # A new process after a lost device ends when the first one had to.
+    ends = float(os.environ.get(_ENDS, time.monotonic() + 60 * plan.minutes))
+    setting = Setting(out, repeats=plan.repeats, only=only, ends=ends)
     if rehearse:
         with rehearsed() as small:
-            _run_all(wanted, small(out), until, architecture)
+            _run_all(plan, replace(small(out), only=only, ends=ends), architecture)
         return
     reason = cuda.missing() if torch.cuda.is_available() else "torch sees no CUDA device"
-    if reason and any(PARTS[name].needs_gpu for name in wanted):
+    if reason and any(PARTS[name].needs_gpu for name in plan.parts):
         # ``versions`` reports the reason, so that does not end the run.
         typer.echo(f"experiments.gpu_kernels: {reason}")
         if not torch.cuda.is_available():
             sys.exit(1)
     # A case that hangs: its stack, and an end, so that the next call continues with the next case.
-    faulthandler.dump_traceback_later(60 * minutes + 60, exit=True)
+    faulthandler.dump_traceback_later(max(ends - time.monotonic(), 1), exit=True)
     try:
-        _run_all(wanted, Setting(out, repeats=repeats, only=only), until, architecture)
+        _run_all(plan, setting, architecture)
     except LostDeviceError as lost:
-        _again(str(lost), until)
+        _again(str(lost), ends)
     faulthandler.cancel_dump_traceback_later()
 
 
-def _run_all(wanted: list[str], setting: Setting, until: float, architecture: str) -> None:
-    for name in wanted:
-        study = PARTS[name]
-        table = Table(setting.out / f"{name}.csv", study.columns)
-        steps = cubins.steps(architecture) if name == "cubins" else study.steps(setting)
-        listed = [step for step in steps if setting.only in step.name]
-        with Progress() as progress:
-            bar = progress.add_task(name, total=len(listed))
-
-            def report(text: str, progress: Progress = progress, bar: int = bar) -> None:  # type: ignore[assignment]
-                progress.advance(bar)  # type: ignore[arg-type]
-                progress.console.print(text, markup=False, highlight=False)
-
-            outcome = run_steps(table, listed, until=until, workers=study.workers, report=report)
-        left = f"; {len(outcome.left)} are left: run the command again" if outcome.left else ""
-        failed = f", {outcome.failed} of them failed" if outcome.failed else ""
-        typer.echo(f"{name}: {outcome.done} cases{failed}{left} ({setting.out / name}.csv)")
+def _run_all(plan: Run, setting: Setting, architecture: str) -> None:
+    for name, minutes in plan.parts.items():
+        _run_part(name, setting, min(time.monotonic() + 60 * minutes, setting.ends), architecture)
+        if name == "versions" and _is_first_launch_wrong(setting):
+            typer.echo("the first launch failed: nothing else is tried")
+            break
+    lines = summary(setting.out, list(plan.parts))
+    pack_logs(setting.out)
+    typer.echo("\n".join(lines))
 
 
-def _again(why: str, until: float) -> None:
-    """Continues in a new process, for the minutes left, since this one can launch nothing."""
-    minutes = (until - time.monotonic()) / 60
+def _run_part(name: str, setting: Setting, until: float, architecture: str) -> None:
+    study = PARTS[name]
+    table = Table(setting.out / f"{name}.csv", study.columns)
+    steps = cubins.steps(architecture) if name == "cubins" else study.steps(setting)
+    listed = [step for step in steps if setting.only in step.name]
+    with Progress() as progress:
+        bar = progress.add_task(name, total=len(listed))
+
+        def report(text: str) -> None:
+            progress.advance(bar)
+            progress.console.print(text, markup=False, highlight=False)
+
+        outcome = run_steps(table, listed, until=until, workers=study.workers, report=report)
+    if outcome.left:
+        typer.echo(f"{name}: {len(outcome.left)} cases are left: run the command again")
+
+
+def _is_first_launch_wrong(setting: Setting) -> bool:
+    rows = Table(setting.out / "versions.csv", versions.COLUMNS).rows()
+    launches = [row for row in rows if row["case"] == "one launch"]
+    return setting.device != "cpu" and any(
+        row["error"] or not row["value"].startswith("right") for row in launches
+    )
+
+
+def _again(why: str, ends: float) -> None:
+    """Continues in a new process, for the time that is left: this one can launch nothing."""
     restarts = int(os.environ.get(_RESTARTS, "0"))
     typer.echo(why)
-    if minutes <= 0 or restarts >= 20:
+    if time.monotonic() >= ends or restarts >= 20:
         sys.exit(1)
-    os.environ[_RESTARTS] = str(restarts + 1)
-    # Of two equal options the last one counts.
-    arguments = [*sys.argv[1:], "--minutes", f"{minutes:.2f}"]
+    os.environ |= {_RESTARTS: str(restarts + 1), _ENDS: str(ends)}
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "experiments.gpu_kernels", *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", "experiments.gpu_kernels", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

@@ -11,11 +11,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from commhooks import make
 from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import copy_ratio, exchange
 from experiments.gpu_kernels.dry_run import Launches, rehearsed
 from experiments.gpu_kernels.table import Step
+from experiments.tools.fake_gpu import counts_of
+from tests.device.device_cases import SCHEMES, SHAPES
 from tests.kernels.fuzz import FAMILIES
+from tests.shelf import BASELINES, BUILT_IN
 
 __all__ = ["COLUMNS", "all_kernels", "kernels", "steps"]
 
@@ -36,9 +40,20 @@ def all_kernels() -> dict[str, list[str]]:
             with suppress(Exception):  # a case that fails does so where it is timed
                 step.run()
     by_file = kernels()
-    for file, names in launches.kernels.items():
-        by_file[file] = list(dict.fromkeys([*by_file.get(file, ()), *sorted(names)]))
+    for launched in (launches.kernels, *_of_schemes_on_devices()):
+        for file, names in launched.items():
+            by_file[file] = list(dict.fromkeys([*by_file.get(file, ()), *sorted(names)]))
     return by_file
+
+
+def _of_schemes_on_devices() -> Iterator[dict[str, set[str]]]:
+    """Yields the kernels of each scheme that tests/device runs."""
+    schemes = [*SCHEMES.values(), *((name, {}) for name in (*BUILT_IN, *BASELINES))]
+    for name, options in schemes:
+        for world_size in (1, 2):
+            with suppress(Exception):  # a baseline that copies to the host, as they may
+                counts = counts_of(make(name, **options), SHAPES, world_size=world_size)
+                yield counts.instances
 
 
 def steps(architecture: str, which: Mapping[str, Sequence[str]] | None = None) -> Iterator[Step]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -32,6 +33,7 @@ class Setting:
         repeats: timed turns.
         large, small: entries of a bucket.
         only: text that the names of cases contain.
+        ends: ``time.monotonic()`` at which programs are ended.
     """
 
     out: Path
@@ -40,6 +42,7 @@ class Setting:
     large: int = 256 * 2**20 // 4
     small: int = 25 * 2**20 // 4
     only: str = ""
+    ends: float = math.inf
 
 
 @dataclass(frozen=True)

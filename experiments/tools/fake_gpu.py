@@ -40,6 +40,7 @@ class Counts:
 
     Attributes:
         kernels: launches of the project's own kernels, by name.
+        instances: these kernels with their template arguments, by file.
         operations: PyTorch operations that are not views, by name; one launch each, at least.
         allocations: tensors that were created on the device.
         collectives: requests of the scheme.
@@ -47,6 +48,7 @@ class Counts:
     """
 
     kernels: Counter[str] = field(default_factory=Counter)
+    instances: dict[str, set[str]] = field(default_factory=dict)
     operations: Counter[str] = field(default_factory=Counter)
     allocations: int = 0
     collectives: int = 0
@@ -120,6 +122,7 @@ def fake_gpu() -> Iterator[Counts]:
 
     def note(source: str, name: str, *rest: Any, **options: Any) -> None:
         counts.kernels[name.partition("<")[0]] += 1
+        counts.instances.setdefault(source, set()).add(name)
 
     def run(op: Op, *args: Any) -> None:
         if args[0].is_meta:
@@ -134,7 +137,9 @@ def fake_gpu() -> Iterator[Counts]:
         # Without memory all addresses would be zero, and all tensors seem to share it.
         stack.enter_context(mock.patch.object(Tensor, "data_ptr", _address))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_address))
-        stack.enter_context(mock.patch.object(torch, "tensor", partial(tensor_by_copy, torch.tensor)))
+        stack.enter_context(
+            mock.patch.object(torch, "tensor", partial(tensor_by_copy, torch.tensor))
+        )
         stack.enter_context(_Counting(counts))
         yield counts
 

@@ -7,6 +7,7 @@ on a lazy device in tests/unit/test_deferred_streams.py.
 from __future__ import annotations
 
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -23,6 +24,7 @@ from commhooks.core._layout import Layout
 from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from ddp_core import Streams, Task
+from ddp_core.reducer._failures import POLL_INTERVAL
 from experiments.tools.fake_gpu import counts_of
 from tests.device.device_cases import (
     BODIES,
@@ -171,4 +173,20 @@ def test_a_hook_is_not_captured_in_a_graph() -> None:
     assert "is being captured in a CUDA graph" in said
     torch.cuda.synchronize()
     assert hook.step == step
+    hook.close()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_a_graph_is_captured_while_the_watchdog_looks_at_a_step() -> None:
+    model = network("ours", "cuda")
+    hook = commhooks.register(model, "int8")
+    gradients = [value.cuda() for value in given(0, 0)]
+    x, graph = torch.zeros(3, device="cuda"), torch.cuda.CUDAGraph()
+    backward(model, "cuda", gradients)
+    torch.cuda._sleep(100 * SLEEP)  # so that the step is not over
+    with torch.cuda.graph(graph):
+        x += 1
+        time.sleep(3 * POLL_INTERVAL.total_seconds())
+    graph.replay()
+    assert x.tolist() == [1.0] * 3
     hook.close()
