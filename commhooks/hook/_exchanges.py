@@ -121,6 +121,7 @@ class Step:
         all_buckets_seen: whether the last bucket has come.
         in_outer_pass: whether an inner backward pass has ended; the outer may bring more buckets.
         parameters: number of parameters in the buckets so far, if ``holds_buckets``.
+        entries: number of entries in the buckets so far.
         layouts: functions that return the layouts of the dense buckets of hosts with an ``origin``.
         regrouped: the saved buckets, if the parameters were exchanged in them.
         unused: names of parameters that do not get the average, as the host says.
@@ -140,6 +141,7 @@ class Step:
     all_buckets_seen: bool = False
     in_outer_pass: bool = False
     parameters: int = 0
+    entries: int = 0
     layouts: list[Callable[[], Layout]] = field(default_factory=list)
     regrouped: list[Names] | None = None
     unused: set[str] = field(default_factory=set)
@@ -215,6 +217,7 @@ class ExchangeLauncher:
         note: Callable[[RoundRecord], None] | None = None,
         extra_rounds: int = 0,
         is_blocking: bool = False,
+        may_pause: bool = False,
         dense_sends: float = 2.0,
     ) -> Future[Tensor]:
         """Hands an exchange to the driver for its device.
@@ -223,6 +226,7 @@ class ExchangeLauncher:
             note: gets its ledger rows, too.
             extra_rounds: collectives after those of the scheme.
             is_blocking: whether the caller waits for the future before it does anything else.
+            may_pause: whether its second collective may wait for the next exchange.
             dense_sends: see :class:`ddp_core.Task`.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With
@@ -243,7 +247,7 @@ class ExchangeLauncher:
             # On a GPU the caller's stream waits, and what else the GPU does meanwhile is unknown.
             waited_for=is_blocking and device.type == "cpu",
         )
-        return self._drivers.run(task, device, step.group, waits=is_blocking)
+        return self._drivers.run(task, device, step.group, waits=is_blocking, may_pause=may_pause)
 
     def agree(self, step: Step, verdict_groups: Sequence[dist.ProcessGroup]) -> None:
         """Agrees on whether a step was finite where ranks have different parts of the means.

@@ -134,6 +134,7 @@ class Parameters:
 
     Attributes:
         cuts: shard of each parameter that this rank trains (tensor parallelism), by name.
+        numel: number of entries of their gradients.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -144,6 +145,7 @@ class Parameters:
         self._ignored = ignored | {plain_name(name) for name in ignored}
         # By ``id``, which is valid as long as the model holds its parameters.
         self._by_id: dict[int, Parameter] = {}
+        self.numel = 0
         self._by_name: dict[str, Parameter] = {}
         self._layouts: dict[tuple[int, ...], Layout] = {}
         # Frozen parameters too: a state may have memory of a layer that was frozen since.
@@ -161,6 +163,7 @@ class Parameters:
             )
         described = self._describe(parameter)
         self._by_id[id(parameter)] = self._by_name[described.name] = described
+        self.numel += parameter.numel()
 
     def _describe(self, parameter: Tensor) -> Parameter:
         # A bucket holds gradients in the memory order of their parameters, and so do residuals,

@@ -242,6 +242,7 @@ def register(
 
     # Attach it.
     ddp.register_comm_hook(state, comm_hook)
+    state.target.launches_ahead = True
     if core is not None:
         core.request_layout(group)
     ddp.register_forward_pre_hook(AttachmentGuard(state, ddp))

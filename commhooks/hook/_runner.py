@@ -149,6 +149,7 @@ class Runner:
                 note=bucket.note,
                 extra_rounds=int(bucket.epilogue is not None),
                 is_blocking=bucket.is_blocking,
+                may_pause=self._may_pause(step, bucket),
                 dense_sends=bucket.dense_sends,
             )
 
@@ -166,6 +167,7 @@ class Runner:
         step.all_buckets_seen = True  # a bucket that comes after this belongs to the next step
         if self._coalescer:
             self._exchange_held(step)
+        self._drivers.resume()
         self._ledger.record_last_launch(step.number, step.clock.now())
 
     def gradients_written(self, unused: Iterable[Tensor] = ()) -> None:
@@ -191,6 +193,7 @@ class Runner:
     def step_aborted(self) -> None:
         """Drops the open step after its backward pass raised."""
         self._step = None
+        self._drivers.resume()  # a peer that aborts as well does the same
         self._engine.abort()
         self._coalescer.abort(ABORTED)
 
@@ -284,6 +287,18 @@ class Runner:
     def _close(self, step: Step) -> None:
         self._step = None
         self.regrouping.step_ended(step, static_graph=self._target.static_graph)
+
+    def _may_pause(self, step: Step, bucket: HookBucket) -> bool:
+        """Whether a bucket's second collective may wait for the first one of the next bucket.
+
+        The second collective of the bucket before the last one would be behind the last bucket.
+        """
+        target, rounds = self._target, self._engine.traits.rounds
+        if rounds == 1 or not target.launches_ahead or target.static_graph:
+            return False
+        numel = bucket.gradient.numel()
+        step.entries += numel
+        return not bucket.is_last and target.parameters.numel - step.entries > numel
 
     def _exchange_held(self, step: Step) -> None:
         target, coalesces = self.regrouping.target_layout, self._engine.traits.coalesce

@@ -57,6 +57,8 @@ class HookTarget:
     Attributes:
         parameters: the model's parameters, by name.
         static_graph: whether the model was made with ``static_graph=True``.
+        launches_ahead: whether the caller launches all buckets of a step before it waits for any;
+            a function that calls the hook may wait for its future.
         exchange_device: device of the exchanged tensors, if it is not that of the parameters.
         verdict_groups: process groups of the other shards (HSDP); whether a step was finite is
             agreed on over them, too.
@@ -67,7 +69,7 @@ class HookTarget:
 
     def __init__(self, process_group: dist.ProcessGroup | None) -> None:
         self.parameters = Parameters()
-        self.static_graph = False
+        self.static_graph = self.launches_ahead = False
         self.exchange_device: torch.device | None = None
         self.verdict_groups: list[dist.ProcessGroup] = []
         self.shards: dist.ProcessGroup | None = None

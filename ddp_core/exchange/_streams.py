@@ -1,13 +1,16 @@
 """Drives exchanges on backends whose ``wait`` orders streams instead of blocking the caller.
 
-On CUDA with NCCL, and on any device whose work is queued on streams (XPU, NPU), an exchange runs to
-its end inside the hook call: encoding, waiting and decoding are only enqueued, on a side stream, so
-the backward pass continues meanwhile. Two side streams take turns: while one bucket travels or is
-decoded, the next one is encoded.
+On CUDA with NCCL, and on any device whose work is queued on streams (XPU, NPU), an exchange is only
+enqueued inside the hook call: encoding, waiting and decoding, on a side stream, so the backward
+pass continues meanwhile. Side streams take turns: while one bucket travels or is decoded, the next
+one is encoded.
 
-All ranks launch buckets in the same order, and a bucket's collectives follow each other, so the
-order of collectives is the same everywhere. With a backend that blocks (Gloo on CUDA tensors) the
-same code is correct and slow.
+Collectives of one group run one after the other, in the order of their calls. The second collective
+of an exchange waits for what the device computes between the two, so the first collective of the
+next exchange comes before it, where the caller allows that: 1a 2a 1b 3a 2b ..., not 1a 1b 2a 2b.
+
+All ranks launch buckets in the same order, so the order of collectives is the same everywhere. With
+a backend that blocks (Gloo on CUDA tensors) the same code is correct and slow.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Set
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_core.exchange._clocks import set_time
+from ddp_core.exchange._collectives import Collective
 from ddp_core.exchange._devices import future_on
 from ddp_core.exchange._lanes import Lanes
 from ddp_core.exchange._task import Task
@@ -48,10 +53,35 @@ def stream_module(device: str) -> Any:
     return module
 
 
-# One encodes while the other waits for the line; a third would have nothing to do. A whole
-# exchange on one stream, rather than encoding on one and decoding on the other: an allocator hands
-# out memory per stream, so that memory freed by one exchange cannot be overwritten too early.
-_SIDE_STREAMS = 2
+# One encodes, one waits for the line, and one is paused. A whole exchange on one stream, rather
+# than encoding on one and decoding on the other: an allocator hands out memory per stream, so that
+# memory freed by one exchange cannot be overwritten too early.
+_SIDE_STREAMS = 3
+
+
+class _Work(Protocol):
+    """Describes what the issue of a collective returns."""
+
+    def wait(self) -> object: ...
+
+
+class _NotIssued(NamedTuple):
+    """Stands for the work of a collective that could not be issued."""
+
+    error: Exception
+
+    def wait(self) -> None:
+        raise self.error
+
+
+@dataclass(eq=False)
+class _Paused:
+    """Holds an exchange whose first collective is issued, and whose second one is not."""
+
+    task: Task
+    future: torch.futures.Future[Tensor | None]
+    stream: AbstractContextManager[None]  # makes its stream current
+    work: _Work | None  # None: the exchange is over
 
 
 class Streams:
@@ -66,24 +96,73 @@ class Streams:
         self._streams: dict[torch.device, list[Any]] = {}
         self._turns: dict[torch.device, Iterator[Any]] = {}
         self._last: dict[torch.device, Any] = {}  # the stream of the latest exchange
+        self._paused: _Paused | None = None
 
-    def run(self, task: Task, device: torch.device) -> torch.futures.Future[Tensor]:
-        """Enqueues the whole exchange and returns the future of its result."""
+    def run(
+        self, task: Task, device: torch.device, *, may_pause: bool = False
+    ) -> torch.futures.Future[Tensor]:
+        """Enqueues the exchange and returns the future of its result.
+
+        Args:
+            may_pause: leaves what comes after the first collective to the next call of ``run``,
+                ``resume`` or ``join``. Until then the future is not done.
+        """
         on_host = device.type == "cpu"
+        if task.joins:
+            self.resume()  # this exchange may read what the paused one writes
         on_side_stream = nullcontext() if on_host else self._side_stream(device, task)
         future: torch.futures.Future[Tensor | None] = future_on(device)
         chained = future.then(task.outcome)
         with on_side_stream:
-            self._exhaust(task)
-            # The tensor and not None: a future makes who waits for it wait for the streams of its
-            # value's devices, and only for these.
-            future.set_result(task.result)
+            work = self._issue(task, task.advance())
+        self.resume()
+        stream = nullcontext() if on_host else self._last_stream(device)
+        started = _Paused(task, future, stream, work)
+        if may_pause and work is not None:
+            self._paused = started
+        else:
+            self._finish(started)
         if task.joins and not on_host:
             self._follow(device)
         return chained
 
+    def resume(self) -> None:
+        """Enqueues the rest of the paused exchange, if there is one."""
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            self._finish(paused)
+
+    def _issue(self, task: Task, request: Collective | None) -> _Work | None:
+        """Issues a collective; returns None if the exchange is over."""
+        if request is None:
+            return None
+        set_time(task.rows[-1], "issued", task.clock.now())
+        try:
+            work = request.issue(self._group)
+            request.run_overlap()
+        except Exception as error:
+            return _NotIssued(error)
+        return work
+
+    def _finish(self, started: _Paused) -> None:
+        """Enqueues what comes after an exchange's first collective, and completes its future."""
+        task, work = started.task, started.work
+        with started.stream:
+            while work is not None:
+                error = None
+                try:
+                    work.wait()
+                except Exception as raised:
+                    error = task.failed(raised)
+                set_time(task.rows[-1], "done", task.clock.now())
+                work = self._issue(task, task.advance(error))
+            # The tensor and not None: a future makes who waits for it wait for the streams of its
+            # value's devices, and only for these.
+            started.future.set_result(task.result)
+
     def join(self) -> None:
         """Makes the caller's streams wait for all exchanges so far."""
+        self.resume()
         for device, sides in self._streams.items():
             current = stream_module(device.type).current_stream(device)
             for side in sides:
@@ -102,7 +181,11 @@ class Streams:
             for other in self._streams[device]:
                 if other is not side:
                     side.wait_stream(other)
-        stream: AbstractContextManager[None] = module.stream(side)
+        return self._last_stream(device)
+
+    def _last_stream(self, device: torch.device) -> AbstractContextManager[None]:
+        """Makes the side stream of the latest exchange current."""
+        stream: AbstractContextManager[None] = stream_module(device.type).stream(self._last[device])
         return stream
 
     def _follow(self, device: torch.device) -> None:
@@ -117,25 +200,14 @@ class Streams:
                 other.wait_stream(last)
 
     def close(self) -> None:
-        """Drops the streams."""
+        """Drops the streams, and the paused exchange, whose future gets an error."""
+        paused, self._paused = self._paused, None
+        if paused is not None:
+            paused.task.abort()
+            paused.future.set_result(None)
         self._streams.clear()
         self._turns.clear()
         self._last.clear()
-
-    def _exhaust(self, task: Task) -> None:
-        request = task.advance()
-        while request is not None:
-            error: BaseException | None = None
-            row = task.rows[-1]
-            set_time(row, "issued", task.clock.now())
-            try:
-                work = request.issue(self._group)
-                request.run_overlap()
-                work.wait()
-            except Exception as raised:
-                error = task.failed(raised)
-            set_time(row, "done", task.clock.now())
-            request = task.advance(error)
 
 
 # ---- the driver of each device
@@ -181,19 +253,27 @@ class Drivers:
         group: dist.ProcessGroup,
         *,
         waits: bool = False,
+        may_pause: bool = False,
     ) -> torch.futures.Future[Tensor]:
         """Starts an exchange of a bucket on ``device`` and returns the future of its result.
 
         Args:
             waits: whether the caller waits for the future before it does anything else.
+            may_pause: whether the caller starts other exchanges, or calls ``resume`` or ``join``,
+                before it waits for the future.
         """
         if device.type == "cpu":
             lanes = self.open_lanes(group)
             return lanes.run_here(task) if waits else lanes.run(task)
-        # One group for all rounds: an exchange is enqueued to its end before the next one.
+        # One group for all rounds: collectives have one order.
         if self._streams is None:
             self._streams = Streams(group)
-        return self._streams.run(task, device)
+        return self._streams.run(task, device, may_pause=may_pause)
+
+    def resume(self) -> None:
+        """Starts the rest of an exchange that has paused."""
+        if self._streams is not None:
+            self._streams.resume()
 
     def join(self) -> None:
         """Makes the caller's streams wait for all exchanges so far; the host does not wait."""

@@ -98,6 +98,22 @@ def test_an_optimizer_in_backward_steps_what_the_gpu_has_averaged(
         assert all(early)
 
 
+@on_ranks(2)
+def test_a_second_collective_comes_after_the_first_of_the_next_bucket(rank: int) -> None:
+    with as_gpu() as gpu:
+        module = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(5)))
+        model = ddp_core.DistributedDataParallel(module, bucket_cap_mb=1e-3)
+        hook = commhooks.register(model, "int8", error_feedback=True)
+        for step in range(3):
+            model(batch(step, rank, 4, 16)).square().mean().backward()
+        gpu.synchronize()
+        frame = model.timeline.frame()
+        frame = frame[frame.step == 2].sort_values("round_began")
+        order = [f"{bucket}{'ab'[round]}" for bucket, round in zip(frame.bucket, frame["round"])]
+        assert order == ["0a", "1a", "0b", "2a", "1b", "3a", "2b", "3b", "4a", "4b"]
+        hook.close()
+
+
 def _held(rank: int) -> torch.Tensor:
     model = ddp_core.DistributedDataParallel(mlp(depth=6), bucket_cap_mb=2e-3)
     for step in range(3):

@@ -71,8 +71,11 @@ def as_gpu(behind: float = 0.0) -> Iterator[Gpu]:
     def clock_of(device: Any, *, timed: bool = True) -> clocks.Clock:
         return known(GPU, timed=timed)
 
-    def run(drivers: Drivers, task: Any, device: Any, group: Any, **_: Any) -> Any:
-        return Streams(group).run(task, CPU)
+    def run(
+        drivers: Drivers, task: Any, device: Any, group: Any, *, may_pause: bool = False, **_: Any
+    ) -> Any:
+        drivers._streams = drivers._streams or Streams(group)
+        return drivers._streams.run(task, CPU, may_pause=may_pause)
 
     with ExitStack() as patches:
         for module in (commhooks.hook._exchanges, commhooks.hook._runner, backward, step_exchange):

@@ -65,6 +65,7 @@ def train(
     last_first: bool = False,
     rebuilt: bool = False,
     cut: bool = False,
+    ahead: bool = False,
 ) -> list[Tensor]:
     """The contents of a reducer's buckets after each step, and the memory in the end.
 
@@ -76,6 +77,7 @@ def train(
         rebuilt: all parameters are in one bucket in the first step, as in DDP, and the second step
             has other buckets.
         cut: buckets are exchanged in parts, on several streams.
+        ahead: buckets may pause after their first collective.
     """
     model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(BUCKETS - 1)), nn.Linear(16, 8))
     several = [list(layer.parameters()) for layer in reversed(model)]
@@ -84,6 +86,7 @@ def train(
         hook = HookState(name, model, **options)
         if cut:
             hook.engine.traits = hook.engine.traits._replace(max_bucket_numel=200)
+        hook.target.launches_ahead = ahead
         if notified:
             hook.target.notifying_core = lambda hook: hook
         for step in range(STEPS):
@@ -159,6 +162,18 @@ def test_what_is_kept_moves_to_other_buckets_in_every_order(
     for case in ({"rebuilt": True}, {"rebuilt": True, "notified": True, "last_first": True}):
         expected = found_in("at once", name, options, **case)
         assert_same(found_in(order, name, options, **case), expected)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(("name", "options"), SCHEMES)
+def test_exchanges_that_pause_give_the_same_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    expected = found_in("at once", name, options)
+    for case in ({}, {"last_first": True}, {"notified": True}):
+        assert_same(found_in(order, name, options, ahead=True, **case), expected)
+    expected = found_in("at once", name, options, bad=True, rebuilt=True)
+    assert_same(found_in(order, name, options, bad=True, rebuilt=True, ahead=True), expected)
 
 
 @pytest.mark.parametrize("order", ["late", "early"])

@@ -51,7 +51,7 @@ def test_a_device_that_torch_does_not_know_is_refused():
 
 
 @pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])
-def test_buckets_take_turns_on_two_side_streams_that_wait_for_the_callers(name, monkeypatch):
+def test_buckets_take_turns_on_side_streams_that_wait_for_the_callers(name, monkeypatch):
     current = _Stream()
     module = SimpleNamespace(
         Stream=_Stream, current_stream=lambda device: current, stream=lambda stream: stream
@@ -61,16 +61,17 @@ def test_buckets_take_turns_on_two_side_streams_that_wait_for_the_callers(name, 
     with (
         streams._side_stream(device, _task()) as first,
         streams._side_stream(device, _task()) as other,
+        streams._side_stream(device, _task()) as third,
     ):
         assert (first.device, first.priority) == (device, -1)
-        # The second bucket is encoded while the first is on the line.
-        assert other is not first
+        # A bucket is encoded while one is on the line, and one before it has paused.
+        assert len({id(first), id(other), id(third)}) == 3
         assert first.waited == other.waited == [current]
-    with streams._side_stream(device, _task(joins=True)) as third:
-        assert third is first
-        assert third.waited == [current, current, other]
+    with streams._side_stream(device, _task(joins=True)) as last:
+        assert last is first
+        assert last.waited == [current, current, other, third]
     streams.join()
-    assert current.waited == [first, other]
+    assert current.waited == [first, other, third]
 
 
 def test_only_the_cpu_goes_to_lanes(monkeypatch):
@@ -79,7 +80,7 @@ def test_only_the_cpu_goes_to_lanes(monkeypatch):
     monkeypatch.setattr(
         drivers, "open_lanes", lambda group: SimpleNamespace(run=lambda task: went.append("lanes"))
     )
-    monkeypatch.setattr(Streams, "run", lambda self, task, device: went.append(device.type))
+    monkeypatch.setattr(Streams, "run", lambda self, task, device, **_: went.append(device.type))
     for name in ("cpu", "cuda", "xpu", "mtia"):
         drivers.run(_task(), torch.device(name), None)
     assert went == ["lanes", "cuda", "xpu", "mtia"]
