@@ -17,7 +17,7 @@ from tests.mutants.mutant import ROOT, Mutant
 
 __all__ = ["Outcome", "baseline", "run_all"]
 
-_PACKAGES = ("commhooks", "ddp_core", "kernels", "tests")
+_PACKAGES = ("commhooks", "ddp_core", "kernels", "tests", "experiments")
 _TIME_LIMIT = 600.0  # seconds
 _SKIP = shutil.ignore_patterns("__pycache__", "*.pyc")
 
