@@ -90,27 +90,6 @@ def test_signs_are_even_and_belong_to_places():
     assert torch.equal(signs[4096:], philox.signs(2**16 - 4096, 1, 2, 3, first=4096))
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"block": 48}, r"\(block\): one of 32"),
-        ({"x": torch.ones(100)}, r"\(x\): a multiple of 64"),
-        ({"out": torch.ones(64)}, r"\(out\): 128 entries"),
-        ({"segments": segments_for("int8", 64, [[128]])}, r"\(segments\): of segments_for"),
-        ({"random": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
-    arguments = {
-        "x": torch.ones(128),
-        "out": torch.ones(128),
-        "block": 64,
-        "random": philox.RandomBits(1, torch.tensor(1)),
-    }
-    with pytest.raises(ValueError, match=words):
-        hadamard(**(arguments | changes))
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     block = rng.choice(BLOCKS)
     x = torch.randn(block * rng.randrange(6))

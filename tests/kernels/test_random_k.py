@@ -92,28 +92,6 @@ def test_an_entry_that_is_not_finite_is_told_by_its_stratum(feedback, bad):
             assert torch.equal(values[kept], x[places[kept]]), machine
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda s: gather_random(torch.ones(3), torch.empty(4), s), r"\(values\): at most 3"),
-        (
-            lambda s: gather_random(torch.ones(3), torch.empty(1), s, residual=torch.ones(3)),
-            r"\(unsent\): needed",
-        ),
-        (lambda s: scatter_random(torch.ones(5), torch.empty(4), s), r"\(values\): at most 4"),
-        (
-            lambda s: gather_random(
-                torch.ones(3), torch.empty(1), philox.RandomBits(1, s.step, first=256)
-            ),
-            r"\(random\): first is 0",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call(philox.RandomBits(1, torch.tensor(2)))
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     n = rng.choice([1, rng.randrange(1, 300), rng.randrange(1, 5000)])
     x = torch.randn(n).to(rng.choice(DTYPES))

@@ -106,31 +106,6 @@ def test_an_outlier_does_not_cost_its_block():
     torch.testing.assert_close(left, x - out[1], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
-        ({"block": 2048}, r"\(block\): 1024 at most"),
-        (
-            {"segments": segments_for("int8", 256, [[512]])},
-            r"\(segments\): of segments_for\(..., whole=True\)",
-        ),
-        ({"rotation": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
-        ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
-    arguments = {
-        "x": torch.ones(512),
-        "payload": torch.empty(payload_bytes(512, "int8", 256)).byte(),
-        "format": "int8",
-        "block": 256,
-        "rotation": philox.RandomBits(1, torch.tensor(1)),
-    }
-    with pytest.raises(ValueError, match=words):
-        quantize_rotated(**(arguments | changes))
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     (dtype, block), format = rng.choice(TRIED), rng.choice(list(FORMATS))
     n = rng.choice([block * rng.randrange(5), rng.randrange(3000)])

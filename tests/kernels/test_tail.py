@@ -89,31 +89,3 @@ def test_what_was_sent_is_subtracted() -> None:
         unsent = torch.zeros(N)
         subtract_low_rank(Matrices([]), total, *nothing, unsent, tail=(TABLE, given))
         assert unsent.sum() == expected
-
-
-def test_wrong_arguments_are_named() -> None:
-    x, tail = torch.ones(N), torch.ones(LENGTH)
-    left, right = torch.ones(MATRICES.left_numel), torch.ones(MATRICES.right_numel)
-    nothing = Matrices([]), torch.empty(0), torch.empty(0)
-
-    def gather(bucket: torch.Tensor, tail: torch.Tensor, table: torch.Tensor) -> None:
-        multiply_right(nothing[0], bucket, *nothing[1:], tail=(table, tail))
-
-    for call, words in (
-        (lambda: tail_table([(3, 5), (4, 6)]), "increasing, without overlap"),
-        (lambda: gather(x[:50], tail, TABLE), "4099 entries or"),
-        (lambda: gather(x, tail[1:], TABLE), r"tail\): 4067 ent"),
-        (lambda: gather(x, tail, TABLE.flip(0)), "as tail_table makes it"),
-        (
-            lambda: multiply_right_op(
-                x, None, None, MATRICES.table, right, left, None, TABLE, None
-            ),
-            "a table and a tensor, or neither",
-        ),
-        (
-            lambda: multiply_right(MATRICES, x, right, left, local_copy=torch.ones(3)),
-            r"local_copy\): \d+ entries, got 3",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()

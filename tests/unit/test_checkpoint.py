@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+<<<<<<< HEAD
 import commhooks
 from commhooks import (
     ErrorFeedback,
@@ -21,6 +22,9 @@ from commhooks import (
     Simulation,
     make,
 )
+=======
+from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, Simulation, make
+>>>>>>> 71444a32 (One table says which arguments ops refuse, and in which words)
 from commhooks.checkpoint import flatten_state, unflatten_state
 from commhooks.checkpoint._format import (
     CHECKSUM_FIELDS,
@@ -42,14 +46,7 @@ from commhooks.core._scheme import slots_of
 from commhooks.core._slot import StepInfo
 from commhooks.errors import CheckpointError
 from commhooks.research.baselines import IntSGD
-from commhooks.schemes import (
-    DGC,
-    Blockwise,
-    DeMo,
-    Dense,
-    PowerSGD,
-    TopK,
-)
+from commhooks.schemes import DGC, Blockwise, DeMo, Dense, PowerSGD, TopK
 from commhooks.wrappers import (
     EF21,
     AveragedFeedback,

@@ -16,12 +16,7 @@ from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.core import Bucket, Layout
 from commhooks.core._scheme import slots_of
 from commhooks.research.baselines import QSGD, TernGrad
-from commhooks.schemes import (
-    Blockwise,
-    RandomK,
-    TopK,
-    TwoPhaseCast,
-)
+from commhooks.schemes import Blockwise, RandomK, TopK, TwoPhaseCast
 
 D = 2**20
 

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import (
-    ZeroRedundancyOptimizer,
-    _apply_optimizer_in_backward,
-)
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
