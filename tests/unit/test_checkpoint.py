@@ -12,19 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-<<<<<<< HEAD
 import commhooks
-from commhooks import (
-    ErrorFeedback,
-    PerParameter,
-    Rule,
-    Scheme,
-    Simulation,
-    make,
-)
-=======
 from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, Simulation, make
->>>>>>> 71444a32 (One table says which arguments ops refuse, and in which words)
 from commhooks.checkpoint import flatten_state, unflatten_state
 from commhooks.checkpoint._format import (
     CHECKSUM_FIELDS,
@@ -155,64 +144,56 @@ def without(field: str) -> Callable[[dict[str, Any]], Any]:
     }
 
 
+# Fields of a state and of a rank's part, with values that are refused, and the words.
+FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "format": (("torch",), "not a hook state"),
+    "version": ((0, "one", True), "version (0|'one'|True)"),
+    "step": (("7", -1, True, 2**80, 2**63 - 1), "'step' is a whole number"),
+    "seed": ((2**64, 0.5), "'seed' is a whole number"),
+    "bucket_bytes": ((["9"], 4096), "'bucket_bytes' is a list"),
+    "world_size": ((0, torch.ones(()), 2**40), "'world_size' is a whole number"),
+    "scheme": ((3,), "'scheme' is text"),
+    "layout": ((None, ["weight"], [[1]]), "'layout' is a list"),
+    "rank0": (("gone",), "'rank0' is 'gone'"),
+}
+PART_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "global_rank": ((1, False), "mixed up"),
+    "rank": ((1, -1), "of rank (1 of a group of 1|-1)"),
+    "leader": ((5,), "led by rank 5"),
+    "arrival": (("weight", [0, 1]), "'arrival' of 'rank0' is a list"),
+    "placement": (("all", [[]], [["", 0]]), "'placement' of 'rank0' is a list"),
+    "checksum": ((None, "0" * 64), "checksum of 'rank0' is wrong"),
+    "memory": (({5: {}}, {"q": {5: torch.ones(1)}}), "hold tensors by parameter name"),
+}
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    **{
+        f"{field} {str(value)[:20]}": (damage(field, value), words)
+        for damage, table in ((replaced, FIELDS), (in_part, PART_FIELDS))
+        for field, (values, words) in table.items()
+        for value in values
+    },
     "a model's state": (lambda _: {"layer.weight": torch.ones(2)}, "not a hook state"),
     "a whole checkpoint": (lambda state: {"model": {}, "hook": state}, r"state\['hook'\]$"),
-    "another format": (replaced("format", "torch"), "not a hook state"),
     "nothing": (lambda _: None, "NoneType"),
     "a number": (lambda _: 5, "int"),
     "a list of numbers": (lambda _: [1, 2], "int"),
     "an empty list": (lambda _: [], "empty"),
     "newer": (replaced("version", VERSION + 1), "update commhooks"),
-    "a version that never was": (replaced("version", 0), "version 0"),
-    "a version in words": (replaced("version", "one"), "version 'one'"),
     "no step": (dropped("step"), "lacks .*step"),
     "no structure": (dropped("structure"), "lacks .*structure"),
-    "a step that is no number": (replaced("step", "7"), "'step' is a whole number"),
-    "a negative step": (replaced("step", -1), "'step' is a whole number"),
-    "a step that is true": (replaced("step", True), "'step' is a whole number"),
-    "a step beyond 64 bits": (replaced("step", 2**80), "'step' is a whole number"),
-    "the last step of 64 bits": (replaced("step", 2**63 - 1), "'step' is a whole number"),
-    "a seed beyond 64 bits": (replaced("seed", 2**64), "'seed' is a whole number"),
-    "a seed of half": (replaced("seed", 0.5), "'seed' is a whole number"),
     "another rank's": (lambda state: {}, "is empty: of state_dict.* only that rank has it"),
-    "sizes of buckets in words": (replaced("bucket_bytes", ["9"]), "'bucket_bytes' is a list"),
-    "one size for all buckets": (replaced("bucket_bytes", 4096), "'bucket_bytes' is a list"),
-    "no ranks": (replaced("world_size", 0), "'world_size' is a whole number"),
-    "a tensor of ranks": (replaced("world_size", torch.ones(())), "'world_size' is a whole number"),
-    "more ranks than there are": (replaced("world_size", 2**40), "'world_size' is a whole number"),
-    "a version that is true": (replaced("version", True), "version True"),
-    "a scheme that is no text": (replaced("scheme", 3), "'scheme' is text"),
-    "a layout that is none": (replaced("layout", None), "'layout' is a list"),
-    "a layout of names": (replaced("layout", ["weight"]), "'layout' is a list"),
-    "a layout of numbers": (replaced("layout", [[1]]), "'layout' is a list"),
     "a name twice in the layout": (replaced("layout", [["bias"], ["bias"]]), "no name twice"),
     "no rank's memory": (dropped("rank0"), "no rank's part"),
     "a rank without memory": (replaced("rank0", {"rank": 0}), "lacks memory"),
     "a memory that is none": (replaced("rank0", {"rank": 0, "memory": None}), "lacks its values"),
-    "a rank that is none": (replaced("rank0", "gone"), "'rank0' is 'gone'"),
     "a rank without place": (without("leader"), "lacks leader"),
     "a checksum that was left out": (without("checksum"), "lacks checksum"),
-    "another rank's part": (in_part("global_rank", 1), "mixed up"),
-    "a rank that is true": (in_part("global_rank", False), "mixed up"),
-    "a rank outside the group": (in_part("rank", 1), "of rank 1 of a group of 1"),
-    "a negative rank": (in_part("rank", -1), "of rank -1"),
-    "an arrival in words": (in_part("arrival", "weight"), "'arrival' of 'rank0' is a list"),
-    "an arrival of numbers": (in_part("arrival", [0, 1]), "'arrival' of 'rank0' is a list"),
     "another arrival": (in_part("arrival", ["weight", "bias"]), "checksum of 'rank0' is wrong"),
     "no arrival": (in_part("arrival", []), "checksum of 'rank0' is wrong"),
-    "a placement in words": (in_part("placement", "all"), "'placement' of 'rank0' is a list"),
-    "an empty placement": (in_part("placement", [[]]), "'placement' of 'rank0' is a list"),
-    "a placement of numbers": (in_part("placement", [["", 0]]), "'placement' of 'rank0' is a list"),
     "a placement": (in_part("placement", [["p", "bias"]]), "checksum of 'rank0' is wrong"),
-    "a group led by nobody": (in_part("leader", 5), "led by rank 5"),
-    "no checksum": (in_part("checksum", None), "checksum of 'rank0' is wrong"),
-    "another checksum": (in_part("checksum", "0" * 64), "checksum of 'rank0' is wrong"),
     "no memory": (in_part("memory", {}), "checksum of 'rank0' is wrong"),
     "a checksum in version 1": (replaced("version", 1), "checksum of 'rank0' is wrong"),
     "numbers for tensors": (in_memory(3), "does not hold tensors"),
-    "a key that is no text": (in_part("memory", {5: {}}), "does not hold tensors by parameter"),
-    "a name that is none": (in_part("memory", {"q": {5: torch.ones(1)}}), "by parameter name"),
     "a sparse tensor": (in_memory(torch.zeros(6).to_sparse()), "layout is torch.sparse_coo"),
     "a tensor without values": (in_memory(torch.zeros(6, device="meta")), "meta device"),
     "a complex tensor": (in_memory(torch.zeros(6, dtype=torch.complex64)), "torch.complex64"),
