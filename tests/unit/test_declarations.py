@@ -119,11 +119,13 @@ def test_a_choice_has_the_worst_of_all_errors_and_what_it_returns() -> None:
     assert worst([Traits(returns="local"), Traits()]).returns == "local"
     assert worst([Traits(returns="local"), Traits(returns="update")]).returns == "update"
     assert not worst([Traits(agrees=False), Traits()]).agrees
+    assert worst([Traits(coalesce=True), Traits()]).coalesce
 
 
 def test_errors_of_several_roundings_add_up() -> None:
     assert composed(Exact(), Exact()) == Exact()
     assert composed(Unbiased(1.0), Unbiased(0.5)) == Unbiased(2.0)
+    assert composed(Unbiased(1.0), Unbiased(1.0)) == Unbiased(3.0)
     assert composed(Unbiased(1.0), Biased()) == Biased()
 
 

@@ -70,29 +70,3 @@ def test_two_phases_round_twice_and_independently(world_size: int) -> None:
     exact = torch.stack(grads).double().mean(0)
     mean = Simulation(Eden(1), {"p": (2**18,)}, world_size=world_size).step(grads)[0]
     assert math.isclose(error_of(mean, exact), 1.571**2 - 1, rel_tol=0.03)
-
-
-@pytest.mark.slow
-def test_the_mean_over_rotations_is_the_gradient() -> None:
-    # The worst vector there is for a rotation: one entry, all others zero.
-    x = torch.zeros(1024)
-    x[5] = 1.0
-    draws = 4000
-    ranks = Simulation(Eden(1, 128, pattern="all_gather"), {"p": (1024,)}, world_size=1)
-    mean = sum(ranks.step([x])[0] for _ in range(draws)) / draws
-    # Of one non-zero entry, rotated ones are all of one magnitude: exact. Another is not.
-    torch.testing.assert_close(mean, x, atol=1e-5, rtol=0)
-    y = torch.linspace(-1, 3, 1024) ** 3
-    ranks = Simulation(Eden(1, 128, pattern="all_gather"), {"p": (1024,)}, world_size=1)
-    results = [ranks.step([y])[0] for _ in range(draws)]
-    error = (sum(results) / draws - y).norm()
-    spread = float(sum((result - y).square().sum() for result in results) / draws) ** 0.5
-    assert error < 1.5 * spread / draws**0.5
-
-
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_bits_on_the_wire(bits: int) -> None:
-    n = 10**5
-    ranks = Simulation(Eden(bits), {"p": (n,)}, world_size=4)
-    ranks.step([torch.randn(n) for _ in range(4)])
-    assert ranks.requests[0][1] * 8 / n <= (bits + 32 / 256) * 1.01

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, Simulation, make
-from commhooks.schemes import Gossip
+from commhooks import Simulation
 from commhooks.schemes.gossip import partner_of
-from commhooks.wrappers import EF21, Guard
 from tests.unit.references import gradients, mean, normal
 
 N = 300
@@ -109,10 +107,3 @@ def test_one_message_of_the_gradient_s_size_travels() -> None:
     resting = Simulation("gossip", {"p": (N,)}, world_size=3)
     resting.step(gradients(3, 0, N))
     assert resting.wire_bytes == [0]
-
-
-@pytest.mark.parametrize("wrapper", [ErrorFeedback, EF21, Guard])
-def test_there_is_no_average_to_compare_with(wrapper: type) -> None:
-    with pytest.raises(ValueError, match="average of"):
-        wrapper(Gossip())
-    assert not make("gossip", coalesce=True).traits.agrees

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from commhooks import Scheme, Simulation, make
 from commhooks.schemes import Blockwise, Hierarchical, TwoPhaseCast
-from commhooks.wrappers import AveragedFeedback
 
 FP32 = TwoPhaseCast(torch.float32)
 INT8, INT4 = Blockwise("int8", 256), Blockwise("int4", 128, rotate=True)
@@ -73,30 +72,6 @@ def test_one_level_is_the_codec_itself() -> None:
     for local_size, codec in ((1, INT4), (4, INT8)):
         got = ranks_of(Hierarchical(INT8, INT4, local_size), 4).step(grads)
         assert torch.equal(got[0], ranks_of(codec, 4).step(grads)[0])
-
-
-def test_an_averaged_error_is_kept_in_eight_bits() -> None:
-    ranks = ranks_of(AveragedFeedback(Blockwise("sign", 2048), decay=0.0, reset_every=0), 2)
-    applied, total = torch.zeros(N), torch.zeros(N)
-    for step in range(10):
-        grads = gradients(2, step)
-        total += torch.stack(grads).mean(0)
-        applied += ranks.step(grads)[0]
-    values = {key: value for key, _, value in ranks.engines[0].memory.items()}
-    assert values["averaged_error"].dtype == torch.uint8
-    assert values["averaged_error"].numel() <= 1.04 * N
-    first = ranks_of(Blockwise("sign", 2048), 2)
-    without = sum((first.step(gradients(2, step))[0] for step in range(10)), torch.zeros(N))
-    # Without memory the error grows with the steps; with it, only with the rounding of the memory.
-    assert (applied - total).norm() < 0.5 * (without - total).norm()
-
-
-def test_an_averaged_error_is_forgotten_in_time() -> None:
-    ranks = ranks_of(AveragedFeedback(INT4, reset_every=3), 2)
-    for step in range(6):
-        ranks.step(gradients(2, step))
-        held = next(v for k, _, v in ranks.engines[0].memory.items() if k == "averaged_error")
-        assert bool(held.any()) == ((step + 1) % 3 != 0)
 
 
 def test_sixteen_bits_round_stochastically() -> None:

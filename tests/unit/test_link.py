@@ -148,12 +148,6 @@ def simulated(file: Path) -> Any:
                   "--schemes", "none,bf16")  # fmt: skip
 
 
-def test_a_fabric_comes_back_from_its_file(tmp_path: Path) -> None:
-    fabric = fit_fabric(Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9)), "gloo")
-    save_fabric(fabric, tmp_path / "link.json")
-    assert load_fabric(tmp_path / "link.json") == fabric
-
-
 def test_the_measurements_are_in_the_file_beside_the_fabric(tmp_path: Path) -> None:
     layout, times = Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9))
     report = LinkReport(fit_fabric(layout, times, "gloo"), layout, tuple(times), "cpu", 3, 1.0)
@@ -167,6 +161,7 @@ def test_the_measurements_are_in_the_file_beside_the_fabric(tmp_path: Path) -> N
 GOOD: dict[str, Any] = {"name": "x", "between": {"latency": 1e-5, "bandwidth": 1e9}}
 BAD = {
     "empty": "",
+    "binary": bytes(range(256)).decode("latin"),
     "no JSON": "latency: 3",
     "a list": "[1, 2]",
     "no link": json.dumps({"name": "x"}),
@@ -176,9 +171,7 @@ BAD = {
     "another library": json.dumps(GOOD | {"library": "carrier pigeons"}),
     "no link inside": json.dumps(GOOD | {"ranks_per_node": 4}),
     "a latency without end": json.dumps(GOOD | {"between": {"latency": 1e400, "bandwidth": 1e9}}),
-    "a latency that is no number": json.dumps(
-        GOOD | {"between": {"latency": float("nan"), "bandwidth": 1e9}}
-    ),
+    "no number": json.dumps(GOOD | {"between": {"latency": float("nan"), "bandwidth": 1e9}}),
     "a name that is a number": json.dumps(GOOD | {"name": 3}),
     "core seconds in words": json.dumps(GOOD | {"cpu_s_per_byte": "few"}),
     "negative core seconds": json.dumps(GOOD | {"cpu_s_per_byte": -1.0}),
@@ -194,14 +187,7 @@ BAD = {
 @pytest.mark.parametrize("text", BAD.values(), ids=BAD)
 def test_a_bad_file_is_refused_with_its_name(tmp_path: Path, text: str) -> None:
     file = tmp_path / "link.json"
-    file.write_text(text)
-    with pytest.raises(ValueError, match=r"link\.json"):
-        load_fabric(file)
-
-
-def test_a_binary_file_is_refused_with_its_name(tmp_path: Path) -> None:
-    file = tmp_path / "link.json"
-    file.write_bytes(bytes(range(256)))
+    file.write_text(text, encoding="latin")
     with pytest.raises(ValueError, match=r"link\.json"):
         load_fabric(file)
 

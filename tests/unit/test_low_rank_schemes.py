@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, Scheme, Simulation, make
+from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.core import Bucket, Layout
-from commhooks.core._scheme import slot_error
 from commhooks.schemes import ACPSGD, BatchedPowerSGD, PowerSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.powersgd import KEY, payload_numel
@@ -394,19 +393,6 @@ def test_rank_may_change_between_steps(old_rank: int, new_rank: int) -> None:
     assert ranks.engines[0].memory.get(KEY, "w").shape == (new_rank, 30)
 
 
-def test_memory_error() -> None:
-    scheme, shape = PowerSGD(), torch.Size([8, 5, 3])
-    assert slot_error(scheme, KEY, torch.zeros(2, 15), shape) is None
-    assert "(rank, 15)" in str(slot_error(scheme, KEY, torch.zeros(2, 14), shape))
-    assert "(rank, 15)" in str(slot_error(scheme, KEY, torch.zeros(15), shape))
-    assert "matrix" in str(slot_error(scheme, KEY, torch.zeros(2, 15), torch.Size([120])))
-    assert slot_error(scheme, "residual", torch.zeros(2, 15), shape) == "unknown"
-    batched = BatchedPowerSGD()
-    assert slot_error(batched, BATCHED_KEY, torch.zeros(1, 9), shape) is None
-    assert slot_error(batched, BATCHED_KEY, torch.zeros(9), shape) is not None
-    assert slot_error(batched, KEY, torch.zeros(1, 9), shape) == "unknown"
-
-
 def test_batched_begins_anew_in_another_bucket() -> None:
     shapes = {"a": (40, 30), "b": (50, 50)}
     ranks = Simulation(BatchedPowerSGD(rank=2), shapes, world_size=1)
@@ -415,8 +401,3 @@ def test_batched_begins_anew_in_another_bucket() -> None:
     assert ranks.step([normal(3700)])[0].isfinite().all()
     values = [value for key, _, value in ranks.engines[0].memory.items() if key == BATCHED_KEY]
     assert (2, 61) in [tuple(value.shape) for value in values]
-
-
-def test_names_have_feedback() -> None:
-    for name in ("powersgd", "acpsgd", "batched_powersgd"):
-        assert isinstance(make(name), ErrorFeedback)

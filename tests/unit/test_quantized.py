@@ -14,7 +14,6 @@ from torch import Tensor
 import commhooks
 from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.core import Bucket, Layout
-from commhooks.core._scheme import slots_of
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.schemes import Blockwise, RandomK, TopK, TwoPhaseCast
 
@@ -129,23 +128,6 @@ def test_errors_of_equal_gradients_cancel_with_a_dither(world_size: int) -> None
         assert math.isclose(error_of(mean, x), omega / world_size**2 + second, rel_tol=0.1)
 
 
-@pytest.mark.parametrize(
-    ("name", "bits"),
-    [("int8", 8.2), ("fp8", 8.2), ("fp8, MX", 8.27), ("int4", 4.2), ("onebit", 1.05)],
-)
-@pytest.mark.parametrize("world_size", [2, 5])
-def test_bits_on_the_wire(name: str, bits: float, world_size: int) -> None:
-    n = 10**6 + 3
-    name, *of_mx = name.split(", ")
-    options = {"format": "mx_e4m3"} if of_mx else {}
-    ranks = Simulation(name, {"p": (n,)}, world_size=world_size, error_feedback=False, **options)
-    ranks.step([torch.randn(n) for _ in range(world_size)])
-    (first, sent), (second, again) = ranks.requests
-    assert (first, second) == ("all_to_all", "all_gather")
-    assert sent * 8 / n <= bits
-    assert again * world_size * 8 / n <= bits
-
-
 def test_a_bucket_that_would_not_shrink_travels_as_it_is() -> None:
     ranks = Simulation("int8", {"p": (50,)}, world_size=4)
     grads = [torch.randn(50) for _ in range(4)]
@@ -153,15 +135,6 @@ def test_a_bucket_that_would_not_shrink_travels_as_it_is() -> None:
         ranks.step(grads)[0], Simulation("none", {"p": (50,)}, world_size=4).step(grads)[0]
     )
     assert ranks.requests == [("all_reduce", 200)]
-
-
-def test_names_and_their_flags() -> None:
-    assert not commhooks.make("int8", error_feedback=False).traits.biased
-    assert isinstance(commhooks.make("int4"), ErrorFeedback)
-    assert isinstance(commhooks.make("onebit"), ErrorFeedback)
-    assert not slots_of(commhooks.make("int8"))
-    with pytest.raises(ValueError, match="'e4m3' or 'e5m2' or 'mx_e4m3' or 'mx_e5m2'"):
-        commhooks.make("fp8", format="e3m4")
 
 
 @pytest.mark.parametrize("format", ["mx_e4m3", "mx_e5m2"])

@@ -98,7 +98,7 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
                 dense_until = step + 1 + 3
             expected, e = topk_step(grads, e, 51)
         if dense_until == step + 4:
-            with pytest.warns(RuntimeWarning, match="Averaging without compression for 3 steps"):
+            with pytest.warns(RuntimeWarning, match="the residual is .*Averaging .* for 3 steps"):
                 got = ranks.step(grads)
         else:
             got = ranks.step(grads)
@@ -143,10 +143,6 @@ def sketch_signs(step: int, row: int, directions: int) -> Tensor:
     begin, count = int(torch.randint(2**16, (), generator=generator)), row * directions
     table = torch.randint(0, 2, (2**16 + count,), generator=torch.Generator().manual_seed(0))
     return 2.0 * table[begin : begin + count].view(row, directions).double() - 1.0
-
-
-def test_the_sketch_is_drawn_anew_each_step() -> None:
-    assert not torch.equal(sketch_signs(0, 32, 3), sketch_signs(1, 32, 3))
 
 
 def test_a_random_block_sends_one_stretch_and_holds_the_rest() -> None:

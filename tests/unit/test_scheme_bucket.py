@@ -14,7 +14,6 @@ from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.core import Bucket, Codec, Layout, Result, Slot
 from commhooks.core._bucket import SchemeExchange
 from commhooks.core._slot import StepInfo
-from commhooks.core._traits import Traits, Unbiased, composed, worst
 from commhooks.errors import SchemeError
 from commhooks.schemes import Blockwise, Dense, PowerSGD, TopK
 from commhooks.wrappers import EF21, Cast, Guard, TwoPhase
@@ -250,11 +249,6 @@ def test_differences_of_float64_gradients_are_float64():
     raw = torch.tensor([1.0 + 1e-12, 2.0], dtype=torch.float64)
     ranks = Simulation(EF21(Dense()), {"p": (2,)}, world_size=2)
     assert torch.equal(ranks.step([raw.clone(), raw.clone()])[0], raw)
-
-
-def test_traits_of_several_schemes():
-    assert worst([Traits(coalesce=True), Traits()]).coalesce
-    assert composed(Unbiased(1.0), Unbiased(1.0)) == Unbiased(3.0)
 
 
 def test_draws_are_shared_or_of_a_rank() -> None:

@@ -177,37 +177,33 @@ LAYER = {"name": "w", "shape": [10, 10], "flops": 1.0}
 STEP = {"name": "x", "layers": [LAYER], "forward_s": 0.1, "backward_s": 0.2}
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"name": 3},
-        {"forward_s": -1},
-        {"forward_s": math.nan},
-        {"forward_s": math.inf},
-        {"forward_s": "long"},
-        {"per_bucket_overhead_s": "long"},
-        {"per_bucket_overhead_s": -1.0},
-        {"ready_s": [1, 2, 3]},
-        {"ready_s": [math.nan]},
-        {"ready_s": [-1]},
-        {"ready_s": ["soon"]},
-        {"ready_s": 5},
-        {"layers": [LAYER | {"shape": [-1]}]},
-        {"layers": [LAYER | {"shape": [2.5]}]},
-        {"layers": [LAYER | {"shape": "ab"}]},
-        {"layers": [LAYER | {"flops": -1}]},
-        {"layers": [LAYER | {"flops": "many"}]},
-        {"layers": [LAYER | {"name": None}]},
+WRONG: dict[str, list[Any]] = {
+    "name": [3],
+    "forward_s": [-1, math.nan, math.inf, "long"],
+    "per_bucket_overhead_s": ["long", -1.0],
+    "ready_s": [[1, 2, 3], [math.nan], [-1], ["soon"], 5],
+    "layers": [
+        [LAYER | {field: value}]
+        for field, values in {
+            "shape": ([-1], [2.5], "ab"),
+            "flops": (-1, "many"),
+            "name": (None,),
+        }.items()
+        for value in values
     ],
-    ids=str,
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong"), [(k, v) for k, values in WRONG.items() for v in values]
 )
 def test_a_workload_of_wrong_numbers_is_refused_with_its_name(
-    tmp_path: Path, wrong: dict[str, Any]
+    tmp_path: Path, field: str, wrong: Any
 ) -> None:
     file = tmp_path / "w.json"
     file.write_text(json.dumps(STEP))
     assert load_workload(file).numel == 100
-    file.write_text(json.dumps(STEP | wrong))
+    file.write_text(json.dumps(STEP | {field: wrong}))
     with pytest.raises(ValueError, match=r"w\.json.*not a workload's file"):
         load_workload(file)
     for command in ("simulate", "advise"):
@@ -583,8 +579,6 @@ def test_simulate_takes_a_model_of_ones_own(own_file: Path, function: str, name:
 
 
 def test_simulate_takes_a_recorded_step_and_a_measured_link(tmp_path: Path) -> None:
-    from commhooks.predict import save_fabric
-
     save_workload(SMALL, tmp_path / "w.json")
     save_fabric(SLOW, tmp_path / "link.json")
     done = simulate(
@@ -619,7 +613,6 @@ def test_a_step_of_several_passes_computes_longer(command: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "advise"])
 def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path: Path) -> None:
-    from commhooks.predict import save_fabric
     from commhooks.predict._fabric import COPIED
 
     link = Link(1e-4, 1e9)
@@ -682,10 +675,7 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--schemes", "int9"], "no scheme 'int9'"),
         (["--model", "lstm", "--schemes", "powersgd:rank"], "powersgd:rank=4"),
         (["--model", "lstm", "--schemes", "powersgd:rank=x"], "rank"),
-        (
-            ["--model", "lstm", "--network", "10gb"],
-            "--network '10gb': neither .* mean '10gbe'",
-        ),
+        (["--model", "lstm", "--network", "10gb"], "'10gb': neither .* mean '10gbe'"),
         (["--model", "lstm", "--device", "a10"], "devices are cpu"),
         (["--model", "lstm", "--device", "here"], "times schemes, not lstm: record a step"),
         (["--model", "OWN:build", "--device", "here"], "times schemes, not"),
@@ -695,20 +685,16 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--csv", "/"], "is a folder; name a file"),
         (["--model", "lstm", "--bucket-mb", "inf"], "--bucket-mb"),
         (["--model", "lstm", "--network", ""], "--network '': give one or more, with commas"),
-        (["--model", "lstm", "--network", ","], "--network ',': give one or more, with commas"),
         (["--model", "lstm", "--schemes", ""], "--schemes '': give one or more, with commas"),
         (["--model", "lstm", "--schemes", "OWN"], "no scheme is registered there"),
         (["--model", "lstm", "--schemes", "powersgd:rank=4:rank=5"], "rank is given twice"),
         (["--model", "lstm", "--ranks", ""], "--ranks '': give one or more, with commas"),
         (["--model", "lstm", "--ranks", "16385"], "whole numbers from 2 to 16,384"),
-        (["--model", "lstm", "--ranks", "2,100000000"], "whole numbers from 2 to 16,384"),
-        (["--model", "lstm", "--ranks", "9" * 400], "whole numbers from 2 to 16,384"),
         (["--model", "lstm", "--batch", "9" * 400], "--batch"),
         (["--model", "lstm", "--accumulate", "9" * 400], "--accumulate"),
         (["--model", "OWN:nothing"], "0 parameters and 0 s"),
         (["--model", "OWN:words"], "words.*: .*TypeError: linear"),
         (["--model", "lstm", "--plot", "x.txt"], "says its format, got 'x.txt': one of .*.png"),
-        (["--model", "lstm", "--plot", "x"], "says its format, got 'x': one of"),
         (["--model", "lstm", "--plot", "/"], "is a folder; name a file"),
         (["--model", "lstm", "--list-fabric"], "No such option: --list-fabric"),
     ],
