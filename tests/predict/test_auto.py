@@ -30,8 +30,8 @@ from commhooks.wrappers._base import Wrapper
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel as CoreDDP
-from tests.tools.harness import run_ranks
-from tests.tools.training import mlp
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import equal_on_all_ranks, gradients, mlp
 
 STEPS = 100
 
@@ -54,13 +54,15 @@ def _slow_line(seconds_per_byte: float) -> Iterator[None]:
         yield
 
 
-def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> dict[str, Any]:
+@pytest.mark.parametrize("kind", ["core", "torch"])
+@on_ranks(2)
+def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(rank: int, kind: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = mlp(256, 2)
     ddp = (CoreDDP if kind == "core" else DistributedDataParallel)(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     hook: Any = commhooks.register(ddp, "auto", candidates=["int8", "topk"], measure_steps=3)
-    with _slow_line(seconds_per_byte):
+    with _slow_line(1.5e-7):  # 0.5 MB in 80 ms
         for step in range(STEPS):
             optimizer.zero_grad()
             torch.manual_seed(10 * step + rank)
@@ -68,24 +70,9 @@ def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> di
             optimizer.step()
             if hook._trials.over:
                 break
-    return {
-        "plan": hook.plan,
-        "scheme": str(hook.scheme),
-        "step": hook.step,
-        "parameters": torch.cat(
-            [parameter.detach().reshape(-1) for parameter in model.parameters()]
-        ),
-    }
-
-
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(kind: str) -> None:
-    ranks = run_ranks(_train, 2, kind, 1.5e-7)  # 0.5 MB in 80 ms
-    assert "int8" in ranks[0]["scheme"], ranks[0]["plan"]  # top-k is beyond the budget
-    assert "auto runs int8" in ranks[0]["plan"]
-    for rank in ranks[1:]:
-        assert (rank["scheme"], rank["step"]) == (ranks[0]["scheme"], ranks[0]["step"])
-        assert torch.equal(rank["parameters"], ranks[0]["parameters"])
+    assert "int8" in str(hook.scheme), hook.plan  # top-k is beyond the budget
+    assert "auto runs int8" in hook.plan
+    assert equal_on_all_ranks(torch.tensor(hook.step), *model.parameters())
 
 
 SLEEPS = [0.0]  # seconds, of this process
@@ -127,9 +114,6 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
             ddp.zero_grad()
             ddp(torch.randn(8, 256)).square().mean().backward()
             raced.append(str(hook.scheme))
-    gradients = [
-        parameter.grad.reshape(-1) for parameter in ddp.parameters() if parameter.grad is not None
-    ]
     return {
         "plan": hook.plan,
         "told": hook.plan in hook.summary(),
@@ -137,7 +121,7 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
         "scheme": unwrap_flush(hook.scheme) == commhooks.make("none"),
         "saved": hook.plan_state(),
         "step": hook.step,
-        "gradients": torch.cat(gradients),
+        "gradients": gradients(ddp),
     }
 
 
@@ -196,48 +180,37 @@ def test_two_steps_warm_up_and_are_not_timed() -> None:
     assert len(trials._times) == 3  # the third one on, until the last one began
 
 
-def _other_candidates(rank: int, world_size: int) -> str:
-    with pytest.raises(MismatchError) as caught:
+@on_ranks(2)
+def test_ranks_that_would_race_other_candidates_are_told(rank: int) -> None:
+    with pytest.raises(MismatchError, match=r"(?s)candidates.*int4"):
         commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4" if rank else "int8"])
-    return str(caught.value)
 
 
-def test_ranks_that_would_race_other_candidates_are_told() -> None:
-    assert all("candidates" in text and "int4" in text for text in run_ranks(_other_candidates, 2))
+def _resumed(scheme: str, *candidates: str, **options: Any) -> tuple[Any, Any]:
+    """A hook, and one that takes its state and would choose among candidates."""
+    hook = commhooks.register(CoreDDP(mlp()), scheme)
+    again = commhooks.register(CoreDDP(mlp()), "auto", candidates=candidates)
+    again.load_state_dict(hook.state_dict(gather=True), **options)
+    return hook, again
 
 
-def _resume(rank: int, world_size: int) -> tuple[str, str, int]:
-    ddp = CoreDDP(mlp())
-    hook = commhooks.register(ddp, "int8")
-    again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8"])
-    again.load_state_dict(hook.state_dict(gather=True))
-    scheme = str(again.scheme)
-    again.switch("bf16")  # the user decides from here on
-    return scheme, again.plan, again.step  # type: ignore[attr-defined]
-
-
-def test_a_resumed_run_goes_on_with_the_scheme_that_was_chosen() -> None:
-    for scheme, plan, _ in run_ranks(_resume, 2):
-        assert "int8" in scheme
-        assert "chosen by hook.switch" in plan
-
-
-def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
-    results = []
-    for scheme in ("int4", "onebit", "bf16"):
-        hook = commhooks.register(CoreDDP(mlp()), scheme)
-        again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4", "onebit", "int8"])
-        again.load_state_dict(hook.state_dict(gather=True))
-        results.append((scheme, str(again.scheme == hook.scheme)))
-    return results
-
-
+@on_ranks(2)
 def test_a_resumed_run_has_the_settings_that_were_chosen() -> None:
-    for results in run_ranks(_resume_each, 2):
-        assert [same for _, same in results] == ["True"] * 3, results
+    for scheme in ("int4", "onebit", "bf16"):
+        hook, again = _resumed(scheme, "int4", "onebit", "int8")
+        assert again.scheme == hook.scheme
+        again.switch("fp16")  # the user decides from here on
+        assert "chosen by hook.switch" in again.plan
 
 
-def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
+@on_ranks(2)
+def test_a_saved_scheme_that_is_no_candidate_begins_the_trials() -> None:
+    _, again = _resumed("topk", "int8", strict=False)
+    assert not again.decided
+
+
+@on_ranks(2)
+def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
     ddp = CoreDDP(mlp())
     hook: Any = commhooks.register(ddp, "auto", candidates=["int8"])
     for _ in range(4):
@@ -245,19 +218,13 @@ def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
     ddp = CoreDDP(mlp())
     again: Any = commhooks.register(ddp, "auto", candidates=["int8"], measure_steps=2)
     again.load_state_dict(hook.state_dict(gather=True))
-    before = again._trials.over
+    assert not again._trials.over
     steps = 0
     while not again._trials.over and steps < 300:  # races go on while times are noisy
         ddp(torch.randn(4, 16)).sum().backward()
         steps += 1
-    return before, again.step - steps, again._trials.over
-
-
-def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
-    for before, step, after in run_ranks(_resume_undecided, 2):
-        assert not before
-        assert step == 4
-        assert after
+    assert again._trials.over
+    assert again.step - steps == 4
 
 
 def _raced(*results: tuple[str, float]) -> CandidateTimings:
@@ -338,17 +305,6 @@ def test_a_copy_of_the_hook_runs_the_scheme_that_ran() -> None:
     for copied in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
         assert type(copied) is HookState
         assert copied.scheme == hook.scheme
-
-
-def _resume_another(rank: int, world_size: int) -> tuple[bool, str]:
-    hook = commhooks.register(CoreDDP(mlp()), "topk")
-    again: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8"])
-    again.load_state_dict(hook.state_dict(gather=True), strict=False)
-    return again.decided, again.plan
-
-
-def test_a_saved_scheme_that_is_no_candidate_begins_the_trials() -> None:
-    assert not run_ranks(_resume_another, 2)[0][0]
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:
