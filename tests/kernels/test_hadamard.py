@@ -73,16 +73,6 @@ def test_the_inverse_undoes_it(block):
     torch.testing.assert_close(out, x, atol=1e-4, rtol=1e-5)
 
 
-def test_a_row_is_that_of_its_own_stream():
-    x, out, alone = plain(3 * 4096), torch.empty(3 * 4096), torch.empty(4096)
-    stream = philox.RandomBits(1, torch.tensor(2))
-    segments = segments_for("int8", 512, [[4096]] * 3, whole=True)
-    hadamard(x, out, 512, stream, segments=segments)
-    for row in range(3):
-        hadamard(x[row * 4096 : (row + 1) * 4096], alone, 512, stream.row(row))
-        assert torch.equal(out[row * 4096 : (row + 1) * 4096], alone)
-
-
 def test_signs_are_even_and_belong_to_places():
     signs = philox.signs(2**16, 1, 2, 3)
     assert set(signs.tolist()) == {-1.0, 1.0}

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from commhooks.kernels import (
-    RandomBits,
     dequantize_shared,
     largest_magnitudes,
     philox,
@@ -46,43 +45,6 @@ def test_kernels_equal_the_definition():
         for block, levels, key in ((256, 127, KEYS[0]), (1024, 42, KEYS[1]), (2**40, 1, KEYS[1])):
             x, tried = make(n, dtype), machines(orders=(0, 5) if n < 10_000 else ())
             assert_agree(KERNELS, outputs, x, block, levels, key, on_machines=tried)
-
-
-def test_sums_of_codes_decode_to_the_sum():
-    ranks, n, block = 3, 4096, 1024
-    grads, levels = [plain(n, seed=i) * 10.0**i for i in range(ranks)], 127 // ranks
-    largest, total = torch.zeros(n // block, dtype=torch.int32), torch.zeros(n, dtype=torch.int8)
-    own_largest = torch.empty_like(largest)
-    for grad in grads:
-        largest_magnitudes(grad, own_largest, block)
-        largest = torch.maximum(largest, own_largest)
-    sent = torch.zeros(n)
-    for rank, grad in enumerate(grads):
-        codes, left = torch.empty(n, dtype=torch.int8), torch.empty(n)
-        quantize_shared(grad, largest, codes, block, levels, unsent=left, random=_stream(rank))
-        assert codes.abs().max() <= levels
-        total += codes  # does not wrap: ranks * levels <= 127
-        sent += grad - left
-    out = torch.empty(n)
-    dequantize_shared(total, largest, out, block, levels)
-    torch.testing.assert_close(out, sent, rtol=0, atol=1e-3)
-
-
-def _stream(number: int, step: int = 1) -> RandomBits:
-    return RandomBits(1, torch.tensor(step), number)
-
-
-def test_stochastic_rounding_is_unbiased():
-    x, block = plain(256), 256
-    largest, codes, out = torch.empty(1, dtype=torch.int32), torch.empty(256).char(), x.clone()
-    largest_magnitudes(x, largest, block)
-    mean, draws = torch.zeros(256), 2000
-    for draw in range(draws):
-        quantize_shared(x, largest, codes, block, 5, random=_stream(0, draw))
-        dequantize_shared(codes, largest, out, block, 5)
-        mean += out / draws
-    level = float(x.abs().max()) / 5
-    assert ((mean - x).abs() < 5 * level / 2 / draws**0.5).all()
 
 
 def test_what_is_not_finite_spoils_its_own_block():

@@ -9,9 +9,6 @@ import torch
 
 from commhooks.kernels import (
     Matrices,
-    decode_low_rank,
-    multiply_left,
-    multiply_right,
     subtract_low_rank,
     tail_table,
 )
@@ -60,26 +57,6 @@ def test_kernels_equal_the_definition(full: bool) -> None:
     for dtype in DTYPES:
         tried = machines(orders=(0, 5))
         assert_agree(KERNELS, outputs, dtype, full=full, on_machines=tried)
-
-
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("product", [multiply_right, multiply_left])
-def test_what_was_gathered_goes_back_to_its_place(product: Any, dtype: torch.dtype) -> None:
-    work = torch.promote_types(dtype, torch.float32)
-    x, tail = torch.arange(N).to(dtype), torch.empty(LENGTH, dtype=work)
-    left = torch.zeros(MATRICES.left_numel, dtype=work)
-    right = torch.zeros(MATRICES.right_numel, dtype=work)
-    given, made = (right, left) if product is multiply_right else (left, right)
-    product(MATRICES, x, given, made, tail=(TABLE, tail))
-    assert torch.equal(tail, torch.cat([x[a:b] for a, b in SPANS]).to(work))
-    out = torch.full_like(x, -1.0)
-    decode_low_rank(MATRICES, left, right, out, tail=(TABLE, tail))
-    expected = torch.full_like(x, -1.0)
-    for begin, end in SPANS:
-        expected[begin:end] = x[begin:end]
-    expected[4100:5545] = 0.0
-    expected[5500 - 0 : 5500] = -1.0
-    assert torch.equal(out, expected)
 
 
 def test_what_was_sent_is_subtracted() -> None:

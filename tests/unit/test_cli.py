@@ -319,14 +319,6 @@ def test_a_new_scheme_obeys_all_laws_as_it_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
-def test_a_scheme_of_a_file_is_listed_with_all_others(tmp_path: Path) -> None:
-    path = tmp_path / "listed.py"
-    invoke("new", "listed", "--out", str(path))
-    with mock.patch.object(_catalogue, "_bits", return_value="0"):
-        assert "Listed" in row(invoke("schemes", str(path)).output, "listed")
-
-
-@pytest.mark.usefixtures("forget_new_schemes")
 def test_check_names_the_law_that_is_broken_and_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,12 @@ def on_gpu(*shape):
         return torch.empty(shape, device=GPU)
 
 
+def two_ranks(monkeypatch):
+    """Hooks take this process for the first of two ranks."""
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(HookTarget, "group", lambda self: group)
+
+
 # ---- whose device collectives of objects use
 
 
@@ -42,9 +48,7 @@ def test_ranks_meet_on_the_device_of_the_parameters(monkeypatch):
     device, met = pretend(monkeypatch), []
     model = nn.ParameterList([nn.Parameter(on_gpu(3))])
     hook = commhooks.HookState("fp16", model)
-    monkeypatch.setattr(
-        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    )
+    two_ranks(monkeypatch)
     monkeypatch.setattr(
         meeting, "handshake", lambda *args, **_: met.append(device.devices[-1]) or ["run"]
     )
@@ -114,9 +118,7 @@ def test_only_what_is_the_same_in_every_step_is_captured(name, monkeypatch):
 
 def test_a_call_is_not_captured_either(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(
-        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    )
+    two_ranks(monkeypatch)
     with pytest.raises(RegistrationError, match="replays would repeat what int8"):
         commhooks.Collectives("int8").all_reduce(on_gpu(2048))
 
@@ -125,9 +127,7 @@ def test_calls_meet_on_the_device_of_their_tensors(monkeypatch):
     device, met = pretend(monkeypatch), []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     run = commhooks.Collectives("fp16")
-    monkeypatch.setattr(
-        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    )
+    two_ranks(monkeypatch)
 
     def meet(*args, **_):
         met.append(device.devices[-1])
