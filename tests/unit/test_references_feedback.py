@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from commhooks.wrappers import EF21, AveragedFeedback, Scaled
 from tests.unit.references import (
     Lossy,
     all_equal,
+    assert_feedback,
     close,
     flips_of,
     gathered,
@@ -42,56 +45,32 @@ def sign_of(block: int) -> Lossy:
 @world_sizes
 def test_topk_with_feedback(world_size: int) -> None:
     ranks = Simulation("topk", {"p": (N,)}, world_size=world_size, ratio=0.02)
-    e = zeros(world_size)
-    for step in range(5):
-        grads = gradients(world_size, step, N)
-        c = [g + kept for g, kept in zip(grads, e, strict=True)]
-        expected, e = gathered(lambda c, *_: largest(c, 30), c)
-        close(all_equal(ranks.step(grads)), expected)
-        for rank in range(world_size):
-            close(ranks.memory(rank), e[rank])
+    assert_feedback(ranks, lambda c, _: gathered(lambda c, *_: largest(c, 30), c), 5)
 
 
 @world_sizes
 @pytest.mark.parametrize("block", [64, 2048])
 def test_onebit_with_feedback(world_size: int, block: int) -> None:
     ranks = Simulation("onebit", {"p": (N,)}, world_size=world_size, block=block)
-    e = zeros(world_size)
-    for step in range(5):
-        grads = gradients(world_size, step, N)
-        c = [g + kept for g, kept in zip(grads, e, strict=True)]
-        expected, e = in_two_phases(sign_of(block), c, block)
-        close(all_equal(ranks.step(grads)), expected)
-        for rank in range(world_size):
-            close(ranks.memory(rank), e[rank], 1e-4)
+    near = partial(close, tolerance=1e-4)
+    assert_feedback(ranks, lambda c, _: in_two_phases(sign_of(block), c, block), 5, near)
 
 
 def test_signs_that_are_gathered_with_feedback() -> None:
     scheme = ErrorFeedback(Blockwise("sign", 128, pattern="all_gather"))
-    ranks, e = Simulation(scheme, {"p": (N,)}, world_size=3), zeros(3)
-    for step in range(4):
-        grads = gradients(3, step, N)
-        expected, e = gathered(sign_of(128), [g + kept for g, kept in zip(grads, e, strict=True)])
-        close(all_equal(ranks.step(grads)), expected)
-        close(ranks.memory(2), e[2])
+    ranks = Simulation(scheme, {"p": (N,)}, world_size=3)
+    assert_feedback(ranks, lambda c, _: gathered(sign_of(128), c), 4)
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])  # means of two ranks' levels often are halfway
 def test_int4_with_feedback(world_size: int) -> None:
     n, layout = 8192, Layout(["p"], [(8192,)])
     ranks = Simulation("int4", {"p": (n,)}, world_size=world_size)
-    e = zeros(world_size, n)
 
     def lossy(c: Tensor, shard: int, step: int) -> Tensor:
         return rotated_levels(c, 7, 256, flips_of(layout, shard, step, n))
 
-    for step in range(3):
-        grads = gradients(world_size, step, n)
-        c = [g + kept for g, kept in zip(grads, e, strict=True)]
-        expected, e = in_two_phases(lossy, c, 256, step)
-        mostly_close(all_equal(ranks.step(grads)), expected)
-        for rank in range(world_size):
-            mostly_close(ranks.memory(rank), e[rank])
+    assert_feedback(ranks, lambda c, step: in_two_phases(lossy, c, 256, step), 3, mostly_close)
 
 
 def test_scaled_sends_a_share_and_keeps_the_rest() -> None:

@@ -17,6 +17,7 @@ from commhooks.wrappers import DelayedStart, Guard, PeriodicDense
 from commhooks.wrappers import _guard as _guard
 from tests.unit.references import (
     all_equal,
+    assert_feedback,
     close,
     gathered,
     gradients,
@@ -34,9 +35,14 @@ def zeros(world_size: int) -> list[Tensor]:
     return [torch.zeros(N, dtype=torch.float64) for _ in range(world_size)]
 
 
-def topk_step(grads: list[Tensor], e: list[Tensor], k: int) -> tuple[Tensor, list[Tensor]]:
-    c = [g + kept for g, kept in zip(grads, e, strict=True)]
-    return gathered(lambda entries, *_: largest(entries, k), c)
+def sent(c: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Sends the 51 largest of the corrected gradients, and keeps the rest."""
+    return gathered(lambda entries, *_: largest(entries, 51), c)
+
+
+def flushed(c: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Sends all, and keeps nothing."""
+    return mean(c), zeros(len(c))
 
 
 # ---- schedules
@@ -44,37 +50,18 @@ def topk_step(grads: list[Tensor], e: list[Tensor], k: int) -> tuple[Tensor, lis
 
 def test_periodic_dense_sends_what_was_held_back_in_every_third_step() -> None:
     ranks = Simulation(PeriodicDense(make("topk", ratio=0.05), 3), {"p": (N,)}, world_size=3)
-    e = zeros(3)
-    for step in range(8):
-        grads = gradients(3, step, N)
-        if step % 3 == 2:
-            expected, e = mean([g + kept for g, kept in zip(grads, e, strict=True)]), zeros(3)
-        else:
-            expected, e = topk_step(grads, e, 51)
-        close(all_equal(ranks.step(grads)), expected)
-        for rank in range(3):
-            close(ranks.memory(rank), e[rank])
+    assert_feedback(ranks, lambda c, step: flushed(c) if step % 3 == 2 else sent(c), 8)
 
 
 def test_delayed_start_is_dense_and_then_the_scheme() -> None:
     ranks = Simulation("topk", {"p": (N,)}, world_size=2, ratio=0.05, start_step=3)
-    e = zeros(2)
-    for step in range(6):
-        grads = gradients(2, step, N)
-        expected, e = (mean(grads), e) if step < 3 else topk_step(grads, e, 51)
-        close(all_equal(ranks.step(grads)), expected)
+    assert_feedback(ranks, lambda c, step: flushed(c) if step < 3 else sent(c), 6)
 
 
 def test_a_delayed_start_hands_the_residual_of_what_ran_before_on() -> None:
     scheme = DelayedStart(make("none"), 2, before=make("topk", ratio=0.05))
-    ranks, e = Simulation(scheme, {"p": (N,)}, world_size=2), zeros(2)
-    for step in range(4):
-        grads = gradients(2, step, N)
-        if step < 2:
-            expected, e = topk_step(grads, e, 51)
-        else:
-            expected, e = mean([g + kept for g, kept in zip(grads, e, strict=True)]), zeros(2)
-        close(all_equal(ranks.step(grads)), expected)
+    ranks = Simulation(scheme, {"p": (N,)}, world_size=2)
+    assert_feedback(ranks, lambda c, step: sent(c) if step < 2 else flushed(c), 4)
 
 
 def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
@@ -90,13 +77,13 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
         grads = gradients(2, step, N)
         seen.append(step < dense_until)
         if step < dense_until:
-            expected, e = mean([g + kept for g, kept in zip(grads, e, strict=True)]), zeros(2)
+            expected, e = flushed([g + kept for g, kept in zip(grads, e, strict=True)])
         else:
             held = math.sqrt(mean([residual.square().sum() for residual in e]))
             size = math.sqrt(mean([grad.double().square().sum() for grad in grads]))
             if step % 2 and held / size > 1.2:
                 dense_until = step + 1 + 3
-            expected, e = topk_step(grads, e, 51)
+            expected, e = sent([g + kept for g, kept in zip(grads, e, strict=True)])
         if dense_until == step + 4:
             with pytest.warns(RuntimeWarning, match="the residual is .*Averaging .* for 3 steps"):
                 got = ranks.step(grads)
@@ -151,11 +138,11 @@ def test_a_random_block_sends_one_stretch_and_holds_the_rest() -> None:
         grads = gradients(3, step, N)
         c = [g + kept for g, kept in zip(grads, e, strict=True)]
         got = all_equal(ranks.step(grads))
-        sent = (got != 0).double()
-        edges = int((sent != sent.roll(1)).sum())
-        assert (int(sent.sum()), edges) == (N // 4, 2), "one stretch, around the end at most"
-        close(got, mean(c) * sent)
-        e = [corrected * (1 - sent) for corrected in c]
+        stretch = (got != 0).double()
+        edges = int((stretch != stretch.roll(1)).sum())
+        assert (int(stretch.sum()), edges) == (N // 4, 2), "one stretch, around the end at most"
+        close(got, mean(c) * stretch)
+        e = [corrected * (1 - stretch) for corrected in c]
         for rank in range(3):
             close(ranks.memory(rank), e[rank])
 
