@@ -12,13 +12,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
-from commhooks.cli._app import app
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric
 from commhooks.predict._collectives import collective_seconds
 from commhooks.predict._link import LinkReport, link_report, measure_link
+from tests.tools.command_line import run_cli
 from tests.tools.harness import on_ranks, run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -105,10 +104,6 @@ def test_a_rank_that_does_not_come_is_an_error_in_time(rank: int) -> None:
             measure_link(timeout_s=0.5)
 
 
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-
-
 @pytest.mark.slow
 def test_the_command_writes_a_file_that_simulate_reads(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -116,8 +111,7 @@ def test_the_command_writes_a_file_that_simulate_reads(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "link.json"
-    done = invoke("link", "--budget", "0.3", "--out", str(file))
-    assert done.exit_code == 0, done.output
+    run_cli("link", "--budget", "0.3", "--out", file)
     said = capfd.readouterr().out
     assert "2 ranks on 1 node, cpu tensors over gloo" in said
     assert "inside a node: latency" in said
@@ -127,10 +121,8 @@ def test_the_command_writes_a_file_that_simulate_reads(
     assert fabric.library == "gloo"
     times = json.loads(file.read_text())["measured"]["times"]
     assert {time["collective"] for time in times} == {"all_reduce", "all_gather", "all_to_all"}
-    predicted = invoke("simulate", "--model", "resnet18", "--network", str(file), "--ranks", "2",
-                       "--schemes", "none,bf16")  # fmt: skip
-    assert predicted.exit_code == 0, predicted.output
-    assert "measured" in predicted.output
+    words = ("simulate", "--model", "resnet18", "--network", file, "--ranks", 2)
+    assert "measured" in run_cli(*words, "--schemes", "none,bf16")
 
 
 def test_the_command_refuses_one_rank_of_torchrun(
@@ -140,7 +132,5 @@ def test_the_command_refuses_one_rank_of_torchrun(
              "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    done = invoke("link", "--out", str(tmp_path / "link.json"))
-    assert done.exit_code == 2
-    assert "one rank has no link" in done.output
+    assert "one rank has no link" in run_cli("link", "--out", tmp_path / "link.json", code=2)
     assert not (tmp_path / "link.json").exists()

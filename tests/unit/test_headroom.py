@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from commhooks.cli import _headroom as command
-from commhooks.cli._app import app
 from commhooks.predict._headroom import Headroom
 from commhooks.predict._headroom_steps import (
     BLOCK,
@@ -22,6 +20,7 @@ from commhooks.predict._headroom_steps import (
     _by_turn,
     _schedule,
 )
+from tests.tools.command_line import run_cli
 
 FACTS = Facts(2, "gloo", "cpu", 4_000_000, 1, 6)
 ONE_BUCKET = (BucketTransfer(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)
@@ -228,9 +227,7 @@ def test_each_reason_for_no_answer_has_words(state: dict[str, Any], said: str) -
     ],
 )
 def test_a_wrong_command_is_a_sentence(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["headroom", *arguments], env={"COLUMNS": "100"})
-    assert done.exit_code == 2
-    assert said in done.output
+    assert said in run_cli("headroom", *arguments, code=2)
 
 
 def test_a_system_without_process_groups_is_told_so_first(
@@ -238,9 +235,8 @@ def test_a_system_without_process_groups_is_told_so_first(
 ) -> None:
     monkeypatch.delattr("os.killpg")
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(app, ["headroom", "--out", str(out), "--", "nothing"])
-    assert (done.exit_code, out.exists()) == (2, False)
-    assert "POSIX" in done.output
+    assert "POSIX" in run_cli("headroom", "--out", out, "--", "nothing", code=2)
+    assert not out.exists()
 
 
 def test_a_script_that_failed_is_not_told_to_train_longer() -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from commhooks.cli._app import app
 from commhooks.cli._link import _show
 from commhooks.errors import RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric, save_fabric
@@ -25,6 +23,7 @@ from commhooks.predict._link import (
     model_seconds,
     overlap_of,
 )
+from tests.tools.command_line import run_cli
 
 SIZES = [2**power for power in range(10, 27, 2)]
 
@@ -139,15 +138,6 @@ def test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common
 # ---- the file
 
 
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
-
-
-def simulated(file: Path) -> Any:
-    return invoke("simulate", "--model", "resnet18", "--network", str(file), "--ranks", "2",
-                  "--schemes", "none,bf16")  # fmt: skip
-
-
 def test_the_measurements_are_in_the_file_beside_the_fabric(tmp_path: Path) -> None:
     layout, times = Layout(4, 4), rings("inside", 4, Link(2e-5, 3e9))
     report = LinkReport(fit_fabric(layout, times, "gloo"), layout, tuple(times), "cpu", 3, 1.0)
@@ -200,9 +190,8 @@ def test_simulate_refuses_a_bad_file_in_words(
     file = Path("link.json")
     if text is not None:
         file.write_text(text)
-    done = simulated(file)
-    assert done.exit_code == 2, done.output
-    assert "link.json" in done.output
+    words = ("simulate", "--model", "resnet18", "--network", file, "--ranks", 2)
+    assert "link.json" in run_cli(*words, "--schemes", "none,bf16", code=2)
 
 
 # ---- refusals that need no other rank
@@ -214,10 +203,8 @@ def test_without_a_process_group_there_is_nothing_to_measure() -> None:
 
 
 def test_the_command_looks_for_the_folder_before_it_measures(tmp_path: Path) -> None:
-    done = invoke("link", "--out", str(tmp_path / "nowhere" / "link.json"))
-    assert done.exit_code == 2
-    assert "there is no folder" in done.output
-    done = invoke("link", "--out", str(tmp_path))
-    assert done.exit_code == 2
-    assert "is a folder" in done.output
-    assert invoke("link", "--budget", "inf").exit_code == 2
+    assert "there is no folder" in run_cli(
+        "link", "--out", tmp_path / "nowhere" / "link.json", code=2
+    )
+    assert "is a folder" in run_cli("link", "--out", tmp_path, code=2)
+    run_cli("link", "--budget", "inf", code=2)

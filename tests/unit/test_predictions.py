@@ -6,13 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from commhooks.cli._app import app
 from commhooks.cli._simulate import preset_rows
 from commhooks.predict import PRESETS
 from experiments.predictions.__main__ import judged, summary, wrong_signs
 from experiments.predictions.studies import STUDIES, tabulated
+from tests.tools.command_line import run_cli
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +87,6 @@ def test_a_preset_says_where_its_numbers_are_from(name: str) -> None:
 
 
 def test_simulate_prints_the_presets_without_a_model() -> None:
-    done = CliRunner().invoke(app, ["simulate", "--list-networks"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    listed = re.findall(r"^(\S+)  ", done.output, flags=re.MULTILINE)
+    output = run_cli("simulate", "--list-networks")
+    listed = re.findall(r"^(\S+)  ", output, flags=re.MULTILINE)
     assert listed[1:] == list(PRESETS)
