@@ -93,20 +93,6 @@ def test_a_state_moves_between_wrapped_and_plain_models(kind):
             )
 
 
-def test_a_summary_goes_on_where_an_earlier_state_was_loaded():
-    model = DistributedDataParallel(layers())
-    hook = commhooks.register(model, "int8")
-    state = hook.state_dict()
-    train(model, 3)
-    hook.switch("bf16")
-    hook.switch("int8")
-    assert "nothing has been exchanged yet" in hook.summary()
-    hook.load_state_dict(state)
-    train(model)
-    assert "nothing has been exchanged yet" not in hook.summary()
-    assert set(hook.report().step) == {0}
-
-
 def test_a_state_saved_by_full_names_loads(monkeypatch):
     with monkeypatch.context() as before:  # as names were saved before wrappers were left out
         before.setattr(_model, "plain_names", lambda names: {n: f"_orig_mod.{n}" for n in names})

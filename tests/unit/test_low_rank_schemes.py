@@ -210,18 +210,6 @@ both = pytest.mark.parametrize(
 )
 
 
-def test_gradients_whose_mean_has_the_rank_arrive_at_once() -> None:
-    # The sum over ranks has rank 2 + 2 = 4; convolutions are matrices of shape[0] rows.
-    shapes = {"w": (40, 30), "conv": (16, 9, 3, 3), "twin": (40, 30)}
-    sides = [(40, 30), (16, 81), (40, 30)]
-    grads = [
-        torch.cat([low_rank(*side, 2, rank, index) for index, side in enumerate(sides)])
-        for rank in range(2)
-    ]
-    ranks = Simulation(PowerSGD(rank=4), shapes, world_size=2)
-    torch.testing.assert_close(ranks.step(grads)[0], mean(grads), atol=1e-10, rtol=0)
-
-
 @both
 def test_zeros_and_gradients_of_a_lower_rank_leave_live_factors(scheme: Scheme) -> None:
     ranks = Simulation(scheme, SQUARE, world_size=1)
