@@ -181,15 +181,6 @@ def test_codes_are_the_nearest_ones(format):
         assert (error <= distance * (1 + 1e-5) + largest * 1e-6).all()
 
 
-def test_a_sign_decodes_to_the_mean_magnitude():
-    x = plain(1000)
-    got = decoded(x, "sign", 256)
-    for begin in range(0, 1000, 256):
-        part = slice(begin, begin + 256)
-        mean = x[part].abs().mean()
-        torch.testing.assert_close(got[part], torch.where(x[part] < 0, -mean, mean))
-
-
 @pytest.mark.parametrize("format", FORMATS)
 def test_what_is_left_completes_what_was_sent(format):
     x, residual = plain(3000), plain(3000, seed=1)

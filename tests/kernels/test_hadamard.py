@@ -45,24 +45,6 @@ def test_kernels_equal_the_definition(block):
             assert_agree(KERNELS, outputs, x, block, segments, row, on_machines=tried)
 
 
-def matrix(block: int) -> torch.Tensor:
-    """The Hadamard matrix over its norm, by its definition."""
-    i = torch.arange(block)
-    common = i[:, None] & i
-    parity = sum((common >> bit & 1 for bit in range(11)), torch.zeros_like(common)) % 2
-    return (1.0 - 2.0 * parity) / block**0.5
-
-
-@pytest.mark.parametrize("block", [32, 512])
-def test_it_is_the_product_with_a_hadamard_matrix(block):
-    x, out = plain(4 * block), torch.empty(4 * block)
-    stream = philox.RandomBits(1, torch.tensor(2))
-    hadamard(x, out, block, stream)
-    signs = philox.signs(4 * block, 2, 1, 0)
-    expected = ((x * signs).view(4, block).double() @ matrix(block).double()).flatten()
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_inverse_undoes_it(block):
     x, out = plain(4096), torch.empty(4096)

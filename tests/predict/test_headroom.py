@@ -59,16 +59,16 @@ def assert_answer(output: str) -> None:
 def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "commhooks", "headroom", "--steps=10", "--out", str(out), "--",
-               *RUNS, "-m", "tests.predict.scripts.trainer", "1000", "1000"]  # fmt: skip
+               *RUNS, "-m", "tests.predict.scripts.shapes", "trainer", "8000"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert_answer(done.stdout)
-    assert "commhooks headroom: 2 ranks over gloo, 1.05 MB of gradients" in done.stdout
+    assert "commhooks headroom: 2 ranks over gloo, 2.1 MB of gradients" in done.stdout
     assert "epoch 0 | loss" in done.stdout  # the script's own words come through
-    assert "is stopped then" in done.stderr
+    assert "is then stopped" in done.stderr
     assert "Traceback" not in done.stderr
     answer = json.loads(out.read_text())
-    assert answer["facts"]["dense_nbytes"] == 4 * (512 * 512 + 512 + 512 + 1)
+    assert answer["facts"]["dense_nbytes"] == 4 * 2 * (512 * 512 + 512)
     assert [answer[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 
 def net(width=32):
@@ -38,6 +39,22 @@ def train(ddp, steps, loss=None):
 
 def plain(steps):
     train(DDP(net()), steps)
+
+
+def trainer(steps):
+    """Epochs over a sampled data set, with an evaluation and a line after each."""
+    ddp, inputs = DDP(net(512)), TensorDataset(torch.randn(512, 512))
+    optimizer = sgd(ddp)
+    loader = DataLoader(inputs, batch_size=32, sampler=DistributedSampler(inputs))
+    for epoch in range(steps // len(loader)):
+        loader.sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            step(ddp, optimizer, ddp(batch).square().mean())
+        ddp.eval()
+        with torch.no_grad():
+            loss = ddp(inputs[:32][0]).square().mean()
+        ddp.train()
+        print(f"epoch {epoch} | loss {loss:.4f}")
 
 
 def amp(steps):
