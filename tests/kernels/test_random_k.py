@@ -15,7 +15,7 @@ from tests.kernels.machines import ORDERS, assert_agree, machines, on
 
 KERNELS = {
     "random_k.cu": [
-        *(f"{name}<{t}>" for name in ("gather_random", "scatter_random") for t in CPP.values()),
+        *(f"{name}<{t}>" for name in ("gather_random", "scatter_random") for t in CPP.values())
     ]
 }
 KEY = (torch.tensor(5), 2**45 + 3, 7)

@@ -8,12 +8,7 @@ from typing import Any
 
 import torch
 
-from commhooks.kernels import (
-    dequantize_shared,
-    largest_magnitudes,
-    philox,
-    quantize_shared,
-)
+from commhooks.kernels import dequantize_shared, largest_magnitudes, philox, quantize_shared
 from commhooks.kernels.shared import dequantize_shared_op, magnitudes_op, quantize_shared_op
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, random_entries, tricky, unaligned
 from tests.kernels.machines import assert_agree, machines

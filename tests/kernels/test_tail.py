@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import (
-    Matrices,
-    subtract_low_rank,
-    tail_table,
-)
+from commhooks.kernels import Matrices, subtract_low_rank, tail_table
 from commhooks.kernels.low_rank import expand_op, multiply_left_op, multiply_right_op, subtract_op
 from tests.kernels.inputs import DTYPES, plain, same, tricky
 from tests.kernels.machines import assert_agree, machines
@@ -29,10 +25,7 @@ def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
     x, results = tricky(N, dtype), []
     x[4100:] = plain(N - 4100).to(dtype)
     left, right = plain(MATRICES.left_numel), plain(MATRICES.right_numel)
-    for op, given, like in (
-        (multiply_right_op, right, left),
-        (multiply_left_op, left, right),
-    ):
+    for op, given, like in ((multiply_right_op, right, left), (multiply_left_op, left, right)):
         tail, factor = torch.full((LENGTH,), 7.0), torch.empty_like(like)
         copy = torch.empty_like(like) if full else None
         kept = tricky(N).roll(1) if full else None

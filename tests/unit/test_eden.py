@@ -14,8 +14,7 @@ from tests.unit.test_quantized import DRAWS, error_of
 
 
 @pytest.mark.parametrize(
-    ("bits", "levels"),
-    [(1, [0.7979]), (2, [0.4528, 1.510]), (3, [0.2451, 0.7560, 1.344, 2.152])],
+    ("bits", "levels"), [(1, [0.7979]), (2, [0.4528, 1.510]), (3, [0.2451, 0.7560, 1.344, 2.152])]
 )
 def test_levels_are_those_of_lloyd_and_max(bits: int, levels: list[float]) -> None:
     computed = _levels(bits)
