@@ -16,14 +16,16 @@ import torch.distributed as dist
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric
 from commhooks.predict._collectives import collective_seconds
-from commhooks.predict._link import LinkReport, link_report, measure_link
+from commhooks.predict._link import link_report, measure_link
 from tests.tools.command_line import run_cli
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-def _measure(rank: int, world_size: int) -> LinkReport:
+@pytest.mark.slow
+@on_ranks(2)
+def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order(rank: int) -> None:
     # A collective of the job is under way: the measurement is beside it, in groups of its own.
     tensor = torch.full((4,), float(rank + 1))
     work = dist.all_reduce(tensor, async_op=True) if rank else None
@@ -33,13 +35,9 @@ def _measure(rank: int, world_size: int) -> LinkReport:
     else:
         work.wait()
     assert tensor.tolist() == [3.0] * 4
-    return report
-
-
-@pytest.mark.slow
-def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() -> None:
-    report, other = run_ranks(_measure, 2)
-    assert report.fabric == other.fabric
+    fabrics: list[Any] = [None] * 2
+    dist.all_gather_object(fabrics, report.fabric)
+    assert fabrics == [report.fabric] * 2
     assert report.fabric.library == "gloo"
     assert report.fabric.ranks_per_node == report.layout.per_node == report.layout.ranks == 2
     assert report.fabric.inside == report.fabric.between

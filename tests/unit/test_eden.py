@@ -51,16 +51,6 @@ def test_no_sparse_block_exceeds_the_variance(bits: int, values: tuple[float, ..
     assert error_of(mean, x) <= codec.traits.error.variance
 
 
-@pytest.mark.parametrize(("equal", "error"), [(1, 0.0), (2, 1.0), (4, 1.5)])
-def test_one_bit_of_a_few_equal_entries_is_as_bad_as_they_are_few(equal: int, error: float) -> None:
-    """Two: half of the rotated entries are zeros. Four: three quarters are, or none, in turn."""
-    x = blocks(*[1.0] * equal)
-    ranks = Simulation(Eden(1, pattern="all_gather"), {"p": tuple(x.shape)}, world_size=1)
-    measured = sum(error_of(ranks.step([x])[0], x) for _ in range(32)) / 32
-    # 2048 blocks of error 0 or 3, each as likely: a standard error of 0.033.
-    assert abs(measured - error) < 0.15
-
-
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_two_phases_round_twice_and_independently(world_size: int) -> None:
     """Rotated alike, half of the sum of two ranks' levels are zeros, and what is lost is biased."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,11 @@ from torch import Tensor
 
 from commhooks import Simulation
 from commhooks.schemes import DGC, DeMo, DenseMomentum, SignSGD
+from tests.unit.references import gradients as gradients_of
 
 SHAPES = {"w": (40, 30), "b": (40,)}
 N = 1240
-
-
-def gradients(world_size: int, step: int, n: int = N) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step + 1)
-    return [torch.randn(n, generator=generator) for _ in range(world_size)]
+gradients = partial(gradients_of, numel=N)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -106,7 +104,7 @@ def test_demo_is_what_the_paper_says(sign: bool) -> None:
         return parts.view(2, 3, 64, 64).transpose(1, 2).reshape(128, 192)[:high, :wide]
 
     for step in range(3):
-        grads = gradients(3, step, high * wide)
+        grads = gradients(3, step, numel=high * wide)
         total, count = torch.zeros(6, 4096), torch.zeros(6, 4096)
         for rank, grad in enumerate(grads):
             momenta[rank] = 0.9 * momenta[rank] + grad.view(high, wide).double()

@@ -6,6 +6,7 @@ import itertools
 import math
 import warnings
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -20,13 +21,10 @@ from commhooks.wrappers import Guard, role_of
 from commhooks.wrappers import _guard as _guard
 from commhooks.wrappers._feedback import RESIDUAL
 from ddp_core import AllReduce
+from tests.unit.references import gradients as gradients_of
 
 N = 2048
-
-
-def gradients(world_size: int, step: int, n: int = N) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step + 1)
-    return [torch.randn(n, generator=generator) for _ in range(world_size)]
+gradients = partial(gradients_of, numel=N)
 
 
 # ---- rules
@@ -75,7 +73,7 @@ def test_equal_schemes_of_many_rules_share_rounds() -> None:
     assert policy.traits.rounds == 3
     shapes = {f"layer{i}.weight": (64, 8) for i in range(10)}
     ranks = Simulation(policy, shapes, world_size=2)
-    ranks.step(gradients(2, 0, 10 * 512))
+    ranks.step(gradients(2, 0, numel=10 * 512))
     assert len(ranks.requests) == 2
 
 
