@@ -154,12 +154,12 @@ def test_a_layer_that_is_unfrozen_is_told_of_once_and_our_class_refuses_it(kind,
     if when == "in training":
         train(ddp, 5)
         model[1].requires_grad_(True)
-    told = pytest.warns(RuntimeWarning, match="1.weight, 1.bias did not require a gradient")
+    warns = pytest.warns(RuntimeWarning, match="1.weight, 1.bias did not require a gradient")
     if kind is CoreDDP:
-        with told, pytest.raises(RuntimeError, match="bias was frozen when Distributed"):
+        with warns, pytest.raises(RuntimeError, match="bias was frozen when Distributed"):
             train(ddp)
         return
-    with told:
+    with warns:
         train(ddp)
     train(ddp, 3)
 
