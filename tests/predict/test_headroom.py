@@ -69,7 +69,8 @@ def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None
     assert "Traceback" not in done.stderr
     answer = json.loads(out.read_text())
     assert answer["facts"]["dense_nbytes"] == 4 * 2 * (512 * 512 + 512)
-    assert [answer[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
+    kinds = ("dense", "bf16", "one_value", "noop")
+    assert [answer[kind]["steps"] for kind in kinds] == [10] * 4
 
 
 @pytest.mark.slow  # ``as_script`` stands for it
