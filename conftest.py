@@ -72,7 +72,6 @@ VARIANTS = {
     "tests/kernels/test_rotated.py::test_kernels_equal_the_definition": 2,
     "tests/fuzz/test_pairs.py::test_pairs_obey_the_laws": 4,
     "tests/unit/test_docs.py::test_schemes_of_the_guide": 3,
-    "tests/unit/test_gossip.py::test_ranks_find_the_optimum": 2,
     "tests/unit/test_shard_collectives.py::test_on_many_ranks_what_is_sent": 4,
     "tests/unit/test_deferred_streams.py::test_a_hook_gives_the_same_in_every_order": 5,
     "tests/unit/test_deferred_streams.py::test_a_step_that_is_not_finite": 3,

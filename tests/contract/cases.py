@@ -17,23 +17,8 @@ from commhooks.cli._app import load_files
 from commhooks.core import Codec, Layout
 from commhooks.core._scheme import walk
 from commhooks.research.baselines import AlignedTopK, RandomBlock
-from commhooks.schemes import (
-    ACPSGD,
-    BatchedPowerSGD,
-    Dense,
-    PowerSGD,
-    RandomK,
-    TwoPhaseCast,
-)
-from commhooks.wrappers import (
-    EF21,
-    AveragedFeedback,
-    Cast,
-    Guard,
-    PeriodicDense,
-    Scaled,
-    TwoPhase,
-)
+from commhooks.schemes import ACPSGD, BatchedPowerSGD, Dense, PowerSGD, RandomK, TwoPhaseCast
+from commhooks.wrappers import EF21, AveragedFeedback, Cast, Guard, PeriodicDense, Scaled, TwoPhase
 from commhooks.wrappers._feedback import keeps_residual
 from tests.shelf import BASELINES
 

@@ -82,15 +82,6 @@ class MaxOfSigned(Levels):
         return grad.amax().view(1) if grad.numel() else grad.new_zeros(1)
 
 
-class Truncates(Levels):
-    """Cuts off where it says it is right on average."""
-
-    traits = Traits()
-
-    def round(self, units: Tensor, bucket: Bucket) -> Tensor:
-        return units.floor()
-
-
 class HidesNan(Levels):
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return super().encode(grad.nan_to_num(0.0, 0.0, 0.0), bucket)
@@ -142,12 +133,6 @@ class EvenOnly(Levels):
 
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return super().encode(grad.view(-1, 2).flatten(), bucket)
-
-
-class SumNotMean(Levels):
-    def exchange(self, bucket: Bucket) -> SchemeExchange:
-        result = yield from super().exchange(bucket)
-        return result._replace(mean=result.mean * bucket.world_size)
 
 
 class LosesWhatItKeeps(Levels):
@@ -229,7 +214,6 @@ class SumsRanksFirst(Scheme):
 
 PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (MaxOfSigned, "signs and sizes"),
-    (Truncates, "biased or not"),
     (HidesNan, "not finite"),
     (DividesByZero, "zeros are averaged"),
     (GlobalNoise, "two runs"),
@@ -237,7 +221,6 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (OwnFirst, "equal bits"),
     (Threshold, "do not depend on values"),
     (EvenOnly, "any size"),
-    (SumNotMean, "biased or not"),
     (LosesWhatItKeeps, "sum to the gradients"),
     (TakesAllAsSent, "what a cast around the scheme rounds"),
     (Forgets, "save, load"),

@@ -109,7 +109,8 @@ def test_a_second_collective_comes_after_the_first_of_the_next_bucket(rank: int)
         gpu.synchronize()
         frame = model.timeline.frame()
         frame = frame[frame.step == 2].sort_values("round_began")
-        order = [f"{bucket}{'ab'[round]}" for bucket, round in zip(frame.bucket, frame["round"])]
+        pairs = zip(frame.bucket, frame["round"], strict=True)
+        order = [f"{bucket}{'ab'[round]}" for bucket, round in pairs]
         assert order == ["0a", "1a", "0b", "2a", "1b", "3a", "2b", "3b", "4a", "4b"]
         hook.close()
 

@@ -8,6 +8,7 @@ kernels on a GPU, for compute-sanitizer. Names of families may follow; all are t
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 import random
 import subprocess
@@ -21,50 +22,33 @@ import torch
 from commhooks.kernels.runtime import cpu
 from tests.builds import folder
 from tests.emulator import runner
-from tests.kernels import (
-    hostile,
-    test_affine,
-    test_blockwise,
-    test_dct,
-    test_finite,
-    test_hadamard,
-    test_levels,
-    test_low_rank,
-    test_norms,
-    test_orthonormal,
-    test_parts,
-    test_random_k,
-    test_restore,
-    test_rotated,
-    test_scaled_cast,
-    test_scatter,
-    test_shared,
-    test_sparse,
-    test_votes,
-)
+from tests.kernels import hostile
 from tests.kernels.machines import GpuRunner, Runner, functions_of
 
 # Each has `fuzz`, one random call of every op, and `KERNELS`, the CUDA kernels it may launch.
-FAMILIES: tuple[Any, ...] = (
-    test_affine,
-    test_blockwise,
-    test_dct,
-    test_finite,
-    test_hadamard,
-    test_levels,
-    test_low_rank,
-    test_norms,
-    test_orthonormal,
-    test_parts,
-    test_random_k,
-    test_restore,
-    test_rotated,
-    test_scaled_cast,
-    test_scatter,
-    test_shared,
-    test_sparse,
-    test_votes,
-)
+FAMILIES = [
+    importlib.import_module(f"tests.kernels.test_{name}")
+    for name in [
+        "affine",
+        "blockwise",
+        "dct",
+        "finite",
+        "hadamard",
+        "levels",
+        "low_rank",
+        "norms",
+        "orthonormal",
+        "parts",
+        "random_k",
+        "restore",
+        "rotated",
+        "scaled_cast",
+        "scatter",
+        "shared",
+        "sparse",
+        "votes",
+    ]
+]
 # Random calls for each family.
 SEED, ROUNDS = 0, {"cpu": 40, "emulator": 12, "gpu": 40}
 LESS = "COMMHOOKS_FUZZ_ROUNDS"  # another number: sanitizers of a GPU are slow

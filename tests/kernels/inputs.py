@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import Tensor
 
@@ -42,6 +44,15 @@ def tricky(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
 def unaligned(n: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Numbers that begin in the middle of a cache line."""
     return tricky(n + 3, dtype, seed)[3:]
+
+
+def random_entries(rng: random.Random) -> Tensor:
+    """Numbers of any size and dtype that begin at an odd place; few are not finite."""
+    x = torch.randn(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) + 1)
+    x = (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(DTYPES))[1:]
+    if len(x) and rng.random() < 0.3:
+        x[rng.randrange(len(x))] = rng.choice([float("nan"), float("inf")])
+    return x
 
 
 def same(a: Tensor, b: Tensor) -> bool:

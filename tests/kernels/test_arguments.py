@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from commhooks import kernels as ops
 from commhooks.kernels import (
     Matrices,
     RandomBits,
@@ -21,13 +22,14 @@ from commhooks.kernels import (
     top_k,
 )
 from commhooks.kernels.blockwise import quantize_op
-from commhooks.kernels.low_rank import multiply_left_op
+from commhooks.kernels.finite import finite_op
+from commhooks.kernels.low_rank import multiply_left_op, multiply_right_op
 from commhooks.kernels.philox import as_seed
 from commhooks.kernels.runtime import cpu
 from commhooks.kernels.runtime.arguments import as_ctypes
 from commhooks.kernels.runtime.cpu import SIGNATURES
 from tests.emulator.runner import HERE, KERNELS
-from tests.kernels.calls import CALLS, MATRICES, quantized
+from tests.kernels.calls import CALLS, MATRICES, TAIL, quantized
 
 STEP = torch.tensor(3)
 
@@ -140,8 +142,8 @@ def _freed(x: torch.Tensor) -> torch.Tensor:
         (0, lambda x: torch.stack([x, x], 1)[:, 0], r"\(x\): contiguous"),
         (0, _freed, r"\(x\): the tensor has no memory"),
         (1, lambda payload: payload.view(2, -1), r"\(payload\): shape \(1, "),
-        (2, lambda format: "int9", r"\(format\): one of"),
-        (3, lambda block: 255, r"\(block\): int8 takes one of"),
+        (2, lambda format: "int9", r"\(format\): one of int8, int4"),
+        (3, lambda block: 255, r"\(block\): int8 takes one of 32, 64"),
         (4, lambda table: table + 1, r"\(segments\): a table as Segments makes it"),
         (5, lambda row: 1, r"\(row\): -1 to 0, got 1"),
         (7, lambda unsent: torch.cat([unsent, unsent]), r"\(unsent\): 600 entries, got 1200"),
@@ -158,6 +160,191 @@ def test_a_right_call_lets_no_wrong_one_pass(place, change, words):
     args[place] = change(args[place])
     with pytest.raises((TypeError, ValueError), match=words):
         quantize_op(*args)
+
+
+# ---- each rule of each op, and the words that name it
+
+ONES, BITS, GOOD = torch.ones, RandomBits(1, STEP), torch.tensor(True)
+LEFT, RIGHT = ONES(MATRICES.left_numel), ONES(MATRICES.right_numel)
+NO_MATRICES, NOTHING = Matrices([]), torch.empty(0)
+SHORT = ops.segments_for("int8", 32, [[99]])
+
+
+def octets(*shape: int) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=torch.uint8)
+
+
+def with_defaults(op, **right):
+    """A call of an op with right arguments but for those that it is given."""
+    return lambda **wrong: op(**(right | wrong))
+
+
+packed = octets(payload_bytes(100, "int8", 32))
+quantized_100 = with_defaults(quantize, x=ONES(100), payload=packed, format="int8", block=32)
+decoded_100 = with_defaults(
+    ops.dequantize, payloads=packed[None], out=ONES(100), format="int8", block=32
+)
+turned = with_defaults(ops.hadamard, x=ONES(128), out=ONES(128), block=64, random=BITS)
+rotated = with_defaults(
+    ops.quantize_rotated, x=ONES(512), payload=octets(544), format="int8", block=256, rotation=BITS
+)
+multiplied = with_defaults(
+    ops.multiply_right, matrices=MATRICES, x=ONES(MATRICES.end), right=RIGHT, left=LEFT
+)
+subtracted = with_defaults(
+    ops.subtract_low_rank,
+    matrices=MATRICES,
+    total=ONES(MATRICES.end),
+    left=LEFT,
+    right=RIGHT,
+    unsent=ONES(MATRICES.end),
+)
+tailed = with_defaults(
+    ops.multiply_right, matrices=NO_MATRICES, x=ONES(200), right=NOTHING, left=NOTHING
+)
+gathered = with_defaults(ops.gather_random, x=ONES(3), values=ONES(1), random=BITS)
+leveled = with_defaults(
+    ops.quantize_levels, x=ONES(256), levels=ONES(2), payload=octets(48), block=128, unsent=None
+)
+
+WRONG_TYPES = [
+    (lambda: quantized_100(segments=[100]), "Segments or None"),
+    (lambda: quantized_100(payload=packed.int()), "quantize(payload)"),
+    (lambda: RandomBits(1, STEP.int()), "int64 tensor of one number"),
+    (lambda: finite_op(ONES(3), ONES(())), "all_finite(answer): dtype"),
+    (lambda: multiplied(x=ONES(MATRICES.end).int()), "(x): dtype is one of"),
+    (lambda: subtracted(total=ONES(MATRICES.end).bfloat16()), "low_rank(total): dtype is one of"),
+    (lambda: ops.restore([(ONES(3), ONES(3).double())], GOOD), "restore(old): dtype"),
+    (lambda: ops.restore([(ONES(3), ONES(3))], ONES(())), "restore(good): dtype"),
+    (lambda: scaled_cast(ONES(3).int(), 1.0, ONES(3)), "(x): dtype"),
+    (
+        lambda: scaled_cast(ONES(3), 1.0, ONES(3), random=BITS),
+        "(out): dtype is one of torch.float16",
+    ),
+]
+WRONG_VALUES = [
+    (lambda: quantized_100(format="int2"), "int2 takes one of 128, 256"),
+    (lambda: quantized_100(payload=packed[:-1]), "(1, 208), 208 bytes a row, got (207,)"),
+    (
+        lambda: quantized_100(payload=octets(2, 208)),
+        "payload): shape (1, 208), 208 bytes a row, got (2, 208)",
+    ),
+    (lambda: quantized_100(segments=SHORT), "(segments): of 99 entries, got 100"),
+    (
+        lambda: quantized_100(block=512, segments=ops.segments_for("int8", 32, [[100]])),
+        "(segments): made for blocks that divide 256, got 512",
+    ),
+    (lambda: quantized_100(residual=ONES(99)), "residual): 100 ent"),
+    (
+        lambda: quantized_100(format="dithered_int8"),
+        "quantize(random): dithered_int8 needs the bits",
+    ),
+    (
+        lambda: quantized_100(format="dithered_int8", random=BITS, rank=3, ranks=3),
+        "quantize(rank): 0 to 2, got 3",
+    ),
+    (
+        lambda: quantized_100(random=RandomBits(1, STEP.to("meta"))),
+        "device of the data, cpu, got meta",
+    ),
+    (lambda: decoded_100(payloads=packed), "shape (1 or more, 1, 208)"),
+    (
+        lambda: decoded_100(format="dithered_int8"),
+        "dequantize(random): dithered_int8 needs the bits",
+    ),
+    (lambda: decoded_100(random=BITS), "dequantize(random): has to be None, as int8 is"),
+    (lambda: RandomBits(1, STEP, first=3), "multiple of 256"),
+    (
+        lambda: ops.quantize_affine(ONES(9), octets(9), ONES(3), octets(9), 4),
+        "affine(zero): 3 entries, got 9",
+    ),
+    (
+        lambda: ops.dequantize_affine(octets(9), ONES(3), octets(9), 0, ONES(9)),
+        "dequantize_affine(block): 1 or more, got 0",
+    ),
+    (lambda: ops.dct(ONES(65), ONES(65)), "(x): a multiple of 64"),
+    (lambda: ops.dct(ONES(64), ONES(128)), "(out): 64 entries"),
+    (lambda: finite_op(ONES(3), ONES(2).bool()), "all_finite(answer): 1 entries, got 2"),
+    (lambda: turned(block=48), "(block): one of 32"),
+    (lambda: turned(x=ONES(100)), "(x): a multiple of 64"),
+    (lambda: turned(out=ONES(64)), "(out): 128 entries"),
+    (lambda: turned(segments=ops.segments_for("int8", 64, [[128]])), "(segments): of segments_for"),
+    (lambda: turned(random=RandomBits(1, STEP, first=256)), "multiple of 4096"),
+    (lambda: leveled(block=64), "quantize_levels(block): one of"),
+    (lambda: leveled(levels=ONES(3)), "quantize_levels(levels): 2, 4, 8 or 16, got 3"),
+    (lambda: leveled(shard=200), "quantize_levels(shard): a multiple of the block, 128"),
+    (
+        lambda: ops.dequantize_levels(octets(1, 48), ONES(4), ONES(256), 128),
+        "dequantize_levels(payloads): 80 bytes for 256 entries",
+    ),
+    (lambda: multiplied(x=ONES(100)), "(x): 663 entries or more, got 100"),
+    (lambda: multiplied(right=ONES(4)), "(right): 78 entries, got 4"),
+    (lambda: multiplied(residual=ONES(MATRICES.end)), "(total): needed with a residual"),
+    (lambda: multiplied(local_copy=ONES(3)), "(local_copy): 54 entries, got 3"),
+    (lambda: subtracted(unsent=ONES(3)), "low_rank(unsent): 663 entries, got 3"),
+    (lambda: subtracted(unsent=ONES(2 * MATRICES.end)[::2]), "low_rank(unsent)"),
+    (lambda: subtracted(tail=(None, ONES(3))), "low_rank(tail): a table is needed"),
+    (lambda: ops.tail_table([(3, 5), (4, 6)]), "increasing, without overlap"),
+    (lambda: tailed(x=ONES(50), tail=(TAIL, ONES(40))), "113 entries or"),
+    (lambda: tailed(tail=(TAIL, ONES(39))), "tail): 40 ent"),
+    (lambda: tailed(tail=(TAIL.flip(0), ONES(40))), "as tail_table makes it"),
+    (
+        lambda: multiply_right_op(*CALLS["multiply_right"]()[:7], TAIL, None),
+        "a table and a tensor, or neither",
+    ),
+    (lambda: gathered(values=ONES(4)), "(values): at most 3"),
+    (lambda: gathered(residual=ONES(3)), "(unsent): needed"),
+    (lambda: gathered(random=RandomBits(1, STEP, first=256)), "(random): first is 0"),
+    (lambda: ops.scatter_random(ONES(5), ONES(4), BITS), "(values): at most 4"),
+    (lambda: ops.restore([(ONES(3), ONES(2))], GOOD), "restore(old): 3 entries, got 2"),
+    (
+        lambda: ops.restore([(ONES(3), ONES(3)), (ONES(3), ONES(2))], GOOD),
+        "restore(old): 3 entries, got 2",
+    ),
+    (lambda: ops.restore([(LEFT, LEFT)], GOOD), "restore(values, old): have to share no memory"),
+    (lambda: rotated(format="e4m3"), "(format): one of int8, int4, int2, sign, got 'e4m3'"),
+    (lambda: rotated(block=2048), "(block): 1024 at most"),
+    (
+        lambda: rotated(segments=ops.segments_for("int8", 256, [[512]])),
+        "of segments_for(..., whole=True)",
+    ),
+    (lambda: rotated(rotation=RandomBits(1, STEP, first=256)), "multiple of 4096"),
+    (lambda: rotated(payload=octets(3)), "see payload_bytes"),
+    (lambda: scaled_cast(ONES(3), 1.0, ONES(2)), "(out): 3 entries"),
+    (
+        lambda: ops.largest_magnitudes(ONES(9), ONES(1).int(), 4),
+        "largest_magnitudes(block): a multiple of 256, got 4",
+    ),
+    (
+        lambda: ops.quantize_shared(ONES(9), ONES(1).int(), octets(9).char(), 256, 128),
+        "quantize_shared(levels): 1 to 127, got 128",
+    ),
+    (
+        lambda: ops.dequantize_shared(octets(9).char(), ONES(2).int(), ONES(9), 256, 127),
+        "dequantize_shared(magnitudes): 1 entries, got 2",
+    ),
+    (
+        lambda: ops.pack_votes(ONES(40), octets(2, 16), shard=21),
+        "pack_votes(shard): a multiple of 8, 40 entries in 2",
+    ),
+    (
+        lambda: ops.pack_votes(ONES(40), octets(2, 16), shard=128),
+        "pack_votes(payload): 32 bytes for 128 entries",
+    ),
+    (lambda: ops.count_votes(octets(16), ONES(40), 1.0), "count_votes(payloads): shape"),
+]
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_TYPES, ids=[words for _, words in WRONG_TYPES])
+def test_a_wrong_type_is_named(call, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        call()
+
+
+@pytest.mark.parametrize(("call", "words"), WRONG_VALUES, ids=[words for _, words in WRONG_VALUES])
+def test_a_wrong_value_is_named(call, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        call()
 
 
 def test_what_is_the_same_tensor_is_checked_for_each_argument():

@@ -45,24 +45,6 @@ def test_kernels_equal_the_definition(block):
             assert_agree(KERNELS, outputs, x, block, segments, row, on_machines=tried)
 
 
-def matrix(block: int) -> torch.Tensor:
-    """The Hadamard matrix over its norm, by its definition."""
-    i = torch.arange(block)
-    common = i[:, None] & i
-    parity = sum((common >> bit & 1 for bit in range(11)), torch.zeros_like(common)) % 2
-    return (1.0 - 2.0 * parity) / block**0.5
-
-
-@pytest.mark.parametrize("block", [32, 512])
-def test_it_is_the_product_with_a_hadamard_matrix(block):
-    x, out = plain(4 * block), torch.empty(4 * block)
-    stream = philox.RandomBits(1, torch.tensor(2))
-    hadamard(x, out, block, stream)
-    signs = philox.signs(4 * block, 2, 1, 0)
-    expected = ((x * signs).view(4, block).double() @ matrix(block).double()).flatten()
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize("block", BLOCKS)
 def test_the_inverse_undoes_it(block):
     x, out = plain(4096), torch.empty(4096)
@@ -73,42 +55,11 @@ def test_the_inverse_undoes_it(block):
     torch.testing.assert_close(out, x, atol=1e-4, rtol=1e-5)
 
 
-def test_a_row_is_that_of_its_own_stream():
-    x, out, alone = plain(3 * 4096), torch.empty(3 * 4096), torch.empty(4096)
-    stream = philox.RandomBits(1, torch.tensor(2))
-    segments = segments_for("int8", 512, [[4096]] * 3, whole=True)
-    hadamard(x, out, 512, stream, segments=segments)
-    for row in range(3):
-        hadamard(x[row * 4096 : (row + 1) * 4096], alone, 512, stream.row(row))
-        assert torch.equal(out[row * 4096 : (row + 1) * 4096], alone)
-
-
 def test_signs_are_even_and_belong_to_places():
     signs = philox.signs(2**16, 1, 2, 3)
     assert set(signs.tolist()) == {-1.0, 1.0}
     assert signs.mean().abs() < 4 / 2**8
     assert torch.equal(signs[4096:], philox.signs(2**16 - 4096, 1, 2, 3, first=4096))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"block": 48}, r"\(block\): one of 32"),
-        ({"x": torch.ones(100)}, r"\(x\): a multiple of 64"),
-        ({"out": torch.ones(64)}, r"\(out\): 128 entries"),
-        ({"segments": segments_for("int8", 64, [[128]])}, r"\(segments\): of segments_for"),
-        ({"random": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
-    arguments = {
-        "x": torch.ones(128),
-        "out": torch.ones(128),
-        "block": 64,
-        "random": philox.RandomBits(1, torch.tensor(1)),
-    }
-    with pytest.raises(ValueError, match=words):
-        hadamard(**(arguments | changes))
 
 
 def fuzz(run: Any, rng: random.Random) -> None:

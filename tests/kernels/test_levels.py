@@ -69,20 +69,6 @@ def test_what_is_not_finite_spoils_its_own_block():
     assert out.view(5, 128)[[0, 3, 4]].isfinite().all()
 
 
-def test_wrong_arguments_are_named():
-    x, payload = torch.ones(256), torch.empty(levels.level_bytes(256, 1, 128)).byte()
-    with pytest.raises(ValueError, match=r"quantize_levels\(block\): one of"):
-        quantize_levels(x, some_levels(1), payload, 64, unsent=None)
-    with pytest.raises(ValueError, match=r"quantize_levels\(levels\): 2, 4, 8 or 16, got 3"):
-        quantize_levels(x, torch.ones(3), payload, 128, unsent=None)
-    with pytest.raises(
-        ValueError, match=r"dequantize_levels\(payloads\): 80 bytes for 256 entries"
-    ):
-        dequantize_levels(payload[None], some_levels(2), x, 128)
-    with pytest.raises(ValueError, match=r"quantize_levels\(shard\): a multiple of the block, 128"):
-        quantize_levels(x, some_levels(1), payload, 128, shard=200, unsent=None)
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     block = rng.choice(BLOCKS)
     x = torch.randn(rng.randrange(4) * block) * 10.0 ** rng.randrange(-44, 38)

@@ -200,36 +200,6 @@ def test_no_matrices_are_no_work():
     assert len(empty) == empty.left_numel == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"x": torch.ones(NUMEL, dtype=torch.int32)}, TypeError, r"\(x\): dtype is one of"),
-        ({"x": torch.ones(100)}, ValueError, r"\(x\): 26180 entries or more, got 100"),
-        ({"right": torch.ones(4)}, ValueError, r"\(right\): \d+ entries, got 4"),
-        ({"residual": torch.ones(NUMEL)}, ValueError, r"\(total\): needed with a residual"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: Any, error: Any, words: str) -> None:
-    left, right = factors()
-    arguments = {"matrices": MATRICES, "x": bucket(), "right": right, "left": left}
-    with pytest.raises(error, match=words):
-        multiply_right(**(arguments | changes))
-
-
-def test_tensors_of_a_difference_are_checked():
-    left, right = factors()
-    total = plain(NUMEL)
-    for changes, error, words in (
-        ({"unsent": torch.ones(3)}, ValueError, r"\(unsent\): 26200 entries, got 3"),
-        ({"unsent": total[::2]}, ValueError, r"\(unsent\)"),
-        ({"total": total.bfloat16()}, TypeError, r"\(total\): dtype is one of"),
-        ({"tail": (None, torch.ones(3))}, ValueError, r"\(tail\): a table is needed"),
-    ):
-        arguments = {"total": total, "left": left, "right": right, "unsent": torch.zeros(NUMEL)}
-        with pytest.raises(error, match="subtract_low_rank" + words):
-            subtract_low_rank(MATRICES, **(arguments | changes))
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     places, spans, offset = [], [], 0
     for _ in range(rng.randrange(4)):

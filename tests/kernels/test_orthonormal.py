@@ -29,10 +29,7 @@ def outputs(run: Any, *, hard: bool) -> list[Tensor]:
     left, right = make(MATRICES.left_numel), make(MATRICES.right_numel, seed=1)
     left[12:15], right[7:14] = 0.0, 0.0
     fresh, results = plain(len(right), seed=2), []
-    for op, given, others in (
-        (orthonormalize_op, left, ()),
-        (unit_rows_op, right, (fresh,)),
-    ):
+    for op, given, others in ((orthonormalize_op, left, ()), (unit_rows_op, right, (fresh,))):
         before, out, place = given.clone(), torch.full_like(given, 7.0), given.clone()
         run(op, given, *others, out, table)
         run(op, place, *others, place, table)

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import gather_random, philox, random_k, random_places, scatter_random
+from commhooks.kernels import random_k, random_places
 from tests.kernels.inputs import CPP, DTYPES, LARGE, SIZES, plain, tricky, unaligned
 from tests.kernels.machines import ORDERS, assert_agree, machines, on
 
 KERNELS = {
     "random_k.cu": [
-        *(f"{name}<{t}>" for name in ("gather_random", "scatter_random") for t in CPP.values()),
+        *(f"{name}<{t}>" for name in ("gather_random", "scatter_random") for t in CPP.values())
     ]
 }
 KEY = (torch.tensor(5), 2**45 + 3, 7)
@@ -65,16 +65,6 @@ def test_every_place_is_as_likely():
     assert chi_squared < 110  # 54 degrees of freedom: once in 100,000
 
 
-def test_gather_and_scatter_complete_each_other():
-    x, residual = plain(5000), plain(5000, seed=1)
-    stream = philox.RandomBits(1, torch.tensor(2))
-    values, kept, out = torch.empty(100), residual.clone(), torch.empty(5000)
-    gather_random(x, values, stream, residual=kept, unsent=kept)
-    scatter_random(values, out, stream)
-    assert torch.equal(out + kept, x + residual)
-    assert (out != 0).sum() == 100
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("feedback", [True, False])
 def test_an_entry_that_is_not_finite_is_told_by_its_stratum(feedback, bad):
@@ -90,28 +80,6 @@ def test_an_entry_that_is_not_finite_is_told_by_its_stratum(feedback, bad):
             assert stratum * 5000 // 97 <= place < (stratum + 1) * 5000 // 97
             kept = [j for j in range(97) if j != stratum]
             assert torch.equal(values[kept], x[places[kept]]), machine
-
-
-@pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda s: gather_random(torch.ones(3), torch.empty(4), s), r"\(values\): at most 3"),
-        (
-            lambda s: gather_random(torch.ones(3), torch.empty(1), s, residual=torch.ones(3)),
-            r"\(unsent\): needed",
-        ),
-        (lambda s: scatter_random(torch.ones(5), torch.empty(4), s), r"\(values\): at most 4"),
-        (
-            lambda s: gather_random(
-                torch.ones(3), torch.empty(1), philox.RandomBits(1, s.step, first=256)
-            ),
-            r"\(random\): first is 0",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(call: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call(philox.RandomBits(1, torch.tensor(2)))
 
 
 def fuzz(run: Any, rng: random.Random) -> None:

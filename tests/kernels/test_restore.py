@@ -62,20 +62,6 @@ def test_what_is_written_twice_is_written_in_order():
     assert y.tolist() == [2.0] * 3
 
 
-def test_wrong_arguments_are_named():
-    x, good = torch.ones(3), torch.ones((), dtype=torch.bool)
-    fine = (torch.ones(3), torch.zeros(3))
-    for pairs, flag, words in (
-        ([(x, x.double())], good, r"restore\(old\): dtype"),
-        ([(x, torch.ones(2))], good, r"restore\(old\): 3 entries, got 2"),
-        ([fine, (x, torch.ones(2))], good, r"restore\(old\): 3 entries, got 2"),
-        ([(x, torch.ones(3))], torch.ones(()), r"restore\(good\): dtype"),
-        ([(x, x)], good, r"restore\(values, old\): have to share no memory"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=words):
-            restore(pairs, flag)
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     values = torch.randn(rng.randrange(5000))
     others: list[torch.Tensor | None] = []

@@ -91,46 +91,6 @@ def test_it_is_the_transform_and_then_the_format(format):
     assert torch.equal(*outs)
 
 
-def test_an_outlier_does_not_cost_its_block():
-    x = torch.randn(4096, generator=torch.Generator().manual_seed(0))
-    x[::512] *= 100.0
-    payload, out = torch.empty(payload_bytes(4096, "int4", 512)).byte(), torch.empty(2, 4096)
-    quantize(x, payload, "int4", 512)
-    dequantize(payload[None], out[0], "int4", 512)
-    rotation = philox.RandomBits(1, torch.tensor(1))
-    left = torch.empty(4096)
-    quantize_rotated(x, payload, "int4", 512, rotation, unsent=left)
-    dequantize_rotated(payload[None], out[1], "int4", 512, rotation)
-    plainly, turned = ((x - decoded).norm() / x.norm() for decoded in out)
-    assert turned < plainly
-    torch.testing.assert_close(left, x - out[1], atol=1e-4, rtol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"format": "e4m3"}, r"\(format\): one of int8, int4, int2, sign, got 'e4m3'"),
-        ({"block": 2048}, r"\(block\): 1024 at most"),
-        (
-            {"segments": segments_for("int8", 256, [[512]])},
-            r"\(segments\): of segments_for\(..., whole=True\)",
-        ),
-        ({"rotation": philox.RandomBits(1, torch.tensor(1), first=256)}, "multiple of 4096"),
-        ({"payload": torch.ones(3).byte()}, "see payload_bytes"),
-    ],
-)
-def test_wrong_arguments_are_named(changes: Any, words: str) -> None:
-    arguments = {
-        "x": torch.ones(512),
-        "payload": torch.empty(payload_bytes(512, "int8", 256)).byte(),
-        "format": "int8",
-        "block": 256,
-        "rotation": philox.RandomBits(1, torch.tensor(1)),
-    }
-    with pytest.raises(ValueError, match=words):
-        quantize_rotated(**(arguments | changes))
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     (dtype, block), format = rng.choice(TRIED), rng.choice(list(FORMATS))
     n = rng.choice([block * rng.randrange(5), rng.randrange(3000)])

@@ -7,14 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from commhooks.kernels import (
-    Matrices,
-    decode_low_rank,
-    multiply_left,
-    multiply_right,
-    subtract_low_rank,
-    tail_table,
-)
+from commhooks.kernels import Matrices, subtract_low_rank, tail_table
 from commhooks.kernels.low_rank import expand_op, multiply_left_op, multiply_right_op, subtract_op
 from tests.kernels.inputs import DTYPES, plain, same, tricky
 from tests.kernels.machines import assert_agree, machines
@@ -32,10 +25,7 @@ def outputs(run: Any, dtype: torch.dtype, *, full: bool) -> list[torch.Tensor]:
     x, results = tricky(N, dtype), []
     x[4100:] = plain(N - 4100).to(dtype)
     left, right = plain(MATRICES.left_numel), plain(MATRICES.right_numel)
-    for op, given, like in (
-        (multiply_right_op, right, left),
-        (multiply_left_op, left, right),
-    ):
+    for op, given, like in ((multiply_right_op, right, left), (multiply_left_op, left, right)):
         tail, factor = torch.full((LENGTH,), 7.0), torch.empty_like(like)
         copy = torch.empty_like(like) if full else None
         kept = tricky(N).roll(1) if full else None
@@ -62,26 +52,6 @@ def test_kernels_equal_the_definition(full: bool) -> None:
         assert_agree(KERNELS, outputs, dtype, full=full, on_machines=tried)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
-@pytest.mark.parametrize("product", [multiply_right, multiply_left])
-def test_what_was_gathered_goes_back_to_its_place(product: Any, dtype: torch.dtype) -> None:
-    work = torch.promote_types(dtype, torch.float32)
-    x, tail = torch.arange(N).to(dtype), torch.empty(LENGTH, dtype=work)
-    left = torch.zeros(MATRICES.left_numel, dtype=work)
-    right = torch.zeros(MATRICES.right_numel, dtype=work)
-    given, made = (right, left) if product is multiply_right else (left, right)
-    product(MATRICES, x, given, made, tail=(TABLE, tail))
-    assert torch.equal(tail, torch.cat([x[a:b] for a, b in SPANS]).to(work))
-    out = torch.full_like(x, -1.0)
-    decode_low_rank(MATRICES, left, right, out, tail=(TABLE, tail))
-    expected = torch.full_like(x, -1.0)
-    for begin, end in SPANS:
-        expected[begin:end] = x[begin:end]
-    expected[4100:5545] = 0.0
-    expected[5500 - 0 : 5500] = -1.0
-    assert torch.equal(out, expected)
-
-
 def test_what_was_sent_is_subtracted() -> None:
     total, sent = torch.ones(N), torch.full((LENGTH,), 0.25)
     nothing = torch.empty(0), torch.empty(0)
@@ -89,31 +59,3 @@ def test_what_was_sent_is_subtracted() -> None:
         unsent = torch.zeros(N)
         subtract_low_rank(Matrices([]), total, *nothing, unsent, tail=(TABLE, given))
         assert unsent.sum() == expected
-
-
-def test_wrong_arguments_are_named() -> None:
-    x, tail = torch.ones(N), torch.ones(LENGTH)
-    left, right = torch.ones(MATRICES.left_numel), torch.ones(MATRICES.right_numel)
-    nothing = Matrices([]), torch.empty(0), torch.empty(0)
-
-    def gather(bucket: torch.Tensor, tail: torch.Tensor, table: torch.Tensor) -> None:
-        multiply_right(nothing[0], bucket, *nothing[1:], tail=(table, tail))
-
-    for call, words in (
-        (lambda: tail_table([(3, 5), (4, 6)]), "increasing, without overlap"),
-        (lambda: gather(x[:50], tail, TABLE), "4099 entries or"),
-        (lambda: gather(x, tail[1:], TABLE), r"tail\): 4067 ent"),
-        (lambda: gather(x, tail, TABLE.flip(0)), "as tail_table makes it"),
-        (
-            lambda: multiply_right_op(
-                x, None, None, MATRICES.table, right, left, None, TABLE, None
-            ),
-            "a table and a tensor, or neither",
-        ),
-        (
-            lambda: multiply_right(MATRICES, x, right, left, local_copy=torch.ones(3)),
-            r"local_copy\): \d+ entries, got 3",
-        ),
-    ):
-        with pytest.raises(ValueError, match=words):
-            call()

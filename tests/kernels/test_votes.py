@@ -5,12 +5,11 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import pytest
 import torch
 
 from commhooks.kernels import count_votes, pack_votes, vote_bytes
 from commhooks.kernels.votes import count_votes_op, pack_votes_op
-from tests.kernels.inputs import CPP, DTYPES, SIZES, plain, tricky, unaligned
+from tests.kernels.inputs import CPP, DTYPES, SIZES, plain, random_entries, tricky, unaligned
 from tests.kernels.machines import assert_agree
 
 NAMES = ("pack_votes", "count_votes")
@@ -60,19 +59,5 @@ def test_what_is_not_finite_spoils_its_row():
     assert not out.isnan()[:16].any()
 
 
-def test_wrong_arguments_are_named():
-    x, payload = torch.ones(40), torch.empty(2, 16).byte()
-    with pytest.raises(ValueError, match=r"pack_votes\(shard\): a multiple of 8, 40 entries in 2"):
-        pack_votes(x, payload, shard=21)
-    with pytest.raises(ValueError, match=r"pack_votes\(payload\): 32 bytes for 128 entries"):
-        pack_votes(x, payload, shard=128)
-    with pytest.raises(ValueError, match=r"count_votes\(payloads\): shape"):
-        count_votes(payload[0], x, 1.0)
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
-    x = torch.randn(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) + 1)
-    x = (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(DTYPES))[1:]
-    if len(x) and rng.random() < 0.3:
-        x[rng.randrange(len(x))] = rng.choice([float("nan"), float("inf")])
-    outputs(run, x, rng.randrange(1, 9), rng.randrange(1, 5))
+    outputs(run, random_entries(rng), rng.randrange(1, 9), rng.randrange(1, 5))

@@ -204,6 +204,13 @@ def test_a_wheel_runs_with_torch_and_numpy_only(wheel: Path, bare: Environment) 
     bare.install(wheel)
     refused, _ = run(bare.python, "-c", TRAINS + REFUSES, cwd=bare.folder)
     assert refused.count("which cannot be imported (No module named ") == 8
+    needed = [(line.split(" needs ")[0], line.split()[-1]) for line in refused.splitlines()]
+    assert needed == [
+        *[("hook.report()", "pandas")] * 2,
+        *(("Timeline.frame()", "pandas"), ("Timeline.plot()", "matplotlib")),
+        *(("Traced(...)", "safetensors"), ("Trace(...)", "safetensors")),
+        *(("replay(...)", "pandas"), ("allocate(...)", "pandas")),
+    ]
     printed, _ = run(bare.python, ROOT / "tests" / "packaging" / "smoke.py", cwd=bare.folder)
     assert printed.startswith(str(bare.packages))
     assert "int8: bits as in PyTorch" in printed

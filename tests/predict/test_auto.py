@@ -1,10 +1,11 @@
-"""``register(model, "auto")`` between real processes: all ranks take one decision, and keep it."""
+"""``register(model, "auto")``: the race of candidates, and one decision of all ranks."""
 
 from __future__ import annotations
 
 import copy
 import math
 import pickle
+import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,12 +15,20 @@ from unittest import TestCase, mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.auto import AutoHook
-from commhooks.auto._trials import Candidate, CandidateTimings, Stage, Trials, chosen
+from commhooks.auto._trials import (
+    Candidate,
+    CandidateTiming,
+    CandidateTimings,
+    Stage,
+    Trials,
+    chosen,
+)
 from commhooks.core import Bucket, Scheme
 from commhooks.core._bucket import SchemeExchange
 from commhooks.core._dense import Dense
@@ -30,8 +39,81 @@ from commhooks.wrappers._base import Wrapper
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel as CoreDDP
-from tests.tools.harness import run_ranks
-from tests.tools.training import mlp
+from tests.tools.harness import on_ranks
+from tests.tools.training import equal_on_all_ranks, gradients, mlp
+
+
+def _race(*names: str) -> CandidateTimings:
+    return CandidateTimings([Candidate(name, Dense(), 0.0) for name in names])
+
+
+def _run(seconds: dict[str, float], noise: float, seed: int, steps: int = 8) -> CandidateTimings:
+    draw, race = random.Random(seed), _race(*seconds)
+    while (entry := race.next()) is not None:
+        # A busy machine: whole stretches of steps are slower, whoever runs then.
+        slow = 1 + noise * draw.random()
+        times = [
+            seconds[entry.candidate.name] * slow * (1 + noise * draw.random()) for _ in range(steps)
+        ]
+        race.add(times)
+    return race
+
+
+def test_without_noise_one_round_decides() -> None:
+    race = _run({"a": 1.0, "b": 1.005, "c": 1.015}, 0.0, 0)
+    assert [len(entry.times) for entry in race.entries] == [8, 8, 8]
+    assert [entry.runs for entry in race.entries] == [True, True, False]
+
+
+def test_close_ones_run_again_under_noise_and_slow_ones_do_not() -> None:
+    race = _run({"a": 1.0, "b": 1.05, "c": 3.0}, 0.3, 0)
+    a, b, c = race.entries
+    assert len(a.times) == len(b.times) > 8
+    assert len(c.times) == 8
+
+
+def test_the_order_of_turns_is_reversed_in_every_second_round() -> None:
+    race, order = _race("a", "b"), []
+    for _ in range(4):
+        entry = race.next()
+        assert entry is not None
+        order.append(entry.candidate.name)
+        race.add([1.0, 2.0])  # too few steps to know anything
+    assert order == ["a", "b", "b", "a"]
+
+
+def test_the_error_of_a_median_shrinks_with_the_number_of_steps() -> None:
+    candidate = Candidate("a", Dense(), 0.0)
+    few, many = (
+        CandidateTiming(candidate, [1.0, 1.1, 1.2, 1.3]),
+        CandidateTiming(candidate, [1.0, 1.1, 1.2, 1.3] * 16),
+    )
+    assert many.deviation == pytest.approx(few.deviation / 4)
+
+
+def test_with_few_steps_only_what_takes_twice_as_long_is_known_to_be_slower() -> None:
+    race = _race("fast", "near", "slow")
+    for times in ([1.0, 1.0], [1.9, 1.9], [2.5, 2.5]):
+        race.add(times)
+    assert [entry.runs for entry in race.entries] == [True, True, False]
+
+
+def test_noise_does_not_decide() -> None:
+    """With 20 % of noise, of two that differ by 10 % the faster one wins, not so in one round."""
+    names = {"slower": 1.1, "faster": 1.0}
+    wrong = single = 0
+    for seed in range(40):
+        race = _run(names, 0.2, seed)
+        slower, faster = race.entries
+        wrong += slower.median < faster.median
+        single += sorted(slower.times[:8])[4] < sorted(faster.times[:8])[4]
+    assert wrong <= 1 < single
+
+
+def test_a_race_that_noise_never_lets_end_ends_after_six_rounds() -> None:
+    races = [_run({"a": 1.0, "b": 1.0}, 2.0, seed) for seed in range(40)]
+    assert max(len(race.entries[0].times) for race in races) == 6 * 8
+
 
 STEPS = 100
 
@@ -54,13 +136,15 @@ def _slow_line(seconds_per_byte: float) -> Iterator[None]:
         yield
 
 
-def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> dict[str, Any]:
+@pytest.mark.parametrize("kind", ["core", "torch"])
+@on_ranks(2)
+def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(rank: int, kind: str) -> None:
     torch.manual_seed(0)
     model: nn.Module = mlp(256, 2)
     ddp = (CoreDDP if kind == "core" else DistributedDataParallel)(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     hook: Any = commhooks.register(ddp, "auto", candidates=["int8", "topk"], measure_steps=3)
-    with _slow_line(seconds_per_byte):
+    with _slow_line(1.5e-7):  # 0.5 MB in 80 ms
         for step in range(STEPS):
             optimizer.zero_grad()
             torch.manual_seed(10 * step + rank)
@@ -68,24 +152,9 @@ def _train(rank: int, world_size: int, kind: str, seconds_per_byte: float) -> di
             optimizer.step()
             if hook._trials.over:
                 break
-    return {
-        "plan": hook.plan,
-        "scheme": str(hook.scheme),
-        "step": hook.step,
-        "parameters": torch.cat(
-            [parameter.detach().reshape(-1) for parameter in model.parameters()]
-        ),
-    }
-
-
-@pytest.mark.parametrize("kind", ["core", "torch"])
-def test_a_slow_line_gets_a_scheme_within_the_budget_of_error(kind: str) -> None:
-    ranks = run_ranks(_train, 2, kind, 1.5e-7)  # 0.5 MB in 80 ms
-    assert "int8" in ranks[0]["scheme"], ranks[0]["plan"]  # top-k is beyond the budget
-    assert "auto runs int8" in ranks[0]["plan"]
-    for rank in ranks[1:]:
-        assert (rank["scheme"], rank["step"]) == (ranks[0]["scheme"], ranks[0]["step"])
-        assert torch.equal(rank["parameters"], ranks[0]["parameters"])
+    assert "int8" in str(hook.scheme), hook.plan  # top-k is beyond the budget
+    assert "auto runs int8" in hook.plan
+    assert equal_on_all_ranks(torch.tensor(hook.step), *model.parameters())
 
 
 SLEEPS = [0.0]  # seconds, of this process
@@ -106,7 +175,10 @@ class Slow(Wrapper):
 NONE_IS_BEST = {"slow when tried": (Stage.FIRST, 0.0), "slow once chosen": (Stage.VALIDATE, 1e-7)}
 
 
-def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
+@pytest.mark.slow
+@pytest.mark.parametrize("case", NONE_IS_BEST)
+@on_ranks(2)
+def test_where_no_scheme_is_faster_none_runs_on_all_ranks(rank: int, case: str) -> None:
     begins, seconds_per_byte = NONE_IS_BEST[case]
     ddp = CoreDDP(mlp(256, 2))
     dense_in_16_bits = Cast.exchange  # "bf16", which always takes part
@@ -115,43 +187,26 @@ def _without_winner(rank: int, world_size: int, case: str) -> dict[str, Any]:
         time.sleep(SLEEPS[0])
         return (yield from dense_in_16_bits(scheme, bucket))
 
-    mock.patch.object(Cast, "exchange", slow_cast).start()
     slow = {"int8": Slow(commhooks.make("int8"))}
-    hook: Any = commhooks.register(ddp, "auto", candidates=slow, measure_steps=3)
     raced = []
-    with _slow_line(seconds_per_byte):
+    with mock.patch.object(Cast, "exchange", slow_cast), _slow_line(seconds_per_byte):
+        hook: Any = commhooks.register(ddp, "auto", candidates=slow, measure_steps=3)
         while not hook.decided and hook.step < 300:  # races go on while times are noisy
-            if hook._trials._stage is begins:
-                SLEEPS[0] = 0.15
+            SLEEPS[0] = 0.15 if SLEEPS[0] or hook._trials._stage is begins else 0.0
             torch.manual_seed(10 * hook.step + rank)
             ddp.zero_grad()
             ddp(torch.randn(8, 256)).square().mean().backward()
             raced.append(str(hook.scheme))
-    gradients = [
-        parameter.grad.reshape(-1) for parameter in ddp.parameters() if parameter.grad is not None
-    ]
-    return {
-        "plan": hook.plan,
-        "told": hook.plan in hook.summary(),
-        "raced": raced,
-        "scheme": unwrap_flush(hook.scheme) == commhooks.make("none"),
-        "saved": hook.plan_state(),
-        "step": hook.step,
-        "gradients": torch.cat(gradients),
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", NONE_IS_BEST)
-def test_where_no_scheme_is_faster_none_runs_on_all_ranks(case: str) -> None:
-    first, second = run_ranks(_without_winner, 2, case)
-    assert "auto runs none" in first["plan"], first["plan"]
-    assert first["scheme"]
-    assert first["told"]
-    assert first["saved"] == '{"undecided": false}'
-    assert any("Slow" in scheme for scheme in first["raced"])
-    assert torch.equal(first.pop("gradients"), second.pop("gradients"))
-    assert first == second
+    SLEEPS[0] = 0.0
+    assert "auto runs none" in hook.plan
+    assert hook.plan in hook.summary()
+    assert unwrap_flush(hook.scheme) == commhooks.make("none")
+    assert hook.plan_state() == '{"undecided": false}'
+    assert any("Slow" in scheme for scheme in raced)
+    assert equal_on_all_ranks(gradients(ddp))
+    there: list[Any] = [None] * 2
+    dist.all_gather_object(there, (hook.plan, raced, hook.step))
+    assert there[0] == there[1]
 
 
 def _candidate(name: str, error: float = 0.0) -> Candidate:
@@ -196,48 +251,37 @@ def test_two_steps_warm_up_and_are_not_timed() -> None:
     assert len(trials._times) == 3  # the third one on, until the last one began
 
 
-def _other_candidates(rank: int, world_size: int) -> str:
-    with pytest.raises(MismatchError) as caught:
+@on_ranks(2)
+def test_ranks_that_would_race_other_candidates_are_told(rank: int) -> None:
+    with pytest.raises(MismatchError, match=r"(?s)candidates.*int4"):
         commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4" if rank else "int8"])
-    return str(caught.value)
 
 
-def test_ranks_that_would_race_other_candidates_are_told() -> None:
-    assert all("candidates" in text and "int4" in text for text in run_ranks(_other_candidates, 2))
+def _resumed(scheme: str, *candidates: str, **options: Any) -> tuple[Any, Any]:
+    """A hook, and one that takes its state and would choose among candidates."""
+    hook = commhooks.register(CoreDDP(mlp()), scheme)
+    again = commhooks.register(CoreDDP(mlp()), "auto", candidates=candidates)
+    again.load_state_dict(hook.state_dict(gather=True), **options)
+    return hook, again
 
 
-def _resume(rank: int, world_size: int) -> tuple[str, str, int]:
-    ddp = CoreDDP(mlp())
-    hook = commhooks.register(ddp, "int8")
-    again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8"])
-    again.load_state_dict(hook.state_dict(gather=True))
-    scheme = str(again.scheme)
-    again.switch("bf16")  # the user decides from here on
-    return scheme, again.plan, again.step  # type: ignore[attr-defined]
-
-
-def test_a_resumed_run_goes_on_with_the_scheme_that_was_chosen() -> None:
-    for scheme, plan, _ in run_ranks(_resume, 2):
-        assert "int8" in scheme
-        assert "chosen by hook.switch" in plan
-
-
-def _resume_each(rank: int, world_size: int) -> list[tuple[str, str]]:
-    results = []
-    for scheme in ("int4", "onebit", "bf16"):
-        hook = commhooks.register(CoreDDP(mlp()), scheme)
-        again = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4", "onebit", "int8"])
-        again.load_state_dict(hook.state_dict(gather=True))
-        results.append((scheme, str(again.scheme == hook.scheme)))
-    return results
-
-
+@on_ranks(2)
 def test_a_resumed_run_has_the_settings_that_were_chosen() -> None:
-    for results in run_ranks(_resume_each, 2):
-        assert [same for _, same in results] == ["True"] * 3, results
+    for scheme in ("int4", "onebit", "bf16"):
+        hook, again = _resumed(scheme, "int4", "onebit", "int8")
+        assert again.scheme == hook.scheme
+        again.switch("fp16")  # the user decides from here on
+        assert "chosen by hook.switch" in again.plan
 
 
-def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
+@on_ranks(2)
+def test_a_saved_scheme_that_is_no_candidate_begins_the_trials() -> None:
+    _, again = _resumed("topk", "int8", strict=False)
+    assert not again.decided
+
+
+@on_ranks(2)
+def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
     ddp = CoreDDP(mlp())
     hook: Any = commhooks.register(ddp, "auto", candidates=["int8"])
     for _ in range(4):
@@ -245,19 +289,13 @@ def _resume_undecided(rank: int, world_size: int) -> tuple[bool, int, bool]:
     ddp = CoreDDP(mlp())
     again: Any = commhooks.register(ddp, "auto", candidates=["int8"], measure_steps=2)
     again.load_state_dict(hook.state_dict(gather=True))
-    before = again._trials.over
+    assert not again._trials.over
     steps = 0
     while not again._trials.over and steps < 300:  # races go on while times are noisy
         ddp(torch.randn(4, 16)).sum().backward()
         steps += 1
-    return before, again.step - steps, again._trials.over
-
-
-def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
-    for before, step, after in run_ranks(_resume_undecided, 2):
-        assert not before
-        assert step == 4
-        assert after
+    assert again._trials.over
+    assert again.step - steps == 4
 
 
 def _raced(*results: tuple[str, float]) -> CandidateTimings:
@@ -338,17 +376,6 @@ def test_a_copy_of_the_hook_runs_the_scheme_that_ran() -> None:
     for copied in (copy.copy(hook), copy.deepcopy(hook), pickle.loads(pickle.dumps(hook))):
         assert type(copied) is HookState
         assert copied.scheme == hook.scheme
-
-
-def _resume_another(rank: int, world_size: int) -> tuple[bool, str]:
-    hook = commhooks.register(CoreDDP(mlp()), "topk")
-    again: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int8"])
-    again.load_state_dict(hook.state_dict(gather=True), strict=False)
-    return again.decided, again.plan
-
-
-def test_a_saved_scheme_that_is_no_candidate_begins_the_trials() -> None:
-    assert not run_ranks(_resume_another, 2)[0][0]
 
 
 def test_a_wrong_setting_is_refused_before_training() -> None:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,10 +24,9 @@ import commhooks
 from commhooks.cli import _headroom as command
 from commhooks.cli._headroom import headroom
 from commhooks.errors import RegistrationError
-from commhooks.predict._headroom import Headroom
 from tests.tools.as_script import HOSTS, run_script
-from tests.tools.harness import run_ranks
-from tests.tools.training import mlp
+from tests.tools.harness import on_ranks
+from tests.tools.training import equal_on_all_ranks, gradients, mlp, parameters
 
 ROOT = Path(__file__).parents[2]
 RUNS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -59,17 +59,18 @@ def assert_answer(output: str) -> None:
 def test_a_script_under_torchrun_is_measured_and_stopped(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "commhooks", "headroom", "--steps=10", "--out", str(out), "--",
-               *RUNS, "-m", "tests.predict.scripts.trainer", "1000", "1000"]  # fmt: skip
+               *RUNS, "-m", "tests.predict.scripts.shapes", "trainer", "8000"]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert_answer(done.stdout)
-    assert "commhooks headroom: 2 ranks over gloo, 1.05 MB of gradients" in done.stdout
+    assert "commhooks headroom: 2 ranks over gloo, 2.1 MB of gradients" in done.stdout
     assert "epoch 0 | loss" in done.stdout  # the script's own words come through
-    assert "is stopped then" in done.stderr
+    assert "is then stopped" in done.stderr
     assert "Traceback" not in done.stderr
     answer = json.loads(out.read_text())
-    assert answer["facts"]["dense_nbytes"] == 4 * (512 * 512 + 512 + 512 + 1)
-    assert [answer[kind]["steps"] for kind in ("dense", "bf16", "one", "noop")] == [10] * 4
+    assert answer["facts"]["dense_nbytes"] == 4 * 2 * (512 * 512 + 512)
+    kinds = ("dense", "bf16", "one_value", "noop")
+    assert [answer[kind]["steps"] for kind in kinds] == [10] * 4
 
 
 @pytest.mark.slow  # ``as_script`` stands for it
@@ -205,17 +206,14 @@ def test_ranks_on_machines_without_the_command_answer_as_well(tmp_path: Path) ->
     assert_answer(ran.output[0])
 
 
-def test_a_script_that_raises_keeps_its_exit_code_and_says_when(tmp_path: Path) -> None:
-    ran = run_script(tmp_path, "shapes.py", "fails", 200)
-    assert ran.codes == (1, 1)
-    assert "ArithmeticError: the loss is no number" in ran.output[0]
-    assert ran.report["ended"] == 13
-
-
-def test_a_script_that_exits_early_keeps_its_exit_code_and_says_when(tmp_path: Path) -> None:
-    ran = run_script(tmp_path, "shapes.py", "exits", 200)
-    assert ran.codes == (5, 5)
-    assert ran.report["ended"] == 12
+@pytest.mark.parametrize(("shape", "code", "ended"), [("fails", 1, 13), ("exits", 5, 12)])
+def test_a_script_that_ends_early_keeps_its_exit_code_and_says_when(
+    shape: str, code: int, ended: int, tmp_path: Path
+) -> None:
+    ran = run_script(tmp_path, "shapes.py", shape, 200)
+    assert ran.codes == (code, code)
+    assert ("ArithmeticError: the loss is no number" in ran.output[0]) == (shape == "fails")
+    assert ran.report["ended"] == ended
     assert "done" not in ran.report
 
 
@@ -229,7 +227,7 @@ def test_after_the_time_limit_the_turns_so_far_are_the_answer(tmp_path: Path) ->
 # ---- the function
 
 
-def _trained(rank: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer, Callable[[], Any]]:
+def _trained(rank: int) -> tuple[DistributedDataParallel, Callable[[], Any]]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(mlp())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -240,79 +238,54 @@ def _trained(rank: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer,
         ddp(torch.randn(8, 16)).square().mean().backward()
         optimizer.step()
 
-    return ddp, optimizer, step
+    return ddp, step
 
 
-def _measure(rank: int, world_size: int) -> tuple[Headroom, list[Tensor]]:
-    ddp, _, step = _trained(rank)
+@on_ranks(2)
+def test_the_function_gives_all_ranks_one_answer_and_averages_again(rank: int) -> None:
+    ddp, step = _trained(rank)
     answer = commhooks.headroom(ddp, step, steps=10)
-    step()
-    return answer, [p.grad for p in ddp.parameters() if p.grad is not None]
-
-
-def test_the_function_gives_all_ranks_one_answer_and_averages_again() -> None:
-    (answer, gradients), (other, others) = run_ranks(_measure, 2)
-    assert answer == other
+    answers: list[Any] = [None] * 2
+    dist.all_gather_object(answers, answer)
+    assert answers == [answer] * 2
     assert answer.facts.world_size == 2
     assert answer.facts.turns == 2
     assert_answer(str(answer))
-    torch.testing.assert_close(gradients, others, rtol=0, atol=0)
+    step()
+    assert equal_on_all_ranks(gradients(ddp))
 
 
-def _first_steps(rank: int, world_size: int) -> list[bool]:
-    """Whether the steps before the first turn train as they do without the measurement."""
-    ends: list[list[list[Tensor]]] = []
-    for measured in (False, True):
-        ddp, _, step = _trained(rank)
+@on_ranks(2)
+def test_the_steps_before_the_first_turn_train_as_without_it(rank: int) -> None:
+    ends: list[list[Tensor]] = [[], []]
+    for measured, end in enumerate(ends):
+        ddp, step = _trained(rank)
 
-        def count(step: Callable[[], Any] = step, ddp: nn.Module = ddp) -> None:
+        def count(step: Callable[[], Any] = step, ddp: nn.Module = ddp, end: Any = end) -> None:
             step()
-            ends[-1].append([p.detach().clone() for p in ddp.parameters()])
+            end.append(parameters(ddp).clone())
 
-        ends.append([])
         if measured:
             commhooks.headroom(ddp, count, steps=10)
         else:
             for _ in range(10):
                 count()
-    return [
-        all(map(torch.equal, end, theirs)) for end, theirs in zip(ends[0], ends[1], strict=False)
+    assert all(map(torch.equal, ends[0], ends[1]))
+
+
+@on_ranks(2)
+def test_the_function_refuses_in_words(rank: int) -> None:
+    ddp, step = _trained(rank)
+    wrong: list[tuple[nn.Module, Callable[[], Any], Any, str]] = [
+        (ddp.module, step, {}, "not wrapped in DistributedDataParallel"),
+        (ddp, step, {"steps": 9}, "10 or more, got 9"),
+        (ddp, step, {"steps": 10.0}, "10 or more, got 10.0"),
+        (ddp, lambda: None, {}, "one synchronised backward pass.*it ran 0"),
+        (ddp, step, {}, "hook"),
     ]
-
-
-def test_the_steps_before_the_first_turn_train_as_without_it() -> None:
-    for same in run_ranks(_first_steps, 2):
-        assert same == [True] * 10
-
-
-def _refusals(rank: int, world_size: int) -> list[str]:
-    ddp, _, step = _trained(rank)
-    said = []
-    wrong: list[tuple[nn.Module, Callable[[], Any], Any]] = [
-        (ddp.module, step, {}),
-        (ddp, step, {"steps": 9}),
-        (ddp, step, {"steps": 10.0}),
-        (ddp, lambda: None, {}),
-    ]
-    for model, function, options in wrong:
-        with pytest.raises((RegistrationError, ValueError)) as caught:
+    for model, function, options, words in wrong:
+        with pytest.raises((RegistrationError, ValueError), match=words):
             commhooks.headroom(model, function, **options)
-        said.append(str(caught.value))
-    with pytest.raises(RegistrationError) as caught_hook:
-        commhooks.headroom(ddp, step)
-    said.append(str(caught_hook.value))
-    other, _, its_step = _trained(rank)
-    with pytest.raises(RegistrationError) as caught_two:
+    other, its_step = _trained(rank)
+    with pytest.raises(RegistrationError, match="it ran 2"):
         commhooks.headroom(other, lambda: (its_step(), its_step()))
-    return [*said, str(caught_two.value)]
-
-
-def test_the_function_refuses_in_words() -> None:
-    for said in run_ranks(_refusals, 2):
-        assert "not wrapped in DistributedDataParallel" in said[0]
-        assert "10 or more, got 9" in said[1]
-        assert "10 or more, got 10.0" in said[2]
-        assert "one synchronised backward pass" in said[3]
-        assert "it ran 0" in said[3]
-        assert "hook" in said[4]
-        assert "it ran 2" in said[5]

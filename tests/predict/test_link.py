@@ -12,19 +12,20 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
-from commhooks.cli._app import app
 from commhooks.errors import MissingRankError, RegistrationError
 from commhooks.predict import Fabric, Link, load_fabric
 from commhooks.predict._collectives import collective_seconds
-from commhooks.predict._link import LinkReport, link_report, measure_link
-from tests.tools.harness import run_ranks
+from commhooks.predict._link import link_report, measure_link
+from tests.tools.command_line import run_cli
+from tests.tools.harness import on_ranks
 
 ROOT = Path(__file__).parents[2]
 
 
-def _measure(rank: int, world_size: int) -> LinkReport:
+@pytest.mark.slow
+@on_ranks(2)
+def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order(rank: int) -> None:
     # A collective of the job is under way: the measurement is beside it, in groups of its own.
     tensor = torch.full((4,), float(rank + 1))
     work = dist.all_reduce(tensor, async_op=True) if rank else None
@@ -34,13 +35,9 @@ def _measure(rank: int, world_size: int) -> LinkReport:
     else:
         work.wait()
     assert tensor.tolist() == [3.0] * 4
-    return report
-
-
-@pytest.mark.slow
-def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() -> None:
-    report, other = run_ranks(_measure, 2)
-    assert report.fabric == other.fabric
+    fabrics: list[Any] = [None] * 2
+    dist.all_gather_object(fabrics, report.fabric)
+    assert fabrics == [report.fabric] * 2
     assert report.fabric.library == "gloo"
     assert report.fabric.ranks_per_node == report.layout.per_node == report.layout.ranks == 2
     assert report.fabric.inside == report.fabric.between
@@ -54,8 +51,9 @@ def test_all_ranks_get_one_fabric_and_the_jobs_collectives_keep_their_order() ->
 LONG = Fabric("far away", Link(20e-3, 125e6), library="gloo")
 
 
-def _far(rank: int, world_size: int) -> Fabric:
-    """Measures a line on which each message takes 20 ms, with a budget of a few messages.
+@on_ranks(2)
+def test_a_long_delay_leaves_the_bandwidth_known(rank: int, world_size: int) -> None:
+    """A line on which each message takes 20 ms, and a budget of a few messages.
 
     Rank 0 sees half of it: the slowest rank decides.
     """
@@ -64,64 +62,44 @@ def _far(rank: int, world_size: int) -> Fabric:
         some = collective_seconds(case.collective, [case.nbytes], ranks=world_size, fabric=LONG)
         return float(some[0]) if rank else float(some[0]) / 2
 
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    with mock.patch("commhooks.predict._link._Measurement._seconds", seconds):
-        return measure_link(budget_s=0.5, timeout_s=30)
+    with (
+        mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="1"),
+        mock.patch("commhooks.predict._link._Measurement._seconds", seconds),
+    ):
+        fabric = measure_link(budget_s=0.5, timeout_s=30)
+    assert fabric.between.latency == pytest.approx(20e-3, rel=0.1)
+    assert fabric.between.bandwidth == pytest.approx(125e6, rel=0.1)
 
 
-def test_a_long_delay_leaves_the_bandwidth_known() -> None:
-    for fabric in run_ranks(_far, 2):
-        assert fabric.between.latency == pytest.approx(20e-3, rel=0.1)
-        assert fabric.between.bandwidth == pytest.approx(125e6, rel=0.1)
-
-
-def _two_nodes(rank: int, world_size: int) -> tuple[LinkReport, LinkReport]:
+@on_ranks(4)
+def test_nodes_are_told_by_torchruns_number_of_local_ranks(rank: int) -> None:
     """Four ranks that torchrun would have started on two machines, and a group of two."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    whole = link_report(budget_s=0.1, timeout_s=30)
-    across = [dist.new_group([first, first + 2]) for first in range(2)][rank % 2]
-    return whole, link_report(across, budget_s=0.1, timeout_s=30)
+    with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
+        whole = link_report(budget_s=0.1, timeout_s=30)
+        groups = [dist.new_group([first, first + 2]) for first in range(2)]
+        across = link_report(groups[rank % 2], budget_s=0.1, timeout_s=30)
+    assert (whole.layout.ranks, whole.layout.per_node) == (4, 2)
+    assert {time.part for time in whole.times} == {"inside", "between", "all"}
+    assert whole.fabric.inside is not None
+    # One rank of each node: there is no link inside a node to be seen.
+    assert (across.layout.ranks, across.layout.per_node) == (2, 1)
+    assert {time.part for time in across.times} == {"between"}
+    assert across.fabric.inside is None
 
 
-def test_nodes_are_told_by_torchruns_number_of_local_ranks() -> None:
-    for whole, across in run_ranks(_two_nodes, 4):
-        assert (whole.layout.ranks, whole.layout.per_node) == (4, 2)
-        assert {time.part for time in whole.times} == {"inside", "between", "all"}
-        assert whole.fabric.inside is not None
-        # One rank of each node: there is no link inside a node to be seen.
-        assert (across.layout.ranks, across.layout.per_node) == (2, 1)
-        assert {time.part for time in across.times} == {"between"}
-        assert across.fabric.inside is None
-
-
-def _alone(rank: int, world_size: int) -> str:
+@on_ranks(1)
+def test_one_rank_has_no_link() -> None:
     with pytest.raises(ValueError, match="seconds above 0"):
         measure_link(budget_s=0)
-    with pytest.raises(RegistrationError) as caught:
+    with pytest.raises(RegistrationError, match="measure_link: one rank has no link; start two"):
         measure_link()
-    return str(caught.value)
 
 
-def test_one_rank_has_no_link() -> None:
-    assert run_ranks(_alone, 1) == ["measure_link: one rank has no link; start two or more"]
-
-
-def _missing(rank: int, world_size: int) -> Any:
-    if rank == 1:
-        return None
-    with pytest.raises(
-        MissingRankError, match=r"did not come within 0.5 s(?s:.*)all ranks"
-    ) as caught:
-        measure_link(timeout_s=0.5)
-    return str(caught.value)
-
-
-def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
-    assert run_ranks(_missing, 2, timeout=20)[0]
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+@on_ranks(2, timeout=20)
+def test_a_rank_that_does_not_come_is_an_error_in_time(rank: int) -> None:
+    if rank == 0:
+        with pytest.raises(MissingRankError, match=r"did not come within 0.5 s(?s:.*)all ranks"):
+            measure_link(timeout_s=0.5)
 
 
 @pytest.mark.slow
@@ -131,8 +109,7 @@ def test_the_command_writes_a_file_that_simulate_reads(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), *filter(None, sys.path)]))
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "link.json"
-    done = invoke("link", "--budget", "0.3", "--out", str(file))
-    assert done.exit_code == 0, done.output
+    run_cli("link", "--budget", "0.3", "--out", file)
     said = capfd.readouterr().out
     assert "2 ranks on 1 node, cpu tensors over gloo" in said
     assert "inside a node: latency" in said
@@ -142,10 +119,8 @@ def test_the_command_writes_a_file_that_simulate_reads(
     assert fabric.library == "gloo"
     times = json.loads(file.read_text())["measured"]["times"]
     assert {time["collective"] for time in times} == {"all_reduce", "all_gather", "all_to_all"}
-    predicted = invoke("simulate", "--model", "resnet18", "--network", str(file), "--ranks", "2",
-                       "--schemes", "none,bf16")  # fmt: skip
-    assert predicted.exit_code == 0, predicted.output
-    assert "measured" in predicted.output
+    words = ("simulate", "--model", "resnet18", "--network", file, "--ranks", 2)
+    assert "measured" in run_cli(*words, "--schemes", "none,bf16")
 
 
 def test_the_command_refuses_one_rank_of_torchrun(
@@ -155,7 +130,5 @@ def test_the_command_refuses_one_rank_of_torchrun(
              "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # fmt: skip
     for name, value in names.items():
         monkeypatch.setenv(name, value)
-    done = invoke("link", "--out", str(tmp_path / "link.json"))
-    assert done.exit_code == 2
-    assert "one rank has no link" in done.output
+    assert "one rank has no link" in run_cli("link", "--out", tmp_path / "link.json", code=2)
     assert not (tmp_path / "link.json").exists()

@@ -152,6 +152,23 @@ def all_equal(means: Sequence[Tensor]) -> Tensor:
     return means[0]
 
 
+def assert_feedback(
+    ranks: Simulation,
+    exchange: Callable[[list[Tensor], int], tuple[Tensor, list[Tensor]]],
+    steps: int,
+    near: Callable[[Tensor, Tensor], None] = close,
+) -> None:
+    """Compares steps with ``exchange(corrected gradients, step)``: the mean, and what is kept."""
+    world_size, n = len(ranks.engines), ranks.layout.numel
+    e = [torch.zeros(n, dtype=torch.float64) for _ in range(world_size)]
+    for step in range(steps):
+        grads = gradients(world_size, step, n)
+        expected, e = exchange([g + kept for g, kept in zip(grads, e, strict=True)], step)
+        near(all_equal(ranks.step(grads)), expected)
+        for rank in range(world_size):
+            near(ranks.memory(rank), e[rank])
+
+
 def lost(ranks: Simulation, steps: Iterable[Sequence[Tensor]]) -> float:
     """The largest part of the gradients of these steps that is neither applied nor held."""
     missing: Tensor | float = 0.0

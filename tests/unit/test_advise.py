@@ -8,12 +8,11 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
 import commhooks
-from commhooks.cli._app import app
 from commhooks.predict import Device, Layer, Workload, advise, best_of, fabric, predict_step
 from commhooks.predict._advise import Option
+from tests.tools.command_line import run_cli
 
 SCHEMES = {name: commhooks.make(name) for name in ("none", "int8", "topk", "powersgd")}
 DEVICE = Device("some", bandwidth=1e11, call_s=1e-6, flops=1e13)
@@ -60,19 +59,16 @@ def test_the_simpler_of_two_that_are_as_fast_is_taken() -> None:
     assert best_of([taking("int4", 0.9, 1e-2), taking("int8", 0.91, 1e-4)]).name == "int8"
 
 
-def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["advise", *arguments], env={"COLUMNS": "100"})
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def test_the_command_says_what_to_write() -> None:
-    text = run("--model", "resnet50", "--network", "1gbe", "--schemes", "int8,powersgd:rank=2")
+    text = run_cli(
+        "advise", "--model", "resnet50", "--network", "1gbe", "--schemes", "int8,powersgd:rank=2"
+    )
     assert "Take int8 in buckets of" in text
     assert 'hook = commhooks.register(model, "int8")' in text
     assert "bucket_cap_mb=" in text
     assert "powersgd:rank=2 would take" in text  # beyond the budget, faster
-    text = run(
+    text = run_cli(
+        "advise",
         *("--model", "resnet50", "--network", "1gbe", "--max-error", "2"),
         "--schemes",
         "powersgd:rank=2",
@@ -82,7 +78,8 @@ def test_the_command_says_what_to_write() -> None:
 
 def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:
     file = tmp_path / "options.csv"
-    text = run(
+    text = run_cli(
+        "advise",
         *("--model", "llama-1b", "--network", "dgx-h100", "--device", "h100", "--ranks", "16"),
         *("--csv", str(file)),
     )
@@ -105,7 +102,6 @@ def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_argument_is_a_sentence(arguments: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(app, ["advise", *arguments])
-    assert result.exit_code == 2
-    assert message in result.output.replace("\n", " ")
-    assert "Traceback" not in result.output
+    output = run_cli("advise", *arguments, code=2)
+    assert message in output.replace("\n", " ")
+    assert "Traceback" not in output

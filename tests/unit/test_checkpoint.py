@@ -13,14 +13,7 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import (
-    ErrorFeedback,
-    PerParameter,
-    Rule,
-    Scheme,
-    Simulation,
-    make,
-)
+from commhooks import ErrorFeedback, PerParameter, Rule, Scheme, Simulation, make
 from commhooks.checkpoint import flatten_state, unflatten_state
 from commhooks.checkpoint._format import (
     CHECKSUM_FIELDS,
@@ -42,14 +35,7 @@ from commhooks.core._scheme import slots_of
 from commhooks.core._slot import StepInfo
 from commhooks.errors import CheckpointError
 from commhooks.research.baselines import IntSGD
-from commhooks.schemes import (
-    DGC,
-    Blockwise,
-    DeMo,
-    Dense,
-    PowerSGD,
-    TopK,
-)
+from commhooks.schemes import DGC, Blockwise, DeMo, Dense, PowerSGD, TopK
 from commhooks.wrappers import (
     EF21,
     AveragedFeedback,
@@ -158,64 +144,56 @@ def without(field: str) -> Callable[[dict[str, Any]], Any]:
     }
 
 
+# Fields of a state and of a rank's part, with values that are refused, and the words.
+FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "format": (("torch",), "not a hook state"),
+    "version": ((0, "one", True), "version (0|'one'|True)"),
+    "step": (("7", -1, True, 2**80, 2**63 - 1), "'step' is a whole number"),
+    "seed": ((2**64, 0.5), "'seed' is a whole number"),
+    "bucket_bytes": ((["9"], 4096), "'bucket_bytes' is a list"),
+    "world_size": ((0, torch.ones(()), 2**40), "'world_size' is a whole number"),
+    "scheme": ((3,), "'scheme' is text"),
+    "layout": ((None, ["weight"], [[1]]), "'layout' is a list"),
+    "rank0": (("gone",), "'rank0' is 'gone'"),
+}
+PART_FIELDS: dict[str, tuple[tuple[Any, ...], str]] = {
+    "global_rank": ((1, False), "mixed up"),
+    "rank": ((1, -1), "of rank (1 of a group of 1|-1)"),
+    "leader": ((5,), "led by rank 5"),
+    "arrival": (("weight", [0, 1]), "'arrival' of 'rank0' is a list"),
+    "placement": (("all", [[]], [["", 0]]), "'placement' of 'rank0' is a list"),
+    "checksum": ((None, "0" * 64), "checksum of 'rank0' is wrong"),
+    "memory": (({5: {}}, {"q": {5: torch.ones(1)}}), "hold tensors by parameter name"),
+}
 DAMAGED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    **{
+        f"{field} {str(value)[:20]}": (damage(field, value), words)
+        for damage, table in ((replaced, FIELDS), (in_part, PART_FIELDS))
+        for field, (values, words) in table.items()
+        for value in values
+    },
     "a model's state": (lambda _: {"layer.weight": torch.ones(2)}, "not a hook state"),
     "a whole checkpoint": (lambda state: {"model": {}, "hook": state}, r"state\['hook'\]$"),
-    "another format": (replaced("format", "torch"), "not a hook state"),
     "nothing": (lambda _: None, "NoneType"),
     "a number": (lambda _: 5, "int"),
     "a list of numbers": (lambda _: [1, 2], "int"),
     "an empty list": (lambda _: [], "empty"),
     "newer": (replaced("version", VERSION + 1), "update commhooks"),
-    "a version that never was": (replaced("version", 0), "version 0"),
-    "a version in words": (replaced("version", "one"), "version 'one'"),
     "no step": (dropped("step"), "lacks .*step"),
     "no structure": (dropped("structure"), "lacks .*structure"),
-    "a step that is no number": (replaced("step", "7"), "'step' is a whole number"),
-    "a negative step": (replaced("step", -1), "'step' is a whole number"),
-    "a step that is true": (replaced("step", True), "'step' is a whole number"),
-    "a step beyond 64 bits": (replaced("step", 2**80), "'step' is a whole number"),
-    "the last step of 64 bits": (replaced("step", 2**63 - 1), "'step' is a whole number"),
-    "a seed beyond 64 bits": (replaced("seed", 2**64), "'seed' is a whole number"),
-    "a seed of half": (replaced("seed", 0.5), "'seed' is a whole number"),
     "another rank's": (lambda state: {}, "is empty: of state_dict.* only that rank has it"),
-    "sizes of buckets in words": (replaced("bucket_bytes", ["9"]), "'bucket_bytes' is a list"),
-    "one size for all buckets": (replaced("bucket_bytes", 4096), "'bucket_bytes' is a list"),
-    "no ranks": (replaced("world_size", 0), "'world_size' is a whole number"),
-    "a tensor of ranks": (replaced("world_size", torch.ones(())), "'world_size' is a whole number"),
-    "more ranks than there are": (replaced("world_size", 2**40), "'world_size' is a whole number"),
-    "a version that is true": (replaced("version", True), "version True"),
-    "a scheme that is no text": (replaced("scheme", 3), "'scheme' is text"),
-    "a layout that is none": (replaced("layout", None), "'layout' is a list"),
-    "a layout of names": (replaced("layout", ["weight"]), "'layout' is a list"),
-    "a layout of numbers": (replaced("layout", [[1]]), "'layout' is a list"),
     "a name twice in the layout": (replaced("layout", [["bias"], ["bias"]]), "no name twice"),
     "no rank's memory": (dropped("rank0"), "no rank's part"),
     "a rank without memory": (replaced("rank0", {"rank": 0}), "lacks memory"),
     "a memory that is none": (replaced("rank0", {"rank": 0, "memory": None}), "lacks its values"),
-    "a rank that is none": (replaced("rank0", "gone"), "'rank0' is 'gone'"),
     "a rank without place": (without("leader"), "lacks leader"),
     "a checksum that was left out": (without("checksum"), "lacks checksum"),
-    "another rank's part": (in_part("global_rank", 1), "mixed up"),
-    "a rank that is true": (in_part("global_rank", False), "mixed up"),
-    "a rank outside the group": (in_part("rank", 1), "of rank 1 of a group of 1"),
-    "a negative rank": (in_part("rank", -1), "of rank -1"),
-    "an arrival in words": (in_part("arrival", "weight"), "'arrival' of 'rank0' is a list"),
-    "an arrival of numbers": (in_part("arrival", [0, 1]), "'arrival' of 'rank0' is a list"),
     "another arrival": (in_part("arrival", ["weight", "bias"]), "checksum of 'rank0' is wrong"),
     "no arrival": (in_part("arrival", []), "checksum of 'rank0' is wrong"),
-    "a placement in words": (in_part("placement", "all"), "'placement' of 'rank0' is a list"),
-    "an empty placement": (in_part("placement", [[]]), "'placement' of 'rank0' is a list"),
-    "a placement of numbers": (in_part("placement", [["", 0]]), "'placement' of 'rank0' is a list"),
     "a placement": (in_part("placement", [["p", "bias"]]), "checksum of 'rank0' is wrong"),
-    "a group led by nobody": (in_part("leader", 5), "led by rank 5"),
-    "no checksum": (in_part("checksum", None), "checksum of 'rank0' is wrong"),
-    "another checksum": (in_part("checksum", "0" * 64), "checksum of 'rank0' is wrong"),
     "no memory": (in_part("memory", {}), "checksum of 'rank0' is wrong"),
     "a checksum in version 1": (replaced("version", 1), "checksum of 'rank0' is wrong"),
     "numbers for tensors": (in_memory(3), "does not hold tensors"),
-    "a key that is no text": (in_part("memory", {5: {}}), "does not hold tensors by parameter"),
-    "a name that is none": (in_part("memory", {"q": {5: torch.ones(1)}}), "by parameter name"),
     "a sparse tensor": (in_memory(torch.zeros(6).to_sparse()), "layout is torch.sparse_coo"),
     "a tensor without values": (in_memory(torch.zeros(6, device="meta")), "meta device"),
     "a complex tensor": (in_memory(torch.zeros(6, dtype=torch.complex64)), "torch.complex64"),
@@ -317,22 +295,23 @@ def test_a_part_read_into_a_template_of_version_one_is_taken() -> None:
     assert same(memory_for_rank(state, 0, 2, PER_RANK)[1]["residual"], residual(0))
 
 
-def test_a_huge_number_of_ranks_costs_nothing() -> None:
-    state = sealed(saved(0, 1) | {"world_size": 2**31 - 1})
-    with pytest.raises(CheckpointError, match=r"missing: ranks \[1, 2, 3, 4, 5, 6, 7, 8\] \.\.\."):
-        memory_for_rank(state, 0, 1, PER_RANK)
-
-
-def test_every_rank_needs_its_own_file() -> None:
-    with pytest.raises(CheckpointError, match="this is rank 1, the state given is of rank 0"):
-        memory_for_rank(saved(0, 2), 1, 2, PER_RANK)
-
-
-def test_another_world_size_needs_all_files() -> None:
-    with pytest.raises(CheckpointError, match=r"missing: ranks \[2\]"):
-        memory_for_rank([saved(0, 3), saved(0, 3)], 0, 2, PER_RANK)
-    with pytest.raises(CheckpointError, match=r"missing: ranks \[1\]"):
-        memory_for_rank([saved(0, 3), saved(0, 3)], 1, 2, PER_RANK)
+@pytest.mark.parametrize(
+    ("given", "rank", "size", "words"),
+    [
+        (saved(0, 2), 1, 2, "this is rank 1, the state given is of rank 0"),
+        ([saved(0, 3), saved(0, 3)], 0, 2, r"missing: ranks \[2\]"),
+        ([saved(0, 3), saved(0, 3)], 1, 2, r"missing: ranks \[1\]"),
+        (  # a huge number costs nothing
+            *(sealed(saved(0, 1) | {"world_size": 2**31 - 1}), 0, 1),
+            r"missing: ranks \[1, 2, 3, 4, 5, 6, 7, 8\] \.\.\.",
+        ),
+    ],
+)
+def test_parts_of_other_ranks_that_are_needed_are_named(
+    given: Any, rank: int, size: int, words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        memory_for_rank(given, rank, size, PER_RANK)
 
 
 def test_a_rank_needs_those_whose_residuals_it_takes_over() -> None:
@@ -561,33 +540,11 @@ def test_settings_do_not_make_another_structure_and_nesting_does() -> None:
 
 def test_the_same_ranks_get_their_own_back() -> None:
     for rank in range(3):
-        for state in (saved(rank, 3), [saved(i, 3) for i in range(3)]):
+        states = [saved(i, 3) for i in range(3)]
+        for state in (states[rank], states, merged(*states)):
             common, memory = memory_for_rank(state, rank, 3, PER_RANK)
             assert common["step"] == 7
             assert same(memory["residual"], residual(rank))
-
-
-@pytest.mark.parametrize(("old", "new"), [(4, 2), (3, 2), (2, 4), (4, 1), (1, 3), (2, 3)])
-def test_another_world_size_keeps_the_mean_of_residuals(old: int, new: int) -> None:
-    states = [saved(rank, old) for rank in range(old)]
-    before = copy.deepcopy(states)
-    memories = [memory_for_rank(states, rank, new, PER_RANK)[1] for rank in range(new)]
-    for name, shape in SHAPES.items():
-        zero = torch.zeros(shape)
-        after = [memory["residual"].get(name, zero) for memory in memories]
-        expected = torch.stack([residual(rank)[name] for rank in range(old)]).mean(0)
-        # Each entry is rounded once by the factor, and once for every sum.
-        torch.testing.assert_close(torch.stack(after).mean(0), expected, rtol=1e-6, atol=0)
-    for memory in memories:  # the same on all ranks, so not added up
-        assert torch.equal(memory["powersgd.q"]["weight"], torch.ones(1, 5))
-    assert all(same(state, kept) for state, kept in zip(states, before, strict=True))
-
-
-def test_one_merged_state_of_all_ranks_serves_every_rank() -> None:
-    whole = merged(saved(0, 2), saved(1, 2))
-    assert same(memory_for_rank(whole, 1, 2, PER_RANK)[1]["residual"], residual(1))
-    mean = memory_for_rank(whole, 0, 1, PER_RANK)[1]["residual"]["bias"]
-    assert torch.equal(mean, torch.full((6,), 1.5))
 
 
 # ---- flat form
@@ -654,18 +611,6 @@ def test_what_is_no_state_has_no_flat_form(state: Any) -> None:
         flatten_state(state)
 
 
-def test_safetensors_and_weights_only_loading_take_it(tmp_path: Any) -> None:
-    state = saved()
-    torch.save(state, tmp_path / "hook.pt")
-    assert same(torch.load(tmp_path / "hook.pt"), state)
-    safetensors = pytest.importorskip("safetensors.torch")
-    tensors, metadata = flatten_state(state)
-    safetensors.save_file(tensors, tmp_path / "hook.safetensors", metadata)
-    with __import__("safetensors").safe_open(tmp_path / "hook.safetensors", "pt") as file:
-        loaded = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-        assert same(unflatten_state(loaded, file.metadata()), state)
-
-
 # ---- what becomes of memory that differs between ranks on another number of them
 
 
@@ -702,7 +647,11 @@ def test_memory_on_another_number_of_ranks(
         part = {"rank": rank, "global_rank": rank, "leader": 0, "memory": memory}
         states.append(sealed(saved(rank, old) | {f"rank{rank}": part}))
     before = [state[f"rank{rank}"]["memory"][key]["p"] for rank, state in enumerate(states)]
+    given = copy.deepcopy(states)
     after = [memory_for_rank(states, rank, new, per_rank)[1] for rank in range(new)]
+    assert all(map(same, states, given))
+    whole = memory_for_rank(merged(*states), new - 1, new, per_rank)[1]
+    assert same(whole, after[-1])
     if resize == "drop":
         assert all(key not in memory for memory in after)
         return

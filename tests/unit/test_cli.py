@@ -6,7 +6,6 @@ import inspect
 import re
 import sys
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pandas as pd
@@ -28,12 +27,7 @@ from commhooks.research.conformance import LAWS
 from commhooks.research.trace import Trace, replay
 from commhooks.wrappers._traced import write
 from tests.shelf import BASELINES, BUILT_IN
-
-
-def doctor() -> str:
-    done = CliRunner().invoke(app, ["doctor"], env={"COLUMNS": "200"})
-    assert done.exit_code == 0, done.output
-    return done.output
+from tests.tools.command_line import run_cli
 
 
 def row(output: str, name: str) -> str:
@@ -42,22 +36,18 @@ def row(output: str, name: str) -> str:
 
 
 def test_doctor_says_which_kernels_run() -> None:
-    output = doctor()
+    output = run_cli("doctor")
     assert cpu.instruction_set() in row(output, "CPU kernels")
     assert "kernel" in row(output, "quantize")
 
 
 def test_doctor_says_why_kernels_do_not_run() -> None:
     with mock.patch.object(cpu, "_library", return_value=None):
-        output = doctor()
+        output = run_cli("doctor")
     assert "install g++" in row(output, "CPU kernels")
     assert "PyTorch fallback" in row(output, "quantize")
     with use_kernels("definition"):
-        assert "PyTorch fallback" in row(doctor(), "quantize")
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+        assert "PyTorch fallback" in row(run_cli("doctor"), "quantize")
 
 
 @pytest.fixture
@@ -70,7 +60,7 @@ def test_schemes_lists_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         _catalogue, "_bits", lambda scheme: bits(scheme) if repr(scheme) in shown else "0"
     )
-    output = invoke("schemes").output
+    output = run_cli("schemes")
     assert set(scheme_names()) <= set(output.split())
     assert "Blockwise" in row(output, "int8")
     assert "8.12" in row(output, "int8")
@@ -80,13 +70,13 @@ def test_schemes_lists_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sixty_columns_cut_no_name() -> None:
     with mock.patch.object(_catalogue, "_bits", return_value="0.125"):
-        narrow = CliRunner().invoke(app, ["schemes"], env={"COLUMNS": "60"}).output
+        narrow = run_cli("schemes", columns=60)
     assert set(scheme_names()) <= set(narrow.split())
     assert max(map(len, narrow.splitlines())) <= 60
 
 
 def test_schemes_says_which_options_a_scheme_has() -> None:
-    output = invoke("schemes", "powersgd", "int4", "onebit_adam").output
+    output = run_cli("schemes", "powersgd", "int4", "onebit_adam")
     assert "powersgd: Sends each gradient matrix M (n x m) as two thin factors of rank r." in output
     assert row(output, "warm_start").split("│")[2].strip() == "bool"
     assert re.search(r"│ compressed +│ Scheme \| None +│", output)
@@ -100,7 +90,7 @@ def test_schemes_says_which_options_a_scheme_has() -> None:
 
 def test_schemes_says_what_a_scheme_sends() -> None:
     # A rank-1 scheme of 512 x 512 entries sends 2 x 512 of 32 bits: an eighth of a bit an entry.
-    output = invoke("schemes", "powersgd", "int8", "noop").output
+    output = run_cli("schemes", "powersgd", "int8", "noop")
     powersgd, int8, noop = (line for line in output.splitlines() if line.startswith("sends: "))
     assert powersgd.startswith(
         "sends: 2 x all_reduce per bucket; 0.125 bits per entry, where float32"
@@ -120,28 +110,26 @@ def test_the_example_of_a_scheme_makes_it(name: str) -> None:
 
 
 def test_the_release_says_what_runs_and_why() -> None:
-    lines = invoke("--version").output.splitlines()
+    lines = run_cli("--version").splitlines()
     assert lines[0].startswith(f"commhooks {commhooks.__version__}, torch {torch.__version__}, ")
     assert lines[1] == f"on the CPU: kernels, instruction set {cpu.instruction_set()}"
     assert lines[2] in ("on CUDA: kernels", f"on CUDA: PyTorch fallback ({cuda.missing()})")
     with use_kernels("definition"):
-        assert "on the CPU: PyTorch fallback (asked for)" in invoke("--version").output
+        assert "on the CPU: PyTorch fallback (asked for)" in run_cli("--version")
 
 
 @pytest.mark.parametrize("command", ["--version", "doctor"])
 def test_an_instruction_set_that_is_not_there_is_a_usage_error(command: str) -> None:
     error = ValueError("COMMHOOKS_CPU is one of v2 here, got 'v9'")
     with mock.patch.object(cpu, "instruction_set", side_effect=error):
-        done = invoke(command)
-    assert done.exit_code == 2
-    assert str(error) in done.output
+        assert str(error) in run_cli(command, code=2)
 
 
 @pytest.mark.parametrize("command", ["schemes", "check", "tradeoff"])
 def test_the_shell_completes_commands_schemes_and_files(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "--install-completion" in invoke("--help").output
+    assert "--install-completion" in run_cli("--help")
     monkeypatch.chdir(tmp_path)
     Path("fp_mine.py").touch()
 
@@ -157,8 +145,7 @@ def test_the_shell_completes_commands_schemes_and_files(
 
 def test_a_tradeoff_is_printed_and_written(tmp_path: Path) -> None:
     out = tmp_path / "made" / "here"
-    done = invoke("tradeoff", "int8", "fp16", "--out", str(out))
-    assert done.exit_code == 0, done.output
+    output = run_cli("tradeoff", "int8", "fp16", "--out", out)
     # fp16 has twice the bits and less error; a dither has half the error of rounding at random.
     table = pd.read_csv(out / "tradeoff.csv")
     names = {"int8", "int8 rounding=stochastic", "int8 rounding=nearest", "fp16"}
@@ -175,7 +162,7 @@ def test_a_tradeoff_is_printed_and_written(tmp_path: Path) -> None:
     assert ratio == pytest.approx(2, rel=0.05)
     assert normal.bits["fp16"] == 16
     assert (out / "tradeoff.png").read_bytes().startswith(b"\x89PNG")
-    assert table_of(done.output, "normal gradients, 4 ranks")["fp16"]["error"].endswith("*")
+    assert table_of(output, "normal gradients, 4 ranks")["fp16"]["error"].endswith("*")
 
 
 def table_of(output: str, title: str) -> dict[str, dict[str, str]]:
@@ -195,16 +182,16 @@ def test_a_file_is_compared_with_all_others_or_with_some(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "compared.py"
-    invoke("new", "compared", "--out", str(path))
+    run_cli("new", "compared", "--out", path)
     compared: list[str] = []
     monkeypatch.setattr(_commands, "cases_of", lambda of: compared.extend(of) or [])
-    assert invoke("tradeoff", str(path)).exit_code == 0
+    run_cli("tradeoff", path)
     assert {"compared", "int8", "powersgd"} <= set(compared)
     assert not {"dgc", "demo", "none", "noop"} & set(compared)
     compared.clear()
     monkeypatch.setattr(_registry, "_factories", dict(_registry._factories))
     del _registry._factories["compared"]
-    assert invoke("tradeoff", str(path), "int8", "compared").exit_code == 0
+    run_cli("tradeoff", path, "int8", "compared")
     assert compared == ["int8", "compared"]
 
 
@@ -238,12 +225,10 @@ def test_a_scheme_of_updates_does_not_stop_the_others_of_its_file(
     path.write_text(MIXED)
     compared: list[str] = []
     monkeypatch.setattr(_commands, "cases_of", lambda of: compared.extend(of) or [])
-    assert invoke("tradeoff", str(path)).exit_code == 0
+    run_cli("tradeoff", path)
     assert "of_means" in compared
     assert "of_updates" not in compared
-    done = invoke("tradeoff", "of_updates")
-    assert done.exit_code == 2
-    assert "something else than an average" in done.output
+    assert "something else than an average" in run_cli("tradeoff", "of_updates", code=2)
 
 
 def test_a_folder_that_cannot_be_made_is_named_before_the_measurement(
@@ -251,9 +236,8 @@ def test_a_folder_that_cannot_be_made_is_named_before_the_measurement(
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(_commands, "Course", mock.Mock(side_effect=AssertionError))
-    done = invoke("tradeoff", "int8", "--out", str(tmp_path / "file" / "folder"))
-    assert done.exit_code == 2
-    assert "Not a directory" in done.output
+    folder = tmp_path / "file" / "folder"
+    assert "Not a directory" in run_cli("tradeoff", "int8", "--out", folder, code=2)
 
 
 def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,10 +248,9 @@ def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.Mo
             generator = torch.Generator().manual_seed(10 * step + rank)
             large, small = torch.randn(40, 30, generator=generator), torch.randn(9)
             write(folder, step, rank, {"large": large, "small": 1e-3 * small, "z": torch.zeros(9)})
-    done = invoke("tradeoff", "int8", "--trace", str(folder), "--ranks", "2", "--out", str(out))
-    assert done.exit_code == 0, done.output
-    assert done.output.count("int8 rounding=nearest") == 1
-    cells = table_of(done.output, "run gradients, 2 ranks")["int8"]
+    output = run_cli("tradeoff", "int8", "--trace", folder, "--ranks", "2", "--out", out)
+    assert output.count("int8 rounding=nearest") == 1
+    cells = table_of(output, "run gradients, 2 ranks")["int8"]
     assert list(cells) == [
         "scheme", "bits", "error", "median tensor", "worst tensor", "Adam's metric",
     ]  # fmt: skip
@@ -283,18 +266,16 @@ def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_trace_of_too_few_ranks_is_a_sentence(tmp_path: Path) -> None:
     write(tmp_path, 0, 0, {"w": torch.ones(4)})
-    done = invoke("tradeoff", "int8", "--trace", str(tmp_path), "--ranks", "2")
-    assert done.exit_code == 2
-    assert "1 ranks recorded" in done.output
+    text = run_cli("tradeoff", "int8", "--trace", tmp_path, "--ranks", "2", code=2)
+    assert "1 ranks recorded" in text
 
 
 def test_a_picture_without_matplotlib_is_named_and_the_table_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    done = invoke("tradeoff", "fp16", "--out", str(tmp_path))
-    assert done.exit_code == 0, done.output
-    assert "The picture needs matplotlib" in done.output
+    output = run_cli("tradeoff", "fp16", "--out", tmp_path)
+    assert "The picture needs matplotlib" in output
     assert [path.name for path in tmp_path.iterdir()] == ["tradeoff.csv"]
 
 
@@ -310,20 +291,11 @@ def test_without_its_packages_the_command_line_is_a_sentence(
 @pytest.mark.usefixtures("forget_new_schemes")
 def test_a_new_scheme_obeys_all_laws_as_it_stands(tmp_path: Path) -> None:
     path = tmp_path / "my_scheme.py"
-    assert invoke("new", "my_scheme", "--out", str(path)).exit_code == 0
+    run_cli("new", "my_scheme", "--out", path)
     assert len(path.read_text().splitlines()) < 50
-    done = invoke("check", str(path))
-    assert done.exit_code == 0, done.output
-    assert done.output.count("passes") == sum(not law.claim for law in LAWS.values())
+    output = run_cli("check", path)
+    assert output.count("passes") == sum(not law.claim for law in LAWS.values())
     assert "my_scheme" in scheme_names()
-
-
-@pytest.mark.usefixtures("forget_new_schemes")
-def test_a_scheme_of_a_file_is_listed_with_all_others(tmp_path: Path) -> None:
-    path = tmp_path / "listed.py"
-    invoke("new", "listed", "--out", str(path))
-    with mock.patch.object(_catalogue, "_bits", return_value="0"):
-        assert "Listed" in row(invoke("schemes", str(path)).output, "listed")
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
@@ -333,11 +305,10 @@ def test_check_names_the_law_that_is_broken_and_fails(
     few = {text: law for text, law in LAWS.items() if "finite" in text or "equal bits" in text}
     monkeypatch.setattr(conformance, "LAWS", few)
     path = tmp_path / "hides.py"
-    invoke("new", "hides", "--out", str(path))
+    run_cli("new", "hides", "--out", path)
     path.write_text(path.read_text().replace("gradient.abs()", "gradient.nan_to_num().abs()"))
-    done = invoke("check", str(path))
-    assert done.exit_code == 1
-    (broken,) = (line for line in done.output.splitlines() if "fails" in line)
+    output = run_cli("check", path, code=1)
+    (broken,) = (line for line in output.splitlines() if "fails" in line)
     assert "not finite" in broken
     assert "inf at 0" in broken
 
@@ -401,9 +372,8 @@ def test_wrong_arguments_are_named(
     arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    done = invoke(*arguments)
-    assert done.exit_code == 2, done.output
-    assert words in done.output
+    output = run_cli(*arguments, code=2)
+    assert words in output
     assert not list(tmp_path.iterdir())
 
 
@@ -412,9 +382,8 @@ def test_wrong_arguments_are_named(
 def test_a_file_that_is_no_scheme_is_answered_by_a_sentence(name: str, tmp_path: Path) -> None:
     content, words = FILES[name]
     (tmp_path / name).write_bytes(content)
-    done = invoke("check", str(tmp_path / name))
-    assert done.exit_code == 2, done.output
-    assert words in " ".join(done.output.replace("│", "").split())
+    output = run_cli("check", tmp_path / name, code=2)
+    assert words in " ".join(output.replace("│", "").split())
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
@@ -422,8 +391,7 @@ def test_a_file_that_is_no_scheme_is_answered_by_a_sentence(name: str, tmp_path:
 def test_a_scheme_that_cannot_be_made_does_not_spoil_the_listing(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(FILES[name][0])
     with mock.patch.object(_catalogue, "_bits", return_value="0"):
-        done = invoke("schemes", str(tmp_path / name))
-    assert "see commhooks schemes test_cli_scheme" in row(done.output, "test_cli_scheme")
-    asked = invoke("schemes", "test_cli_scheme")
-    assert asked.exit_code == (0 if name == "needs.py" else 2)
-    assert FILES[name][1] in asked.output or "needed" in row(asked.output, "bits")
+        listed = run_cli("schemes", tmp_path / name)
+    assert "see commhooks schemes test_cli_scheme" in row(listed, "test_cli_scheme")
+    asked = run_cli("schemes", "test_cli_scheme", code=0 if name == "needs.py" else 2)
+    assert FILES[name][1] in asked or "needed" in row(asked, "bits")

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
-from commhooks import ErrorFeedback, Simulation, make
-from commhooks.schemes import Gossip
+from commhooks import Simulation
 from commhooks.schemes.gossip import partner_of
-from commhooks.wrappers import EF21, Guard
-from tests.unit.references import gradients, mean, normal
+from tests.unit.references import gradients, mean
 
 N = 300
 world_sizes = pytest.mark.parametrize("world_size", range(1, 9))
@@ -70,29 +67,6 @@ def test_what_differs_about_halves_in_a_step(world_size: int) -> None:
     assert left ** (1 / 24) < 0.6
 
 
-def train(world_size: int, momentum: float, steps: int) -> tuple[Tensor, Tensor]:
-    """Parameters of all ranks that pull to targets of their own; and the mean of the targets."""
-    targets = [normal(N, 5, rank) for rank in range(world_size)]
-    ranks = Simulation("gossip", {"p": (N,)}, world_size=world_size)
-    x, velocity = torch.zeros(world_size, N), torch.zeros(world_size, N)
-    for _ in range(steps):
-        given = ranks.step([position - target for position, target in zip(x, targets, strict=True)])
-        velocity = momentum * velocity + torch.stack(given)
-        x = x - 0.01 * velocity
-    return x, mean(targets)
-
-
-@pytest.mark.parametrize("world_size", [4, 5])
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_ranks_find_the_optimum_of_all_and_stay_near_one_another(
-    world_size: int, momentum: float
-) -> None:
-    x, optimum = train(world_size, momentum, 1000)
-    # The mean is where one rank with all gradients would be; each is a few steps' gradients away.
-    torch.testing.assert_close(x.double().mean(0), optimum, rtol=0, atol=5e-3)
-    assert (x - x.mean(0)).abs().max() < 0.01 * 5 * 4 / (1 - momentum)
-
-
 def test_a_cast_rounds_no_sum() -> None:
     plain = Simulation("gossip", {"p": (N,)}, world_size=2)
     cast = Simulation("gossip", {"p": (N,)}, world_size=2, wire_dtype="bf16")
@@ -109,10 +83,3 @@ def test_one_message_of_the_gradient_s_size_travels() -> None:
     resting = Simulation("gossip", {"p": (N,)}, world_size=3)
     resting.step(gradients(3, 0, N))
     assert resting.wire_bytes == [0]
-
-
-@pytest.mark.parametrize("wrapper", [ErrorFeedback, EF21, Guard])
-def test_there_is_no_average_to_compare_with(wrapper: type) -> None:
-    with pytest.raises(ValueError, match="average of"):
-        wrapper(Gossip())
-    assert not make("gossip", coalesce=True).traits.agrees

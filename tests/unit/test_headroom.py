@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from commhooks.cli import _headroom as command
-from commhooks.cli._app import app
 from commhooks.predict._headroom import Headroom
 from commhooks.predict._headroom_steps import (
     BLOCK,
@@ -22,6 +20,7 @@ from commhooks.predict._headroom_steps import (
     _by_turn,
     _schedule,
 )
+from tests.tools.command_line import run_cli
 
 FACTS = Facts(2, "gloo", "cpu", 4_000_000, 1, 6)
 ONE_BUCKET = (BucketTransfer(ready_s=0.0, dense_s=0.1, fixed_s=0.0),)
@@ -48,20 +47,15 @@ def test_the_gaps_are_those_of_the_medians() -> None:
     assert headroom.exposed.seconds == pytest.approx(0.1)
     assert headroom.savable_over_dense.seconds == pytest.approx(0.09)
     assert headroom.savable_over_bf16.seconds == pytest.approx(0.04)
-    assert (
-        headroom.exposed.noise_s
-        == headroom.savable_over_dense.noise_s
-        == headroom.savable_over_bf16.noise_s
-        == 0.0
-    )
+    gaps = headroom.exposed, headroom.savable_over_dense, headroom.savable_over_bf16
+    assert [gap.noise_s for gap in gaps] == [0.0] * 3
 
 
 def test_noise_is_twice_the_standard_error_of_the_median_turn() -> None:
     # Gaps of 0.09 -+ 0.01: the median of their distances from the median is 0.01.
     noise = 2 * 1.25 * 1.4826 * 0.01 / 6**0.5
-    assert planted(0.2, 0.15, 0.11, 0.1, differ=0.01).savable_over_dense.noise_s == pytest.approx(
-        noise
-    )
+    savable = planted(0.2, 0.15, 0.11, 0.1, differ=0.01).savable_over_dense
+    assert savable.noise_s == pytest.approx(noise)
 
 
 def test_one_turn_of_steps_that_differ_is_not_without_noise() -> None:
@@ -176,11 +170,8 @@ def test_computations_that_take_what_can_be_saved_break_even_nowhere() -> None:
 
 
 def test_buckets_in_any_order_give_one_answer() -> None:
-    travel = [
-        BucketTransfer(-0.05, 0.1, 0.0),
-        BucketTransfer(0.0, 0.04, 0.01),
-        BucketTransfer(-0.02, 0.02, 0.0),
-    ]
+    buckets = ((-0.05, 0.1, 0.0), (0.0, 0.04, 0.01), (-0.02, 0.02, 0.0))
+    travel = [BucketTransfer(*bucket) for bucket in buckets]
     headroom = [planted(0.2, 0.15, 0.11, 0.1, travel=some) for some in (travel, travel[::-1])]
     assert headroom[0] == headroom[1]
 
@@ -199,11 +190,8 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
     begins = [begin for begin, _ in schedule.parts]
     steps = list(range(WARM_UP + 2 * len(VARIANTS) * BLOCK))
     by_turn = _by_turn([float(step) for step in steps], 2)
-    assert begins == [
-        0,
-        *(WARM_UP + BLOCK * block for block in range(2 * len(VARIANTS))),
-        len(steps),
-    ]
+    blocks = [WARM_UP + BLOCK * block for block in range(2 * len(VARIANTS))]
+    assert begins == [0, *blocks, len(steps)]
     for block, begin in enumerate(begins[1:-1]):
         kept = by_turn[block // len(VARIANTS)][VARIANTS[block % len(VARIANTS)]]
         assert kept == steps[begin + 1 : begin + BLOCK]  # the first waits for the slowest rank
@@ -239,9 +227,7 @@ def test_each_reason_for_no_answer_has_words(state: dict[str, Any], said: str) -
     ],
 )
 def test_a_wrong_command_is_a_sentence(arguments: list[str], said: str) -> None:
-    done = CliRunner().invoke(app, ["headroom", *arguments], env={"COLUMNS": "100"})
-    assert done.exit_code == 2
-    assert said in done.output
+    assert said in run_cli("headroom", *arguments, code=2)
 
 
 def test_a_system_without_process_groups_is_told_so_first(
@@ -249,9 +235,8 @@ def test_a_system_without_process_groups_is_told_so_first(
 ) -> None:
     monkeypatch.delattr("os.killpg")
     out = tmp_path / "out.json"
-    done = CliRunner().invoke(app, ["headroom", "--out", str(out), "--", "nothing"])
-    assert (done.exit_code, out.exists()) == (2, False)
-    assert "POSIX" in done.output
+    assert "POSIX" in run_cli("headroom", "--out", out, "--", "nothing", code=2)
+    assert not out.exists()
 
 
 def test_a_script_that_failed_is_not_told_to_train_longer() -> None:

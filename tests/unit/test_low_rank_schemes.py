@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from commhooks import ErrorFeedback, Scheme, Simulation, make
+from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.core import Bucket, Layout
-from commhooks.core._scheme import slot_error
 from commhooks.schemes import ACPSGD, BatchedPowerSGD, PowerSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.powersgd import KEY, payload_numel
@@ -27,51 +26,23 @@ NUMEL = LAYOUT.numel
 # values, about ten, a step.
 NEAR = 2e-4
 
-# Entries: dense; both rounds for rank 1, 2, 4 by the paper; and for rank 1, 2, 4, 8, 32 by torch's
-# hook, which leaves matrices alone that would shrink to less than half.
+# Entries: dense; both rounds for rank 1, 2, 4 by the paper; and for rank 1, 8, 32 by torch's hook,
+# which leaves matrices alone that would shrink to less than half.
 ENTRIES: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {
-    "ResNet-18 (CIFAR-10)": (
-        11173962,
-        (45935, 82260, 154910),
-        (45935, 82260, 154910, 301154, 1226826),
-    ),
-    "ResNet-50": (25557032, (136611, 219102, 384084), (136611, 219102, 384084, 714048, 2782504)),
-    "ResNet-101": (44549160, (275875, 445406, 784468), (275875, 445406, 784468, 1462592, 5620008)),
-    "VGG-16": (138357544, (93547, 173678, 333940), (93547, 173678, 333940, 654464, 2592808)),
-    "VGG-19": (143667240, (107627, 200558, 386420), (107627, 200558, 386420, 758144, 3003688)),
-    "VGG-16-BN (CIFAR-10)": (
-        14728266,
-        (50863, 89044, 165406),
-        (50863, 89044, 165406, 319074, 1238090),
-    ),
-    "LSTM 3x650": (28949319, (93488, 142507, 240545), (93488, 142507, 240545, 436621, 1613077)),
-    "BERT-base": (109482240, (322876, 523640, 923628), (323642, 523636, 923624, 1723600, 6523456)),
-    "BERT-large": (
-        335141888,
-        (801084, 1279608, 2234604),
-        (802106, 1279604, 2234600, 4144592, 15604544),
-    ),
-    "GPT-2": (124439808, (321617, 521890, 922436), (321617, 521890, 922436, 1723528, 6530080)),
-    "GPT-2 medium": (
-        354823168,
-        (768081, 1214626, 2107716),
-        (768081, 1214626, 2107716, 3893896, 14610976),
-    ),
-    "GPT-2 XL": (
-        1557611200,
-        (2284881, 3568162, 6134724),
-        (2284881, 3568162, 6134724, 11267848, 42066592),
-    ),
-    "Llama-3.2-1B": (
-        1235814400,
-        (902400, 1737216, 3406848),
-        (902400, 1737216, 3406848, 6746112, 26781696),
-    ),
-    "Llama-3-8B": (
-        8030261248,
-        (3152384, 6038528, 11810816),
-        (3152384, 6038528, 11810816, 23355392, 92622848),
-    ),
+    "ResNet-18 (CIFAR-10)": (11173962, (45935, 82260, 154910), (45935, 301154, 1226826)),
+    "ResNet-50": (25557032, (136611, 219102, 384084), (136611, 714048, 2782504)),
+    "ResNet-101": (44549160, (275875, 445406, 784468), (275875, 1462592, 5620008)),
+    "VGG-16": (138357544, (93547, 173678, 333940), (93547, 654464, 2592808)),
+    "VGG-19": (143667240, (107627, 200558, 386420), (107627, 758144, 3003688)),
+    "VGG-16-BN (CIFAR-10)": (14728266, (50863, 89044, 165406), (50863, 319074, 1238090)),
+    "LSTM 3x650": (28949319, (93488, 142507, 240545), (93488, 436621, 1613077)),
+    "BERT-base": (109482240, (322876, 523640, 923628), (323642, 1723600, 6523456)),
+    "BERT-large": (335141888, (801084, 1279608, 2234604), (802106, 4144592, 15604544)),
+    "GPT-2": (124439808, (321617, 521890, 922436), (321617, 1723528, 6530080)),
+    "GPT-2 medium": (354823168, (768081, 1214626, 2107716), (768081, 3893896, 14610976)),
+    "GPT-2 XL": (1557611200, (2284881, 3568162, 6134724), (2284881, 11267848, 42066592)),
+    "Llama-3.2-1B": (1235814400, (902400, 1737216, 3406848), (902400, 6746112, 26781696)),
+    "Llama-3-8B": (8030261248, (3152384, 6038528, 11810816), (3152384, 23355392, 92622848)),
 }
 
 
@@ -239,18 +210,6 @@ both = pytest.mark.parametrize(
 )
 
 
-def test_gradients_whose_mean_has_the_rank_arrive_at_once() -> None:
-    # The sum over ranks has rank 2 + 2 = 4; convolutions are matrices of shape[0] rows.
-    shapes = {"w": (40, 30), "conv": (16, 9, 3, 3), "twin": (40, 30)}
-    sides = [(40, 30), (16, 81), (40, 30)]
-    grads = [
-        torch.cat([low_rank(*side, 2, rank, index) for index, side in enumerate(sides)])
-        for rank in range(2)
-    ]
-    ranks = Simulation(PowerSGD(rank=4), shapes, world_size=2)
-    torch.testing.assert_close(ranks.step(grads)[0], mean(grads), atol=1e-10, rtol=0)
-
-
 @both
 def test_zeros_and_gradients_of_a_lower_rank_leave_live_factors(scheme: Scheme) -> None:
     ranks = Simulation(scheme, SQUARE, world_size=1)
@@ -277,7 +236,7 @@ def test_entries_of_the_tables(model: str) -> None:
     shapes, (dense, paper, hook) = MODELS[model], ENTRIES[model]
     assert sum(math.prod(shape) for shape in shapes) == dense
     assert tuple(payload_numel(shapes, rank, 0) for rank in (1, 2, 4)) == paper
-    assert tuple(payload_numel(shapes, rank, 2) for rank in (1, 2, 4, 8, 32)) == hook
+    assert tuple(payload_numel(shapes, rank, 2) for rank in (1, 8, 32)) == hook
 
 
 @pytest.mark.parametrize("rate", [0, 0.5, 1, 2, 10])
@@ -394,19 +353,6 @@ def test_rank_may_change_between_steps(old_rank: int, new_rank: int) -> None:
     assert ranks.engines[0].memory.get(KEY, "w").shape == (new_rank, 30)
 
 
-def test_memory_error() -> None:
-    scheme, shape = PowerSGD(), torch.Size([8, 5, 3])
-    assert slot_error(scheme, KEY, torch.zeros(2, 15), shape) is None
-    assert "(rank, 15)" in str(slot_error(scheme, KEY, torch.zeros(2, 14), shape))
-    assert "(rank, 15)" in str(slot_error(scheme, KEY, torch.zeros(15), shape))
-    assert "matrix" in str(slot_error(scheme, KEY, torch.zeros(2, 15), torch.Size([120])))
-    assert slot_error(scheme, "residual", torch.zeros(2, 15), shape) == "unknown"
-    batched = BatchedPowerSGD()
-    assert slot_error(batched, BATCHED_KEY, torch.zeros(1, 9), shape) is None
-    assert slot_error(batched, BATCHED_KEY, torch.zeros(9), shape) is not None
-    assert slot_error(batched, KEY, torch.zeros(1, 9), shape) == "unknown"
-
-
 def test_batched_begins_anew_in_another_bucket() -> None:
     shapes = {"a": (40, 30), "b": (50, 50)}
     ranks = Simulation(BatchedPowerSGD(rank=2), shapes, world_size=1)
@@ -415,8 +361,3 @@ def test_batched_begins_anew_in_another_bucket() -> None:
     assert ranks.step([normal(3700)])[0].isfinite().all()
     values = [value for key, _, value in ranks.engines[0].memory.items() if key == BATCHED_KEY]
     assert (2, 61) in [tuple(value.shape) for value in values]
-
-
-def test_names_have_feedback() -> None:
-    for name in ("powersgd", "acpsgd", "batched_powersgd"):
-        assert isinstance(make(name), ErrorFeedback)

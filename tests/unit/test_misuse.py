@@ -23,7 +23,6 @@ from commhooks import (
     Schedule,
     Scheme,
     Simulation,
-    comm_hook,
     make,
     register_scheme,
 )
@@ -138,12 +137,9 @@ def test_a_setting_of_another_type_is_refused_by_every_scheme(
 SETTINGS: list[tuple[Call, str]] = [
     (lambda: make("int8", rounding="up"), r"int8\(rounding=...\)"),
     (lambda: commhooks.schemes.int8(rounding=True), r"int8\(rounding=...\)"),
-    (lambda: commhooks.schemes.fp16(fp32_sum="no"), r"fp16\(fp32_sum=...\) is True or False"),
     (lambda: make("bf16", fp32_sum="no"), r"bf16\(fp32_sum=...\) is True or False, got 'no'"),
     (lambda: make("int8", coalesce="no"), r"int8\(coalesce=...\) is True or False, got 'no'"),
     (lambda: make("int8", error_feedback="no"), r"error_feedback=...\) is True or False"),
-    (lambda: make("int8", error_feedback=None), r"error_feedback=...\) is True or False"),
-    (lambda: make("int8", start_step=True), r"start_step=...\) is a whole number, got True"),
     (lambda: make("int8", start_step=2.5), r"start_step=...\) is a whole number, got 2.5"),
     (lambda: make("int8", wire_dtype="fp8"), r"wire_dtype"),
     (lambda: make("int8", wire_dtype=16), r"wire_dtype=...\) is a string or a torch.dtype"),
@@ -154,14 +150,11 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: make("int8", block=100), r"scheme 'int8': Blockwise\(block\).* got 100"),
     (lambda: make("int8", pattern="ring"), r"is 'two_phase' or 'all_gather', got 'ring'"),
     (lambda: make("fp8", format="e3m4"), r"fp8\(format=...\) is 'e4m3' or .* got 'e3m4'"),
-    (lambda: make("dgc", ratio="0.1"), r"dgc\(ratio=...\) is a finite number, got '0.1'"),
     (lambda: make("dgc", ratio=2), r"scheme 'dgc': DGC\(ratio=...\): 0 < ratio <= 1, got 2"),
     (lambda: PowerSGD(rank=0), r"PowerSGD\(rank=...\) is a whole number"),
     (lambda: BatchedPowerSGD(rank=-1), r"BatchedPowerSGD\(rank=...\) is a whole number"),
     (lambda: PowerSGD(min_compression_rate=-1), r"\(min_compression_rate=...\)"),
     (lambda: Blockwise(format="int3"), "one of int8"),
-    (lambda: Blockwise(block=100), "takes one of 32, 64"),
-    (lambda: Blockwise(pattern="ring"), "'two_phase' or 'all_gather', got 'ring'"),
     (lambda: Blockwise("e4m3", rotate=True), "takes int8, int4, int2, sign"),
     (lambda: Blockwise(block=2048, rotate=True), "blocks of 1024 at most"),
     (lambda: Blockwise("sign", rounding="stochastic"), "a sign is not rounded"),
@@ -196,8 +189,6 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: DelayedStart(Dense(), -1), "0 or more"),
     (lambda: SignSGD(scale=-1), r"SignSGD\(scale=...\) is above 0, got -1"),
     (lambda: Schedule([(0, Dense()), (2.5, make("int8"))]), r"Schedule\(step=...\) is a whole"),
-    (lambda: Schedule([(0, Dense()), (True, make("int8"))]), r"Schedule\(step=...\) is a whole"),
-    (lambda: Schedule([make("int8")]), r"Schedule\(parts=...\) takes pairs of a step and a scheme"),
     (lambda: Schedule(make("int8")), r"Schedule\(parts=...\) takes pairs of a step and a scheme"),
     (lambda: Schedule([(0, "none")]), r"wraps a Scheme, got 'none'"),
     (lambda: Rule(Dense(), min_numel="1k"), r"Rule\(min_numel=...\) is a whole number, got '1k'"),
@@ -220,10 +211,7 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: make("auto"), r"in commhooks.register\(model, 'auto'\)"),
     (lambda: made_candidates("int8"), r"a list of names, or schemes by name: \['int8'\]"),
     (lambda: AutoHook(None, candidate=["int8"]), r"did you mean 'candidates'\?"),
-    (
-        lambda: Page("x").table(("a", "b"), [(1,)]),
-        r"2 columns \(a, b\), and a row of 1",
-    ),
+    (lambda: Page("x").table(("a", "b"), [(1,)]), r"2 columns \(a, b\), and a row of 1"),
     (lambda: allocate([], [Dense()], bits="1"), r"allocate\(bits=...\) is a finite number"),
 ]
 
@@ -284,20 +272,15 @@ OPTIONS: list[tuple[Call, str]] = [
     (lambda: make("bf16", rounding="x"), r"no option 'rounding'; it is called stochastic here"),
     (lambda: make("eden", rounding="x"), r"no option 'rounding'\. Options"),
     (lambda: make("int8", roundin="x"), r"'roundin'; did you mean 'rounding'\? Options"),
-    (lambda: make("dgc", k=3), r"'dgc' has no option 'k'. Options: ratio, momentum"),
     (lambda: make("int4", bits=3), r"'int4' has no option 'bits'. Options: block.*coalesce$"),
     (lambda: make("powersgd", matrix_approximation_rank=4), r"it is called rank here. Options"),
     (lambda: make("powersgd", start_powerSGD_iter=4), r"it is called start_step here"),
-    (lambda: make("powersgd", use_error_feedback=True), r"it is called error_feedback here"),
     (lambda: make("powersgd", random_seed=1), r"register\(..., seed=...\)"),
-    (lambda: make("int8", seed=1), r"register\(..., seed=...\)"),
-    (lambda: make("fp16", rank=2), r"'fp16' has no option 'rank'"),
     (lambda: make("zzz"), r"no scheme 'zzz'. Registered"),
     (lambda: make("int9"), r"no scheme 'int9'; did you mean 'int8'\? Registered"),
     (lambda: make(PowerSGD), r"got the class PowerSGD, not PowerSGD\(...\)"),
     (lambda: register_scheme(), r"one name at least"),
     (lambda: register_scheme(Dense), r"takes names, @register_scheme\(\"my_scheme\"\), got <class"),
-    (lambda: register_scheme(" x"), r"takes names"),
     (lambda: register_scheme("x")(nn.Linear), r"derived from Scheme or Codec"),
     (lambda: register_scheme("x")(3), r"derived from Scheme or Codec, or a function"),
 ]
@@ -321,15 +304,12 @@ FED = make("topk")
 NESTED: list[tuple[Call, str]] = [
     (lambda: ErrorFeedback(make("onebit")), r"ErrorFeedback inside.*error_feedback=False"),
     (lambda: ErrorFeedback(make("powersgd")), r"two of them diverge"),
-    (lambda: AveragedFeedback(FED), r"AveragedFeedback\(ErrorFeedback"),
     (lambda: EF21(FED), r"EF21\(ErrorFeedback"),
     (lambda: Hierarchical(Blockwise(), SignSGD()), r"between=SignSGD.*else than an average"),
     (lambda: ErrorFeedback(EF21(TopK())), r"EF21 inside"),
     (lambda: ErrorFeedback(make("sdp4bit")), r"AveragedFeedback inside.*memory=False"),
     (lambda: make("sdp4bit", error_feedback=True), r"memory=False"),
-    (lambda: make(FED, error_feedback=True), r"ErrorFeedback inside"),
     (lambda: ErrorFeedback(PerParameter([Rule(FED)], Dense())), r"ErrorFeedback\(PerParameter"),
-    (lambda: EF21(PerParameter([], FED)), r"ErrorFeedback inside"),
     *[
         (lambda wrap=wrap: ErrorFeedback(wrap(FED)), r"ErrorFeedback inside")
         for wrap in (Scaled, Guard, Cast, Coalesced)
@@ -341,6 +321,11 @@ NESTED: list[tuple[Call, str]] = [
     (lambda: ErrorFeedback(FlushResidual(TopK())), r"FlushResidual inside keeps residual, too"),
     (lambda: FlushResidual(FED), r"ErrorFeedback inside keeps residual, too"),
     (lambda: Guard(Guard(FED)), r"Guard inside keeps guard.dense_until"),
+    *[
+        (lambda name=name: ErrorFeedback(make(name)), "something else than an average")
+        for name in ("dgc", "demo", "signsgd", "gossip")
+    ],
+    *[(lambda wrap=wrap: wrap(make("gossip")), "average of") for wrap in (EF21, Guard)],
     (lambda: OneBitMomentum(compressed=OneBitMomentum()), r"that scheme gives something else"),
     (lambda: OneBitMomentum(compressed=make("dgc")), r"that scheme gives something else"),
     (lambda: EF21(QSGD(levels=1, block=512)), r"variance of up to 22.6.*EF21\(Scaled"),
@@ -560,14 +545,7 @@ def test_a_layout_is_a_function_of_name_and_parameter() -> None:
 # ---- hook states and DiLoCo
 
 OF_STATES: list[tuple[Call, str]] = [
-    (
-        lambda: HookState("int8", process_group=[0]),
-        r"process_group=... is a torch.distributed.ProcessGroup",
-    ),
-    (lambda: HookState("int8", history="all"), r"HookState\(history=...\) is a whole number"),
-    (lambda: HookState("int8", history=-1), r"history=...\) is a number of rows, 1 or more"),
     (lambda: HookState("int8", 3), r"HookState\(scheme, model\): a module, got int"),
-    (lambda: comm_hook(None, None), r"comm_hook takes a commhooks.HookState .* got NoneType"),
     (lambda: Simulation("int8", {}, world_size=0), r"world_size=...\) is 1 or more, got 0"),
     (lambda: Simulation("int8", {}, world_size=2.0), r"world_size=...\) is a whole number"),
     (lambda: DiLoCo(torch.optim.SGD(model().parameters())), r"takes the model.* got SGD"),

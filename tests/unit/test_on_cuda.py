@@ -1,4 +1,4 @@
-"""Hosts on a GPU: pretended devices and tensors, as there is none here."""
+"""Hosts and drivers of buckets on devices that are not here: pretended ones."""
 
 import math
 from types import SimpleNamespace
@@ -16,8 +16,9 @@ from commhooks.hook._capture import refuse_cuda_graph
 from commhooks.hook._engine import _verdicts
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._target import HookTarget
-from ddp_core import AllReduce, GradBucket, Streams, Task
+from ddp_core import AllReduce, Drivers, GradBucket, Streams, Task
 from ddp_core.exchange import _clocks as clocks
+from ddp_core.exchange._streams import stream_module
 from ddp_core.reducer import _unused as unused
 from ddp_core.reducer._buckets import LARGE, FlatBucket
 from ddp_core.reducer._launch import Outcome
@@ -35,6 +36,12 @@ def on_gpu(*shape):
         return torch.empty(shape, device=GPU)
 
 
+def two_ranks(monkeypatch):
+    """Hooks take this process for the first of two ranks."""
+    group = SimpleNamespace(rank=lambda: 0, size=lambda: 2)
+    monkeypatch.setattr(HookTarget, "group", lambda self: group)
+
+
 # ---- whose device collectives of objects use
 
 
@@ -42,9 +49,7 @@ def test_ranks_meet_on_the_device_of_the_parameters(monkeypatch):
     device, met = pretend(monkeypatch), []
     model = nn.ParameterList([nn.Parameter(on_gpu(3))])
     hook = commhooks.HookState("fp16", model)
-    monkeypatch.setattr(
-        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    )
+    two_ranks(monkeypatch)
     monkeypatch.setattr(
         meeting, "handshake", lambda *args, **_: met.append(device.devices[-1]) or ["run"]
     )
@@ -114,9 +119,7 @@ def test_only_what_is_the_same_in_every_step_is_captured(name, monkeypatch):
 
 def test_a_call_is_not_captured_either(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(
-        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    )
+    two_ranks(monkeypatch)
     with pytest.raises(RegistrationError, match="replays would repeat what int8"):
         commhooks.Collectives("int8").all_reduce(on_gpu(2048))
 
@@ -125,9 +128,7 @@ def test_calls_meet_on_the_device_of_their_tensors(monkeypatch):
     device, met = pretend(monkeypatch), []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     run = commhooks.Collectives("fp16")
-    monkeypatch.setattr(
-        HookTarget, "group", lambda self: SimpleNamespace(rank=lambda: 0, size=lambda: 2)
-    )
+    two_ranks(monkeypatch)
 
     def meet(*args, **_):
         met.append(device.devices[-1])
@@ -294,3 +295,80 @@ def test_a_bucket_is_done_when_the_device_has_exchanged_it(monkeypatch):
     assert device.events == 1  # asked for once
     on_host = Outcome(torch.device("cpu"), future=future)
     assert on_host.is_done()
+
+
+class _Stream:
+    """Notes what is asked of it."""
+
+    def __init__(self, device=None, priority=0):
+        self.device, self.priority, self.waited = device, priority, []
+
+    def wait_stream(self, other):
+        self.waited.append(other)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return None
+
+
+def _task(*, joins=False):
+    def nothing():
+        return torch.zeros(1)
+        yield
+
+    return Task(nothing(), 0, 0, 4, 1, 1, joins=joins)
+
+
+@pytest.mark.parametrize("name", ["mps", "meta", "hpu", "privateuseone"])
+def test_a_device_without_streams_is_refused(name, monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace())
+    drivers = Drivers(2)
+    drivers.check({"cpu"})
+    with pytest.raises(RuntimeError, match=f"has no Stream.*on {name!r}"):
+        drivers.check({"cpu", name})
+    with pytest.raises(RuntimeError, match="before it is computed"):
+        drivers.run(_task(), torch.device(name), None)
+    assert drivers._lanes is None
+
+
+def test_a_device_that_torch_does_not_know_is_refused():
+    with pytest.raises(RuntimeError, match="no Stream"):
+        stream_module("meta")
+
+
+@pytest.mark.parametrize("name", ["cuda", "xpu", "privateuseone"])
+def test_buckets_take_turns_on_side_streams_that_wait_for_the_callers(name, monkeypatch):
+    current = _Stream()
+    module = SimpleNamespace(
+        Stream=_Stream, current_stream=lambda device: current, stream=lambda stream: stream
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    streams, device = Streams(None), torch.device(name, 0)
+    with (
+        streams._side_stream(device, _task()) as first,
+        streams._side_stream(device, _task()) as other,
+        streams._side_stream(device, _task()) as third,
+    ):
+        assert (first.device, first.priority) == (device, -1)
+        # A bucket is encoded while one is on the line, and one before it has paused.
+        assert len({id(first), id(other), id(third)}) == 3
+        assert first.waited == other.waited == [current]
+    with streams._side_stream(device, _task(joins=True)) as last:
+        assert last is first
+        assert last.waited == [current, current, other, third]
+    streams.join()
+    assert current.waited == [first, other, third]
+
+
+def test_only_the_cpu_goes_to_lanes(monkeypatch):
+    went = []
+    drivers = Drivers(1)
+    monkeypatch.setattr(
+        drivers, "open_lanes", lambda group: SimpleNamespace(run=lambda task: went.append("lanes"))
+    )
+    monkeypatch.setattr(Streams, "run", lambda self, task, device, **_: went.append(device.type))
+    for name in ("cpu", "cuda", "xpu", "mtia"):
+        drivers.run(_task(), torch.device(name), None)
+    assert went == ["lanes", "cuda", "xpu", "mtia"]

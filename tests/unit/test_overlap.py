@@ -39,10 +39,7 @@ def answered(exchange: Average, *, driver_works: bool) -> Tensor:
 @pytest.mark.parametrize("driver_works", [False, True])
 def test_work_is_done_once_whoever_drives_the_exchange(driver_works: bool) -> None:
     done: list[int] = []
-    assert answered(average(lambda: done.append(1)), driver_works=driver_works).tolist() == [
-        1,
-        1,
-    ]
+    assert answered(average(lambda: done.append(1)), driver_works=driver_works).tolist() == [1, 1]
     assert done == [1]
 
 

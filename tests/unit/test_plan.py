@@ -32,14 +32,8 @@ ODD_AND_EVEN: Callable[..., Any] = lambda name, _: int(name) % 2  # noqa: E731
 class Course:
     """A plan, and the buckets that it has led to."""
 
-    def __init__(
-        self,
-        *,
-        follows_arrival: bool = True,
-        static_graph: bool = False,
-        caps: BucketCaps = SMALL,
-    ) -> None:
-        self.plan = BucketPlan(parameters(), caps, None, torch.device("cpu"))  # type: ignore
+    def __init__(self, *, follows_arrival: bool = True, static_graph: bool = False) -> None:
+        self.plan = BucketPlan(parameters(), SMALL, None, torch.device("cpu"))  # type: ignore
         self.plan.follows_arrival, self.plan.static_graph = follows_arrival, static_graph
         self.buckets = self.plan.initial()
 
@@ -131,17 +125,9 @@ def split_by_the_compiler(course: Course) -> None:
 
 
 COURSES = [
-    lambda _: None,
-    asked_before_the_first_step,
-    after_one_step,
-    after_many,
-    switched,
-    switched_back,
-    resized,
-    split_by_the_compiler,
+    *(lambda _: None, asked_before_the_first_step, after_one_step, after_many),
+    *(switched, switched_back, resized, split_by_the_compiler),
 ]
-
-
 KINDS = [{}, {"follows_arrival": False}, {"static_graph": True}]
 
 
@@ -177,39 +163,50 @@ def test_a_run_under_way_that_loads_is_as_one_that_begins(happened, kind):
         assert fresh.buckets == busy.buckets
 
 
-def test_final_buckets_are_taken_up():
+BY_ARRIVAL = [[0], [1], [2], [3]]
+BEGUN = saved([[2, 0], [1, 3]])  # buckets of a run that was saved before it knew its order
+# What happens before the first step, and the buckets of the two first steps.
+LOADED: dict[str, tuple[list[Any], Any, Any]] = {
+    "final buckets are taken up": ([FINAL], FINAL.members, FINAL.members),
+    "the last state decides": ([(ODD_AND_EVEN,), (None,), FINAL], FINAL.members, FINAL.members),
+    "first buckets hold until the order is known": ([BEGUN], BEGUN.members, BY_ARRIVAL),
+    "buckets that mix groups do not suit": (
+        [(ODD_AND_EVEN, LARGE), saved([[0, 1], [2, 3]], LARGE.limits, FORWARD)],
+        *([[0, 2], [1, 3]], [[0, 2], [1, 3]]),
+    ),
+    **{
+        f"the order decides instead of {unsuitable.members}": ([unsuitable], BY_ARRIVAL, BY_ARRIVAL)
+        for unsuitable in (
+            saved([[1], [0], [3], [2]], LARGE.limits, FORWARD),
+            saved([[1], [0], [3], [4]], SMALL.limits, FORWARD),
+            saved([[1], [0], [3]], SMALL.limits, FORWARD),
+            saved((), SMALL.limits, FORWARD),
+            saved((), (), FORWARD),
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("which", LOADED)
+def test_what_is_loaded_decides_the_first_steps(which):
+    events, first, second = LOADED[which]
     course = Course()
-    course.plan.resume(FINAL)
+    for event in events:
+        load = isinstance(event, SavedBuckets)
+        course.plan.resume(event) if load else course.plan.request(*event)
     course.step()
-    assert course.buckets == [[1], [0], [3], [2]]
-    assert course.plan.stage is Stage.FINAL
-    assert not course.step()
+    assert course.buckets == list(map(list, first))
+    assert (course.plan.stage is Stage.FINAL) == (events != [BEGUN])
+    assert course.step() != (first is FINAL.members)
+    assert course.buckets == list(map(list, second))
 
 
-@pytest.mark.parametrize(
-    "unsuitable",
-    [
-        saved([[1], [0], [3], [2]], LARGE.limits, FORWARD),
-        saved([[1], [0], [3], [4]], SMALL.limits, FORWARD),
-        saved([[1], [0], [3]], SMALL.limits, FORWARD),
-        saved((), SMALL.limits, FORWARD),
-        saved((), (), FORWARD),
-    ],
-)
-def test_the_saved_order_decides_where_the_buckets_do_not_suit(unsuitable):
-    course = Course()
-    course.plan.resume(unsuitable)
+def test_buckets_by_arrival_are_no_buckets_by_registration():
+    """Those of torch's class, loaded where the first buckets stay."""
+    course = Course(follows_arrival=False)
+    course.plan.resume(BEGUN)
     course.step()
-    assert course.buckets == [[0], [1], [2], [3]]
-    assert course.plan.stage is Stage.FINAL
-
-
-def test_buckets_that_mix_groups_do_not_suit():
-    course = Course(caps=LARGE)
-    course.plan.request(ODD_AND_EVEN)
-    course.plan.resume(saved([[0, 1], [2, 3]], LARGE.limits, FORWARD))
-    course.step()
-    assert course.buckets == [[0, 2], [1, 3]]
+    assert course.buckets == [[3], [2], [1], [0]]
 
 
 @pytest.mark.parametrize("asked", [(ODD_AND_EVEN, None), (None, LARGE)])
@@ -221,15 +218,6 @@ def test_what_is_asked_for_after_loading_is_not_forgotten(asked):
     course.plan.request(None, SMALL)
     assert course.plan.to_save(course.buckets) == ((), SMALL.limits, FORWARD)
     course.step()
-    assert course.buckets == [[0], [1], [2], [3]]
-
-
-def test_the_first_steps_buckets_hold_until_the_order_is_known():
-    course = Course()
-    course.plan.resume(saved([[2, 0], [1, 3]]))
-    course.step()
-    assert course.buckets == [[2, 0], [1, 3]]
-    assert course.step()
     assert course.buckets == [[0], [1], [2], [3]]
 
 
@@ -326,23 +314,6 @@ def test_what_is_laid_out_anew_in_the_first_step_is_split_in_the_second():
     course.plan.step_ended([3, 1, 2, 0])
     course.step()
     assert sorted(map(sorted, course.buckets)) == sorted(map(sorted, SPLITS))
-
-
-def test_buckets_by_arrival_are_no_buckets_by_registration():
-    """Those of torch's class, loaded where the first buckets stay."""
-    course = Course(follows_arrival=False)
-    course.plan.resume(saved([[2, 0], [1, 3]]))
-    course.step()
-    assert course.buckets == [[3], [2], [1], [0]]
-
-
-def test_the_last_state_decides_not_what_was_asked_for_before():
-    course = Course()
-    course.plan.request(ODD_AND_EVEN)
-    course.plan.request(None)
-    course.plan.resume(FINAL)
-    course.step()
-    assert course.buckets == [[1], [0], [3], [2]]
 
 
 def test_the_same_groups_asked_for_again_are_laid_out_anew():

@@ -71,6 +71,19 @@ def gathered(scheme: Scheme, parts: list[Tensor], cut: tuple[Span, ...]) -> list
     return [result.mean for result in simulate(exchanges)]
 
 
+def engines_of(scheme: Scheme, count: int = RANKS) -> list[Engine]:
+    return [Engine(scheme, rank=rank, world_size=count) for rank in range(count)]
+
+
+def step_of(engines: list[Engine], given: list[Tensor], layout: Layout, **how: Any) -> list[Tensor]:
+    """What each rank gets of one bucket, which is all of a step."""
+    exchanges = []
+    for engine, raw in zip(engines, given, strict=True):
+        engine.begin_bucket(0, is_last=True)
+        exchanges.append(engine.exchange(raw.clone(), layout, **how))
+    return simulate(exchanges)
+
+
 def distance(tensor: Tensor, other: Tensor) -> float:
     return float((tensor - other).norm() / other.norm().clamp_min(1e-20))
 
@@ -105,12 +118,9 @@ def test_all_ranks_get_the_same_parts_of_all_with_one_rounding(scheme, allowed, 
 @pytest.mark.parametrize(
     "codec",
     [
-        *(make("int8"), make("fp8"), make("fp8", format="mx_e4m3"), TwoPhaseCast(torch.bfloat16)),
-        *(
-            TwoPhaseCast(torch.bfloat16, True),
-            TwoPhase(MinMaxPerChannel(128)),
-            make("eden", bits=4),
-        ),
+        *(make("int8"), make("fp8"), make("fp8", format="mx_e4m3"), make("eden", bits=4)),
+        *(TwoPhaseCast(torch.bfloat16, stochastic) for stochastic in (False, True)),
+        TwoPhase(MinMaxPerChannel(128)),
     ],
     ids=str,
 )
@@ -152,23 +162,18 @@ def test_feedback_loses_nothing_of_either_half(inside, half):
     """Averages of all steps, with what is held, add up to what was given."""
     scheme, n = ErrorFeedback(inside), RANKS * 1024
     cut = CUTS["aligned"]
-    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    engines = engines_of(scheme)
     layout = Layout(["w"], [(n if half == "reduce_scatter" else n // RANKS,)])
     applied = [torch.zeros(n) for _ in range(RANKS)]
     total = torch.zeros(n)
     for step in range(4):
         given = [numbers(10 * step + rank, layout.numel) for rank in range(RANKS)]
-        exchanges = []
-        for rank, engine in enumerate(engines):
-            engine.begin_bucket(0, is_last=True)
-            raw = given[rank].clone()
-            if half == "reduce_scatter":
-                arguments = {"shards": cut, "agree": True}
-            else:
-                run = partial(_gather_with, scheme, cut)
-                arguments = {"output": torch.empty(n), "run": run}
-            exchanges.append(engine.exchange(raw, layout, **arguments))
-        for rank, result in enumerate(simulate(exchanges)):
+        if half == "reduce_scatter":
+            results = step_of(engines, given, layout, shards=cut, agree=True)
+        else:
+            run = partial(scheme.all_gather, parts=cut)
+            results = step_of(engines, given, layout, output=torch.empty(n), run=run)
+        for rank, result in enumerate(results):
             begin, end = cut[rank] if half == "reduce_scatter" else (0, n)
             applied[rank][begin:end] += result
         total += sum(given) / RANKS if half == "reduce_scatter" else torch.cat(given)
@@ -215,7 +220,7 @@ class Ranks:
     """Engines of many ranks, and one bucket."""
 
     def __init__(self, scheme: Scheme, count: int, pieces: tuple[int, ...]) -> None:
-        self.engines = [Engine(scheme, rank=rank, world_size=count) for rank in range(count)]
+        self.engines = engines_of(scheme, count)
         names = [f"{place}#{rank}" for rank in range(count) for place in range(len(pieces))]
         self.layout = Layout(names, [(size,) for _ in range(count) for size in pieces])
         self.shards = equal_shards(self.layout.numel, count)
@@ -225,12 +230,7 @@ class Ranks:
         return [numbers(100 * step + engine.rank, n) for engine in self.engines]
 
     def reduce_scatter(self, gradients: list[Tensor]) -> list[Tensor]:
-        exchanges = []
-        for engine, gradient in zip(self.engines, gradients, strict=True):
-            engine.begin_bucket(0, is_last=True)
-            given = (gradient.clone(), self.layout)
-            exchanges.append(engine.exchange(*given, shards=self.shards, agree=True))
-        return simulate(exchanges)
+        return step_of(self.engines, gradients, self.layout, shards=self.shards, agree=True)
 
     def kept(self, rank: int) -> Tensor:
         values = [self.engines[rank].memory.get("residual", name) for name in self.layout.names]
@@ -290,23 +290,15 @@ def test_guard_measures_the_error_of_shards():
     """The error is of the whole bucket, although each rank knows its shard of the mean alone."""
     cut, plain = CUTS["anywhere"], make("onebit", block=64, error_feedback=False)
     scheme = Guard(plain, every=1, max_error=1e-3)
-    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    engines = engines_of(scheme)
     layout, grads = Layout(["w"], [(700,)]), [numbers(rank, 700) for rank in range(RANKS)]
-    exchanges = []
-    for engine, grad in zip(engines, grads, strict=True):
-        engine.begin_bucket(0, is_last=True)
-        exchanges.append(engine.exchange(grad.clone(), layout, shards=cut, agree=True))
     with pytest.warns(RuntimeWarning, match="the error of the average is"):
-        means = torch.cat(simulate(exchanges))
+        means = torch.cat(step_of(engines, grads, layout, shards=cut, agree=True))
     error = distance(means, sum(grads) / RANKS)
     for engine in engines:
         kept = engine.memory.get("guard.error", "w")
         assert float(kept) == pytest.approx(error, rel=1e-5)
         assert float(engine.memory.get("guard.dense_until", "w")) == 1001
-
-
-def _gather_with(scheme: Scheme, cut: tuple[Span, ...], given: Bucket):
-    return scheme.all_gather(given, cut)
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
@@ -353,17 +345,13 @@ def test_some_parameters_are_averaged_exactly_beside_others(exact: str, how: str
         )
     if how == "feedback around a rule":
         scheme = ErrorFeedback(scheme)
-    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    engines = engines_of(scheme)
+    for engine in engines if how == "what no scheme may round" else ():
+        engine.exactly = ExactParameters(exact)
     total = applied = torch.zeros(700)
     for step in range(3):
         grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
-        exchanges = []
-        for engine, grad in zip(engines, grads, strict=True):
-            if how == "what no scheme may round":
-                engine.exactly = ExactParameters(exact)
-            engine.begin_bucket(0, is_last=True)
-            exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
-        means = simulate(exchanges)
+        means = step_of(engines, grads, LAYOUT, shards=cut, agree=True)
         mean = means[0] if cut is None else torch.cat(means)
         dense = torch.stack(grads).mean(0)
         for name, approximate, other in zip(
@@ -384,7 +372,7 @@ def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: 
     """By a switch, or a state that was saved before they travelled exactly."""
     scheme: Scheme = Blockwise("int4", 64)
     scheme = ErrorFeedback(scheme) if feedback else FlushResidual(scheme)
-    engines = [Engine(scheme, rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    engines = engines_of(scheme)
     kept = [numbers(100 + rank, 280) for rank in range(RANKS)]
     for engine, residual in zip(engines, kept, strict=True):
         engine.exactly = ExactParameters("a")
@@ -393,11 +381,7 @@ def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: 
         grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
         if step == 0:
             grads[1][699] = torch.nan  # of another parameter: the residual waits
-        exchanges = []
-        for engine, grad in zip(engines, grads, strict=True):
-            engine.begin_bucket(0, is_last=True)
-            exchanges.append(engine.exchange(grad.clone(), LAYOUT, shards=cut, agree=True))
-        means = simulate(exchanges)
+        means = step_of(engines, grads, LAYOUT, shards=cut, agree=True)
         mean = (means[0] if cut is None else torch.cat(means))[:280]
         wanted = torch.stack([grad[:280] for grad in grads]).mean(0)
         if step == 0:
@@ -413,19 +397,16 @@ def test_what_was_kept_of_parameters_that_travel_exactly_is_sent_once(feedback: 
 @pytest.mark.parametrize("wrong", ["a", "b"])
 def test_what_is_not_finite_beside_others_changes_no_memory(name: str, wrong: str):
     """Some schemes know whether their own part is finite, and the other part may not be."""
-    engines = [Engine(make(name), rank=rank, world_size=RANKS) for rank in range(RANKS)]
+    engines = engines_of(make(name))
+    for engine in engines:
+        engine.exactly = ExactParameters("a")
     before: list[Any] = []
     for step in range(2):
         grads = [numbers(10 * step + rank, 700) for rank in range(RANKS)]
         if step == 1:
             before = [[value.clone() for *_, value in engine.memory.items()] for engine in engines]
             LAYOUT.views(grads[1])["ab".index(wrong)].view(-1)[3] = torch.nan
-        exchanges = []
-        for engine, grad in zip(engines, grads, strict=True):
-            engine.exactly = ExactParameters("a")
-            engine.begin_bucket(0, is_last=True)
-            exchanges.append(engine.exchange(grad.clone(), LAYOUT))
-        simulate(exchanges)
+        step_of(engines, grads, LAYOUT)
     for engine, values in zip(engines, before, strict=True):
         after = [value for *_, value in engine.memory.items()]
         assert values

@@ -122,13 +122,6 @@ def test_the_residual_is_what_was_not_sent() -> None:
     assert torch.equal(ranks.memory(0), grad / 2)
 
 
-def test_the_residual_of_16_bit_gradients_has_32_bits_and_that_of_64_has_64() -> None:
-    for dtype, kept in [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)]:
-        ranks = ranks_of(ErrorFeedback(Half()))
-        ranks.step(gradients(2, 0, dtype))
-        assert ranks.engines[0].memory.get(RESIDUAL, "bias").dtype == kept
-
-
 def test_feedback_around_a_scheme_that_returns_its_input_keeps_the_mean() -> None:
     # The corrected gradient is the no-op's mean and becomes the residual: two tensors are needed.
     grads = gradients(2, 0)
@@ -270,32 +263,12 @@ def test_a_schedule_begins_with_the_memory_of_the_part_that_runs() -> None:
     assert begun == [(), PowerSGD().keeps]
 
 
-def test_a_bad_step_does_not_use_the_flush_up() -> None:
-    ranks = ranks_of(ErrorFeedback(Half()), 1)
-    (grad,) = gradients(1, 0)
-    ranks.step([grad])
-    change(ranks, FlushResidual(Dense()))
-    ranks.step([torch.full((NUMEL,), torch.inf)])
-    assert torch.equal(ranks.step([torch.zeros(NUMEL)])[0], grad / 2)
-    assert not ranks.step([torch.zeros(NUMEL)])[0].any()
-
-
 def test_rules_flush_the_residual_of_parameters_without_feedback() -> None:
     before, after = ErrorFeedback(Half()), COMPOSED["feedback inside a rule"]
     ranks = ranks_of(before)
     assert lost_by(ranks, [before, after]) < ATOL
     assert ranks.engines[0].memory.get(RESIDUAL, "bias") is None
     assert ranks.engines[0].memory.get(RESIDUAL, "head") is not None
-
-
-def test_what_ran_before_a_delayed_start_leaves_no_residual_behind() -> None:
-    scheme = DelayedStart(Dense(), 2, before=ErrorFeedback(Half()))
-    ranks = ranks_of(scheme)
-    for step in range(2):
-        ranks.step(gradients(2, step))
-        assert ranks.memory(0).any()
-    ranks.step(gradients(2, 2))
-    assert not ranks.engines[0].memory.has(RESIDUAL)
 
 
 def test_keeping_a_residual_is_found_at_any_depth() -> None:

@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.optim import (
-    ZeroRedundancyOptimizer,
-    _apply_optimizer_in_backward,
-)
+from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -59,25 +56,11 @@ def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
         assert (hashes_of(changed) != before).nonzero().view(-1).tolist() == [place]
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
-def test_a_hash_depends_on_every_bit_and_its_place(dtype: torch.dtype) -> None:
-    x = torch.randn(_CHUNK + 500, generator=torch.Generator().manual_seed(0)).to(dtype)
-    sizes = [0, 7, _CHUNK + 400, 93, 0]
-    before = hashes(x, sizes)
-    for place, owner in ((3, 1), (_CHUNK + 2, 2), (_CHUNK + 499, 3)):
-        y = x.clone()
-        y[place] = torch.nextafter(y[place].float(), torch.tensor(9.0)).to(dtype) + 0.01
-        assert (hashes(y, sizes) != before).nonzero().view(-1).tolist() == [owner]
-    swapped = x.clone()
-    swapped[[1, 2]] = x[[2, 1]]
-    assert (hashes(swapped, sizes) != before).nonzero().view(-1).tolist() == [1]
-    assert torch.equal(hashes(torch.zeros(4), [4]), hashes(-torch.zeros(4), [4]))
-    assert hashes(x[:0], [0, 0]).tolist() == [0, 0]
-
-
-def test_a_hash_depends_on_the_order_of_chunks() -> None:
+def test_a_hash_depends_on_the_order_of_chunks_and_entries() -> None:
     x = torch.randn(_CHUNK, generator=torch.Generator().manual_seed(0))
     swapped = torch.cat([*x.chunk(2)][::-1])
+    assert hashes(swapped, [_CHUNK]) != hashes(x, [_CHUNK])
+    swapped = x[[1, 0, *range(2, _CHUNK)]]
     assert hashes(swapped, [_CHUNK]) != hashes(x, [_CHUNK])
 
 

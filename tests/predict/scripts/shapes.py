@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
 from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
 
 
 def net(width=32):
@@ -29,11 +30,31 @@ def sgd(ddp):
     return torch.optim.SGD(ddp.parameters(), lr=0.01)
 
 
-def plain(steps):
-    ddp = DDP(net())
+def train(ddp, steps, loss=None):
+    """Steps on random data, of a loss that is computed by the function ``loss``."""
     optimizer = sgd(ddp)
     for _ in range(steps):
-        step(ddp, optimizer)
+        step(ddp, optimizer, None if loss is None else loss())
+
+
+def plain(steps):
+    train(DDP(net()), steps)
+
+
+def trainer(steps):
+    """Epochs over a sampled data set, with an evaluation and a line after each."""
+    ddp, inputs = DDP(net(512)), TensorDataset(torch.randn(512, 512))
+    optimizer = sgd(ddp)
+    loader = DataLoader(inputs, batch_size=32, sampler=DistributedSampler(inputs))
+    for epoch in range(steps // len(loader)):
+        loader.sampler.set_epoch(epoch)
+        for (batch,) in loader:
+            step(ddp, optimizer, ddp(batch).square().mean())
+        ddp.eval()
+        with torch.no_grad():
+            loss = ddp(inputs[:32][0]).square().mean()
+        ddp.train()
+        print(f"epoch {epoch} | loss {loss:.4f}")
 
 
 def amp(steps):
@@ -118,9 +139,7 @@ def evaluates(steps):
 def own_hook(steps):
     ddp = DDP(net())
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(ddp, steps)
 
 
 class Unused(nn.Module):
@@ -134,25 +153,17 @@ class Unused(nn.Module):
 
 
 def unused(steps):
-    ddp = DDP(Unused(), find_unused_parameters=True, bucket_cap_mb=0.005)
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(DDP(Unused(), find_unused_parameters=True, bucket_cap_mb=0.005), steps)
 
 
 def static_graph(steps):
-    ddp = DDP(net(), static_graph=True, gradient_as_bucket_view=True)
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(DDP(net(), static_graph=True, gradient_as_bucket_view=True), steps)
 
 
 def two_forwards(steps):
     """Two forward passes before the backward pass of both, as contrastive losses have it."""
     ddp = DDP(net())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer, (ddp(data()) - ddp(data())).square().mean())
+    train(ddp, steps, lambda: (ddp(data()) - ddp(data())).square().mean())
 
 
 def two_backwards(steps):
@@ -176,10 +187,7 @@ def joins(steps):
 
 
 def compiled(steps):
-    ddp = torch.compile(DDP(net()), backend="eager")
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(torch.compile(DDP(net()), backend="eager"), steps)
 
 
 def overlapped(steps):
@@ -196,16 +204,12 @@ def sparse(steps):
     """An embedding with sparse gradients, which no hook gets, beside a dense layer."""
     module = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
     ddp = DDP(module)
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer, ddp(torch.randint(50, (8,))).square().mean())
+    train(ddp, steps, lambda: ddp(torch.randint(50, (8,))).square().mean())
 
 
 def doubles(steps):
     ddp = DDP(net().double())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer, ddp(data().double()).square().mean())
+    train(ddp, steps, lambda: ddp(data().double()).square().mean())
 
 
 class Subclass(DDP):
@@ -219,28 +223,19 @@ class Subclass(DDP):
 
 
 def subclass(steps):
-    ddp = Subclass(net())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(Subclass(net()), steps)
 
 
 def ours(steps):
     import ddp_core
 
-    ddp = ddp_core.DistributedDataParallel(net())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(ddp_core.DistributedDataParallel(net()), steps)
 
 
 def replicated(steps):
     from torch.distributed._composable import replicate
 
-    module = replicate(net())
-    optimizer = sgd(module)
-    for _ in range(steps):
-        step(module, optimizer)
+    train(replicate(net()), steps)
 
 
 def checkpointed(steps):
@@ -254,10 +249,7 @@ def checkpointed(steps):
         def forward(self, inputs):
             return checkpoint(self.inner, inputs, use_reentrant=False)
 
-    ddp = DDP(Saves())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(DDP(Saves()), steps)
 
 
 def late_hook(steps):
@@ -274,10 +266,7 @@ def rebuilt(steps):
     """Wraps the model again after some epochs, as who unfreezes layers does."""
     module = net()
     for _ in range(steps // 20):
-        ddp = DDP(module)
-        optimizer = sgd(ddp)
-        for _ in range(20):
-            step(ddp, optimizer)
+        train(DDP(module), 20)
 
 
 def kwargs_only(steps):
@@ -290,17 +279,13 @@ def kwargs_only(steps):
             return {"loss": self.inner(inputs).square().mean()}
 
     ddp = DDP(Named())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer, ddp(inputs=data())["loss"])
+    train(ddp, steps, lambda: ddp(inputs=data())["loss"])
 
 
 def around_the_wrapper(steps):
     """Calls the module inside, so that no gradient is exchanged."""
     ddp = DDP(net())
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer, ddp.module(data()).square().mean())
+    train(ddp, steps, lambda: ddp.module(data()).square().mean())
 
 
 def only_evaluates(steps):
@@ -311,31 +296,17 @@ def only_evaluates(steps):
 
 def trains_in_eval_mode(steps):
     """Fine-tunes with dropout and batch normalisation as in evaluation."""
-    ddp = DDP(net()).eval()
-    optimizer = sgd(ddp)
-    for _ in range(steps):
-        step(ddp, optimizer)
+    train(DDP(net()).eval(), steps)
 
 
 def fails(steps):
-    ddp = DDP(net())
-    optimizer = sgd(ddp)
-    for number in range(steps):
-        step(ddp, optimizer)
-        if number == 12:
-            raise ArithmeticError("the loss is no number")
+    plain(13)
+    raise ArithmeticError("the loss is no number")
 
 
 def exits(steps):
     plain(12)
     sys.exit(5)
-
-
-def no_ddp(steps):
-    model = net()
-    optimizer = sgd(model)
-    for _ in range(steps):
-        step(model, optimizer)
 
 
 if __name__ == "__main__":
