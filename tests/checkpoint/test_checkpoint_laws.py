@@ -14,7 +14,7 @@ import commhooks
 from commhooks.checkpoint._format import checksum
 from commhooks.local._diloco import VERSION as OUTER_VERSION
 from commhooks.local._diloco import add_checksum as add_outer_checksum
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks
 from tests.tools.training import ddp, outcome
 
 
@@ -86,7 +86,8 @@ HOOK: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-def _refused(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_a_state_that_breaks_a_law_is_refused_and_nothing_changes() -> None:
     wrong = []
     for label, (name, change) in HOOK.items():
         options = {"local_size": 1} if name == "sdp4bit" else {}
@@ -103,11 +104,7 @@ def _refused(rank: int, world_size: int) -> list[str]:
             wrong.append(f"{label}: {error}")
         if flat(hook.state_dict()) != flat(before):
             wrong.append(f"{label}: changed")
-    return wrong
-
-
-def test_a_state_that_breaks_a_law_is_refused_and_nothing_changes():
-    assert run_ranks(_refused, 1) == [[]]
+    assert wrong == []
 
 
 OUTER: dict[str, Any] = {
@@ -165,7 +162,8 @@ def _outer() -> commhooks.DiLoCo:
     return outer
 
 
-def _refused_outer(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_a_damaged_diloco_state_is_refused_and_nothing_changes() -> None:
     outer, wrong = _outer(), []
     before = outer.state_dict()
     if not before["arriving"]:
@@ -188,17 +186,14 @@ def _refused_outer(rank: int, world_size: int) -> list[str]:
         again.load_state_dict(good)
         if flat(again.state_dict()) != flat(before):
             wrong.append("a good state was not taken up")
-    return wrong
-
-
-def test_a_damaged_diloco_state_is_refused_and_nothing_changes():
-    assert run_ranks(_refused_outer, 1) == [[]]
+    assert wrong == []
 
 
 # ---- pickled states
 
 
-def _pickled(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_a_pickled_hook_state_goes_on_on_its_own_rank_only(rank: int) -> None:
     model, hook = trained("powersgd", rank=2)
     file = io.BytesIO()
     torch.save({"state": hook}, file)
@@ -217,11 +212,6 @@ def _pickled(rank: int, world_size: int) -> Any:
     fresh = ddp(nn.Linear(64, 64))
     fresh.register_comm_hook(states[0], commhooks.comm_hook)
     error = outcome(fresh(torch.randn(4, 64)).square().mean().backward)
-    return equal, loaded["state"].scheme == hook.scheme, error
-
-
-def test_a_pickled_hook_state_goes_on_on_its_own_rank_only():
-    for equal, same_scheme, error in run_ranks(_pickled, 2):
-        assert equal
-        assert same_scheme
-        assert "rank 0 of 2" in error[1]
+    assert equal
+    assert loaded["state"].scheme == hook.scheme
+    assert "rank 0 of 2" in error[1]

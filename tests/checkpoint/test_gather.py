@@ -13,7 +13,7 @@ from torch import Tensor
 
 import commhooks
 from commhooks.hook import _saving as _checkpoint_gather
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters, residuals
 
 DCP_REMARKS = (".*",)  # about its planner and process group
@@ -99,7 +99,8 @@ def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
         assert equal_bits([gradients for _, gradients in loaded])
 
 
-def _cannot_gather(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_a_rank_that_cannot_be_gathered_is_an_error_on_all(rank: int) -> None:
     _, hook = trained(rank, "topk", ratio=0.1)
     results = [outcome(hook.state_dict, dst=0), outcome(hook.state_dict, gather=True, dst=7)]
     hook.engine.step += rank
@@ -110,17 +111,13 @@ def _cannot_gather(rank: int, world_size: int) -> list[Any]:
     results.append(outcome(hook.state_dict, gather=True))
     hook.engine.abort()
     results.append(outcome(hook.state_dict, gather=True))
-    return results
-
-
-def test_a_rank_that_cannot_be_gathered_is_an_error_on_all():
-    for alone, who, step, middle, fine in run_ranks(_cannot_gather, 2):
-        assert alone[0] == who[0] == "ValueError"
-        assert step[0] == "MismatchError"
-        assert "step differs" in step[1]
-        assert middle[0] == "MismatchError"
-        assert "a step is under way" in middle[1]
-        assert fine is None
+    alone, who, step, middle, fine = results
+    assert alone[0] == who[0] == "ValueError"
+    assert step[0] == "MismatchError"
+    assert "step differs" in step[1]
+    assert middle[0] == "MismatchError"
+    assert "a step is under way" in middle[1]
+    assert fine is None
 
 
 # ---- groups of ranks

@@ -411,7 +411,8 @@ def _sockets() -> int:
     )
 
 
-def _back_and_forth(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_nothing_of_the_groups_before_is_left(rank: int) -> None:
     model = wrapped("core", dist.group.WORLD)
     hook = commhooks.register(model, "powersgd", rank=1, verify=1)
     counts = []
@@ -426,12 +427,7 @@ def _back_and_forth(rank: int, world_size: int) -> Any:
         dist.barrier()
         counts.append((_sockets(), threading.active_count(), len(_pools)))
     hook.close()
-    return counts
-
-
-def test_nothing_of_the_groups_before_is_left() -> None:
-    for counts in run_ranks(_back_and_forth, 2):
-        assert len(set(counts[1:])) == 1, counts
+    assert len(set(counts[1:])) == 1, counts
 
 
 def _two_sums(tensor: Tensor, fails: bool) -> Any:

@@ -34,7 +34,7 @@ from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDen
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_cases, run_ranks
+from tests.tools.harness import on_ranks, run_cases, run_ranks
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -150,7 +150,8 @@ def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
     run_cases(_columns, 4, cases, ignore_warnings=QUIET)
 
 
-def _torch(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_the_shards_that_torch_has_made_are_known_too(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     _, hook = _hook_on("torch", mesh)
     placement = [[piece.format(rank), *names] for piece, *names in PIECES]
@@ -164,11 +165,19 @@ def _torch(rank: int, world_size: int) -> None:
     uncut.call_monitor.suppressed = True
 
 
-def test_the_shards_that_torch_has_made_are_known_too() -> None:
-    run_ranks(_torch, 2, ignore_warnings=QUIET)
+def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:
+    model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    model.register_comm_hook(state, commhooks.comm_hook)
+    if not refused:
+        backward(model, 1, 0)
+        return
+    with pytest.raises(CheckpointError, match=r"trained piece . of 2 along dimension 0 of '0\."):
+        backward(model, 1, 0)
 
 
-def _pickled(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_pickle_of_another_column_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model, hook = _hook_on("ddp_core", mesh)
     backward(model, 0, 0)
@@ -187,21 +196,6 @@ def _pickled(rank: int, world_size: int) -> None:
         _train_unpickled(mesh, pickle.loads(state), refused)
     for state in (old, older):  # earlier releases did not say
         _train_unpickled(mesh, state, False)
-
-
-def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:
-    model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
-    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
-    model.register_comm_hook(state, commhooks.comm_hook)
-    if not refused:
-        backward(model, 1, 0)
-        return
-    with pytest.raises(CheckpointError, match=r"trained piece . of 2 along dimension 0 of '0\."):
-        backward(model, 1, 0)
-
-
-def test_a_pickle_of_another_column_is_refused() -> None:
-    run_ranks(_pickled, 2, ignore_warnings=QUIET)
 
 
 def _piece(*cuts: tuple[Any, int, int]) -> str:
@@ -224,18 +218,16 @@ def test_pieces_are_told_alike_on_turned_meshes() -> None:
     assert _piece(other, (Shard(1), 2, 0), first) == _piece((Shard(1), 2, 0), other, first)
 
 
-def _averaged(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_mean_over_other_pieces_is_refused(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     model = parallelize_module(model_of((33, 64, 7)), mesh, PLAN)
     with pytest.raises(MismatchError, match=r"0\.weight .* piece 0 of 2 .* piece 1 of 2"):
         commhooks.register(DistributedDataParallel(model), "none")
 
 
-def test_a_mean_over_other_pieces_is_refused() -> None:
-    run_ranks(_averaged, 2, ignore_warnings=QUIET)
-
-
-def _between_columns(rank: int, world_size: int) -> None:
+@on_ranks(4, ignore_warnings=QUIET)
+def test_a_mean_between_columns_is_refused_and_padding_is_no_parameter(rank: int) -> None:
     names = ("replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
     model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
@@ -255,10 +247,6 @@ def _between_columns(rank: int, world_size: int) -> None:
     assert any(map(is_padding, hook.parameters.shapes))
     assert not replicated_parameters(hook.scheme, hook.parameters)
     backward(padded, 0, rank // 2)
-
-
-def test_a_mean_between_columns_is_refused_and_padding_is_no_parameter() -> None:
-    run_ranks(_between_columns, 4, ignore_warnings=QUIET)
 
 
 def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
@@ -287,7 +275,14 @@ def test_states_without_memory_load_on_any_piece(tmp_path: Any) -> None:
     run_ranks(_nothing_kept, 2, str(tmp_path), ignore_warnings=QUIET)
 
 
-def _stay_equal(rank: int, world_size: int, host: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
+)
+@on_ranks(4, ignore_warnings=QUIET)
+def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
+    rank: int, host: str
+) -> None:
     """No scheme rounds what columns have in common, whatever lies beside it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     columns = mesh["tp"].get_group()
@@ -341,17 +336,8 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
             assert messages or torch.equal(*everyone), (name, everyone)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
-)
-def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
-    host: str,
-) -> None:
-    run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
-
-
-def _not_cut(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_what_is_not_cut_says_nothing_and_loads_anywhere(rank: int) -> None:
     """A dimension of one rank cuts nothing, nor is there anything to say without DTensors."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     _, alone = _hook_on("ddp_core", mesh)
@@ -366,11 +352,8 @@ def _not_cut(rank: int, world_size: int) -> None:
     assert "placement" not in alone.state_dict()[f"rank{rank}"]
 
 
-def test_what_is_not_cut_says_nothing_and_loads_anywhere() -> None:
-    run_ranks(_not_cut, 2, ignore_warnings=QUIET)
-
-
-def _optimizers(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_optimizers_of_shards_refuse_those_of_another_column(rank: int) -> None:
     """A sharded or an outer optimizer saves shards, too, and takes those of its own columns."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
@@ -396,7 +379,3 @@ def _optimizers(rank: int, world_size: int) -> None:
         other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"0\.weight is a DTensor.* register \"noop\" on it"):
         commhooks.DiLoCo(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN))
-
-
-def test_optimizers_of_shards_refuse_those_of_another_column() -> None:
-    run_ranks(_optimizers, 2, ignore_warnings=QUIET)

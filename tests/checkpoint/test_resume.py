@@ -338,7 +338,10 @@ def test_every_format_keeps_each_ranks_own_residuals_on_either_class(tmp_path: P
 # ---- memory formats, loading in place, frozen layers
 
 
-def _channels_last(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2, ignore_warnings=("Grad strides",))
+def test_a_channels_last_residual_is_saved_in_the_order_of_the_dimensions_and_resumes(
+    rank: int,
+) -> None:
     def build(memory_format: Any, scheme: str, **options: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = ddp(torch.nn.Conv2d(8, 16, 3).to(memory_format=memory_format))
@@ -365,15 +368,11 @@ def _channels_last(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         step(model, number)
         step(other, number)
     assert torch.equal(model.module.weight.grad, other.module.weight.grad)
-    return held[0], held[1]
-
-
-def test_a_channels_last_residual_is_saved_in_the_order_of_the_dimensions_and_resumes() -> None:
-    for plain, channels_last in run_ranks(_channels_last, 2, ignore_warnings=("Grad strides",)):
-        assert plain.shape == channels_last.shape
-        # The two convolutions may round differently, and then so does the cast; not permuted.
-        agree = (plain - channels_last).abs() <= 1e-6
-        assert agree.double().mean() > 0.9
+    plain, channels_last = held[0], held[1]
+    assert plain.shape == channels_last.shape
+    # The two convolutions may round differently, and then so does the cast; not permuted.
+    agree = (plain - channels_last).abs() <= 1e-6
+    assert agree.double().mean() > 0.9
 
 
 def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
@@ -400,7 +399,8 @@ def test_loading_in_place_loses_nothing() -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
 
 
-def _frozen_for_a_while(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=("Grad strides",))
+def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory(rank: int) -> None:
     torch.manual_seed(0)
     first = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     module = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Conv2d(8, 4, 3))
@@ -424,10 +424,6 @@ def _frozen_for_a_while(rank: int, world_size: int) -> None:
     first.requires_grad_(True)
     hook = trained_on(hook.state_dict(gather=True))
     assert not torch.equal(hook.residual("0.weight"), left)
-
-
-def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory() -> None:
-    run_ranks(_frozen_for_a_while, 2, ignore_warnings=("Grad strides",))
 
 
 @on_ranks(1)

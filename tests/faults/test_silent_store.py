@@ -19,7 +19,7 @@ import ddp_core
 from commhooks.errors import SilentStoreError
 from experiments.tools import namespaces
 from tests.faults import silent_stores
-from tests.tools.harness import run_ranks, store_process
+from tests.tools.harness import on_ranks, run_ranks, store_process
 from tests.tools.training import batch, mlp
 
 CLASSES = {
@@ -56,7 +56,9 @@ def _step(model: Any, rank: int) -> None:
     model(batch(0, rank, 4, 16)).square().sum().backward()
 
 
-def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
+@pytest.mark.slow
+@on_ranks(2, pg_timeout=TIMEOUT)
+def test_a_call_that_waits_for_the_store_ends_at_the_timeout(rank: int) -> None:
     model, errors = CLASSES["core"](mlp()), {}
     with _silent():
         errors["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd"))
@@ -70,15 +72,9 @@ def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
         errors["change_group"] = _ends_in_time(lambda: hook.change_group(other))
     hook.switch("int8")  # all may call again
     _step(model, rank)
-    return errors
-
-
-@pytest.mark.slow
-def test_a_call_that_waits_for_the_store_ends_at_the_timeout() -> None:
-    for errors in run_ranks(_meet_nobody, 2, pg_timeout=TIMEOUT):
-        for call, text in errors.items():
-            assert text.startswith(SilentStoreError.__name__), (call, text)
-            assert "has not answered for 3 s" in text, (call, text)
+    for call, text in errors.items():
+        assert text.startswith(SilentStoreError.__name__), (call, text)
+        assert "has not answered for 3 s" in text, (call, text)
 
 
 def _wait_for_a_bucket(rank: int, world_size: int, kind: str) -> str:

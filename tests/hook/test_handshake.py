@@ -18,7 +18,7 @@ from commhooks.hook import _handshake
 from commhooks.hook import _registration as _register
 from commhooks.hook import _running as _meeting
 from commhooks.hook import _state as _state
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import batch, ddp, equal_bits, gradients, mlp, outcome
 
 
@@ -137,7 +137,8 @@ FIELDS = [
 ]
 
 
-def _differ_in_each(rank, world_size):
+@on_ranks(2)
+def test_every_field_that_differs_is_named(rank: int) -> None:
     seen = set()
     handshake = _meeting.handshake
 
@@ -150,17 +151,12 @@ def _differ_in_each(rank, world_size):
         patch.setattr(_meeting, "handshake", watched)
         for field in FIELDS:
             errors[field] = outcome(_differ_in, field, rank == 1, patch)
-    return errors, seen
-
-
-def test_every_field_that_differs_is_named():
-    for errors, seen in run_ranks(_differ_in_each, 2):
-        assert seen == set(FIELDS)  # a new field belongs into this test
-        for field, error in errors.items():
-            assert error is not None, field
-            name, text = error
-            assert name == "MismatchError", (field, text)
-            assert f": {field} differ" in text, (field, text)
+    assert seen == set(FIELDS)  # a new field belongs into this test
+    for field, error in errors.items():
+        assert error is not None, field
+        name, text = error
+        assert name == "MismatchError", (field, text)
+        assert f": {field} differ" in text, (field, text)
 
 
 # ---- ranks that do not come

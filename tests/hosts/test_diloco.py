@@ -18,7 +18,7 @@ from commhooks import DiLoCo, Scheme
 from commhooks.core import Bucket, Result, SchemeExchange, Traits
 from commhooks.local import local_sgd
 from commhooks.local._fragments import fragments_of
-from tests.tools.harness import run_cases, run_ranks
+from tests.tools.harness import on_ranks, run_cases, run_ranks
 from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters
 
 LR = 0.1
@@ -154,7 +154,8 @@ def test_a_resumed_run_equals_one_that_went_on() -> None:
             assert torch.equal(went_on, resumed)
 
 
-def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_local_sgd_of_one_step_is_data_parallel(rank: int) -> None:
     """Averaging parameters after each step of SGD is averaging gradients."""
     model, plain = mlp(), ddp(mlp())
     optimizers = [torch.optim.SGD(value.parameters(), lr=LR) for value in (model, plain)]
@@ -163,12 +164,7 @@ def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         _inner(model, optimizers[0], step, rank)
         averager.step()
         _inner(plain, optimizers[1], step, rank)
-    return parameters(model), parameters(plain)
-
-
-def test_local_sgd_of_one_step_is_data_parallel() -> None:
-    for local, plain in run_ranks(_local, 2):
-        torch.testing.assert_close(local, plain, rtol=0, atol=1e-6)
+    torch.testing.assert_close(parameters(model), parameters(plain), rtol=0, atol=1e-6)
 
 
 def _post_local(rank: int, world_size: int) -> tuple[list[float], Tensor]:
@@ -199,7 +195,8 @@ def test_post_local_sgd_drifts_and_meets() -> None:
     assert equal_bits([end for _, end in results])
 
 
-def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
+@on_ranks(2)
+def test_a_rank_that_diverges_takes_no_other_with_it(rank: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     outer = DiLoCo(model, "int8", every=2)
@@ -214,16 +211,13 @@ def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outer.step()
-    return before, parameters(model), [str(warning.message) for warning in caught]
+    said = [str(warning.message) for warning in caught]
+    assert torch.equal(before, parameters(model))
+    assert any("go back to the parameters of the last exchange" in text for text in said)
 
 
-def test_a_rank_that_diverges_takes_no_other_with_it() -> None:
-    for before, after, said in run_ranks(_diverges, 2):
-        assert torch.equal(before, after)
-        assert any("go back to the parameters of the last exchange" in text for text in said)
-
-
-def _wrong(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_wrong_settings_are_named(rank: int) -> None:
     model = mlp()
     settings: list[dict[str, Any]] = [
         {"every": 0},
@@ -243,16 +237,12 @@ def _wrong(rank: int, world_size: int) -> list[Any]:
     outer = DiLoCo(model)
     state = outer.state_dict()
     state["outer"].pop(next(iter(state["outer"])))
-    return [*results, outcome(outer.load_state_dict, state)]
-
-
-def test_wrong_settings_are_named() -> None:
-    for results in run_ranks(_wrong, 2):
-        assert [error[0] for error in results] == [
-            *["ValueError"] * 7,
-            "MismatchError",
-            "CheckpointError",
-        ]
+    results = [*results, outcome(outer.load_state_dict, state)]
+    assert [error[0] for error in results] == [
+        *["ValueError"] * 7,
+        "MismatchError",
+        "CheckpointError",
+    ]
 
 
 @dataclass(frozen=True)
@@ -264,18 +254,15 @@ class _Uneven(Scheme):
         return Result(result.mean.mul_(1 + bucket.rank))
 
 
-def _switched(rank: int, world_size: int) -> list[tuple[str, str]]:
+@on_ranks(2)
+def test_every_rank_gets_the_same_average() -> None:
     results = [outcome(DiLoCo, mlp(), scheme) for scheme in ("gossip", _Uneven())]
     outer = DiLoCo(mlp(), every=1)
     outer.hook.switch("gossip")
-    return [*results, outcome(outer.step)]
-
-
-def test_every_rank_gets_the_same_average() -> None:
-    for results in run_ranks(_switched, 2):
-        for kind, message in results:
-            assert kind == "ValueError"
-            assert "gives every rank another result" in message
+    results = [*results, outcome(outer.step)]
+    for kind, message in results:
+        assert kind == "ValueError"
+        assert "gives every rank another result" in message
 
 
 def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:

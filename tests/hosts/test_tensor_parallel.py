@@ -32,7 +32,7 @@ import commhooks
 from commhooks.errors import CheckpointError
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of
-from tests.tools.harness import run_cases, run_ranks
+from tests.tools.harness import on_ranks, run_cases, run_ranks
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 NAMES = ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
@@ -101,7 +101,8 @@ class _Tied(nn.Module):
         return (inputs @ weights[0].t() + 2 * inputs @ weights[1].t()).square()
 
 
-def _tied(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_shared_uneven_and_frozen_parameters_stay_what_they_are() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, place = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     model: Any = DistributedDataParallel(_Tied(mesh["tp"]), device_mesh=mesh["dp"])
@@ -120,11 +121,8 @@ def _tied(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model.module.first.weight.grad, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_shared_uneven_and_frozen_parameters_stay_what_they_are() -> None:
-    run_ranks(_tied, 4)
-
-
-def _raises(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_pass_that_raised_leaves_no_old_tensors() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     with pytest.raises(RuntimeError):
@@ -132,10 +130,6 @@ def _raises(rank: int, world_size: int) -> None:
     assert not any(isinstance(value, DTensor) for value in vars(model.module[0]).values())
     backward(model, 0, 0)
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_forward_pass_that_raised_leaves_no_old_tensors() -> None:
-    run_ranks(_raises, 2)
 
 
 class _Recomputed(nn.Module):
@@ -150,7 +144,8 @@ class _Recomputed(nn.Module):
         return checkpoint(self.inner, inputs, use_reentrant=again)  # type: ignore[no-any-return]
 
 
-def _recomputes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     results = []
     for how in ("not", "other", "reentrant"):
@@ -163,10 +158,6 @@ def _recomputes(rank: int, world_size: int) -> None:
         assert all(
             torch.equal(value, wanted) for value, wanted in zip(results[0], other, strict=True)
         )
-
-
-def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
-    run_ranks(_recomputes, 2)
 
 
 class _Net(nn.Module):
@@ -298,7 +289,8 @@ def test_a_checkpoint_is_the_same_on_every_mesh(tmp_path: Any) -> None:
     run_ranks(_saves, 4, str(tmp_path))
 
 
-def _files(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_files_of_each_rank_load_with_shards_or_dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def built(seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -350,15 +342,8 @@ def _files(rank: int, world_size: int) -> None:
         assert torch.equal(y, wanted[0])
 
 
-def test_files_of_each_rank_load_with_shards_or_dtensors() -> None:
-    run_ranks(_files, 2)
-
-
+@on_ranks(2)
 def test_an_optimizer_with_values_of_a_shard_of_another_shape_says_so() -> None:
-    run_ranks(_factored, 2)
-
-
-def _factored(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     optimizer = torch.optim.Adafactor(model.parameters())

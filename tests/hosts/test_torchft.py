@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import RegistrationError
 from commhooks.hosts import torchft as host
-from tests.tools.harness import run_cases, run_ranks
+from tests.tools.harness import on_ranks, run_cases, run_ranks
 from tests.tools.training import batch, equal_bits, flat, gradients, mlp, residuals
 
 SCHEMES = {"int8": {}, "topk": {"ratio": 0.2}, "powersgd": {"rank": 1}}
@@ -158,14 +158,11 @@ def test_a_hook_follows_the_quorum(scheme: str) -> None:
         assert equal_bits([grad for grad in grads if grad.dim()]), number
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_averages_itself_is_refused(rank: int) -> None:
     over_all = DistributedDataParallel(mlp())
     with pytest.raises(RegistrationError, match=r"ProcessGroupDummy\(0, 1\)"):
         host.register(over_all, Manager(rank), "int8")
-
-
-def test_a_model_that_averages_itself_is_refused() -> None:
-    run_ranks(_refused, 2)
 
 
 def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(

@@ -123,6 +123,11 @@ def averaged(tensor: Tensor) -> Tensor:
     return mean / dist.get_world_size()
 
 
+def relative_error(tensor: Tensor, exact: Tensor) -> float:
+    """How far a tensor is from another, by the norm of that one."""
+    return float((tensor - exact).norm() / exact.norm())
+
+
 def equal_bits(tensors: list[Tensor]) -> bool:
     """Whether all are the same, bit for bit."""
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
