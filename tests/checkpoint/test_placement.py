@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,8 @@ from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDen
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
-from tests.tools.harness import on_ranks, run_cases, run_ranks
+from tests.tools.harness import on_ranks, run_cases
+from tests.tools.training import everyone, same
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -67,18 +69,6 @@ def _residuals(hook: commhooks.HookState) -> dict[str, Tensor]:
     return dict(part["memory"]["residual"])
 
 
-def _same(value: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return value.keys() == other.keys() and all(
-        torch.equal(value[key], other[key]) for key in value
-    )
-
-
-def _everyone(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, column = rank // 2, rank % 2
@@ -92,7 +82,7 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     assert [gathered[f"rank{value}"]["placement"] for value in (column, column + 2)] == [
         placement
     ] * 2
-    every, wholes = _everyone(local), _everyone(gathered)
+    every, wholes = everyone(local), everyone(gathered)
     dcp.save({"hook": hook}, checkpoint_id=folder)
 
     _, again = _hook_on(host, mesh)
@@ -104,9 +94,9 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     for state in (local, gathered, every, wholes[:2]):
         _, again = _hook_on(host, mesh)
         again.load_state_dict(state)
-        assert _same(_residuals(again), kept)
+        assert same(_residuals(again), kept)
     dcp.load({"hook": (again := _hook_on(host, mesh)[1])}, checkpoint_id=folder)
-    assert _same(_residuals(again), kept)
+    assert same(_residuals(again), kept)
 
     # Without a placement it is of whole parameters; earlier releases did not say, and took it.
     whole = copy.deepcopy(every[rank ^ 1])
@@ -125,7 +115,7 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
         model = sharded(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN), mesh["dp"])
         hook = commhooks.register(model, packed)
         backward(model, 0, replica)
-        theirs = _everyone(hook.state_dict())
+        theirs = everyone(hook.state_dict())
         wrong = rf"it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
         with pytest.raises(CheckpointError, match=wrong):
             hook.load_state_dict(theirs[rank ^ 1])
@@ -133,18 +123,19 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
 
     # The same columns on other ranks: (tp, dp) is (rank // 2, rank % 2) now.
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    wanted = _everyone(kept)[2 * (rank % 2) + rank // 2]
+    wanted = everyone(kept)[2 * (rank % 2) + rank // 2]
     for load in (
         lambda hook: hook.load_state_dict(every),
         lambda hook: commhooks.load_dcp(hook, folder),
     ):
         _, again = _hook_on(host, turned)
         load(again)
-        assert _same(_residuals(again), wanted)
+        assert same(_residuals(again), wanted)
 
 
+# In processes of their own: torch keeps the meshes of DTensors, whose groups end with a test.
 def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
-    tmp_path: Any,
+    tmp_path: Path,
 ) -> None:
     cases = [(host, str(tmp_path / host)) for host in ("ddp_core", "fsdp2", "fsdp1")]
     run_cases(_columns, 4, cases, ignore_warnings=QUIET)
@@ -181,7 +172,7 @@ def test_a_pickle_of_another_column_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model, hook = _hook_on("ddp_core", mesh)
     backward(model, 0, 0)
-    every = _everyone(pickle.dumps(hook))
+    every = everyone(pickle.dumps(hook))
     # A copy that has not met its model yet still is of the rank that it came from.
     again = pickle.dumps(pickle.loads(every[rank ^ 1]))
     asked = pickle.loads(every[rank ^ 1])
@@ -249,8 +240,8 @@ def test_a_mean_between_columns_is_refused_and_padding_is_no_parameter(rank: int
     backward(padded, 0, rank // 2)
 
 
-def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
-    """States of a scheme without memory are of any part of any model."""
+@on_ranks(2, ignore_warnings=QUIET)
+def test_states_without_memory_load_on_any_piece(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def hooked() -> tuple[nn.Module, commhooks.HookState]:
@@ -261,18 +252,14 @@ def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
     model, hook = hooked()
     for step in range(2):
         backward(model, step, 0)
-    dcp.save({"hook": hook}, checkpoint_id=folder)
-    for theirs in _everyone(hook.state_dict(gather=True)):
+    dcp.save({"hook": hook}, checkpoint_id=tmp_path)
+    for theirs in everyone(hook.state_dict(gather=True)):
         _, again = hooked()
         again.load_state_dict(theirs)
         assert again.step == 2
     _, again = hooked()
-    commhooks.load_dcp(again, folder)
+    commhooks.load_dcp(again, str(tmp_path))
     assert again.step == 2
-
-
-def test_states_without_memory_load_on_any_piece(tmp_path: Any) -> None:
-    run_ranks(_nothing_kept, 2, str(tmp_path), ignore_warnings=QUIET)
 
 
 @pytest.mark.slow
@@ -331,9 +318,9 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
         bias = optimizer.param_groups[0]["params"][-1]
         for value in (bias.grad, bias.detach()):
             value = value.to_local() if isinstance(value, DTensor) else value
-            everyone = [torch.empty_like(value) for _ in range(2)]
-            dist.all_gather(everyone, value, group=columns)
-            assert messages or torch.equal(*everyone), (name, everyone)
+            columns_have = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(columns_have, value, group=columns)
+            assert messages or torch.equal(*columns_have), (name, columns_have)
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -372,7 +359,7 @@ def test_optimizers_of_shards_refuse_those_of_another_column(rank: int) -> None:
     for build in (zero, diloco):
         value, other = build(), build()
         state = value.state_dict()
-        theirs = _everyone(state)[rank ^ 1]
+        theirs = everyone(state)[rank ^ 1]
         wrong = rf"of '0.weight' it has piece {1 - rank} of 2 .* this rank trains piece {rank} of 2"
         with pytest.raises(CheckpointError, match=wrong):
             other.load_state_dict(theirs)

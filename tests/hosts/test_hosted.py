@@ -24,7 +24,7 @@ from commhooks.errors import CheckpointError, MissingPackageError, RegistrationE
 from commhooks.hosts import accelerate, fabric, ray
 from commhooks.hosts._framework_hook import FrameworkHook
 from commhooks.hosts.megatron import ReduceScatter
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 
 
 def wrapped() -> DistributedDataParallel:
@@ -53,7 +53,11 @@ def error_of(call: Any, kind: type[Exception] = RegistrationError) -> str:
 # ---- state
 
 
-def _resumed(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
     host.attach(model, world_size)
     train(model, range(4))
@@ -79,10 +83,6 @@ def _resumed(rank: int, world_size: int, folder: str) -> None:
         assert torch.equal(train(model, range(4, 8)), expected)
 
 
-def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(tmp_path: Path) -> None:
-    run_ranks(_resumed, 2, str(tmp_path))
-
-
 @on_ranks(2)
 def test_every_rank_has_the_state_where_each_node_saves_a_copy(world_size: int) -> None:
     project = SimpleNamespace(save_on_each_node=True)
@@ -97,7 +97,11 @@ def test_every_rank_has_the_state_where_each_node_saves_a_copy(world_size: int) 
 # ---- what is refused
 
 
-def _refused(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     host = FrameworkHook("topk", ratio=0.1)
     assert "nothing is registered yet" in error_of(lambda: host.hook)
     assert "would never run: wrap the model" in error_of(lambda: host.attach(nn.Linear(2, 2), 2))
@@ -112,10 +116,6 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
     # Registered for training by groups is what the option asks for, not the model.
     grouped = FrameworkHook("none", process_group=group)
     assert "over 1 of them" in error_of(lambda: grouped.attach(wrapped(), world_size))
-
-
-def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(tmp_path: Path) -> None:
-    run_ranks(_refused, 2, str(tmp_path))
 
 
 @on_ranks(2)
@@ -211,7 +211,9 @@ def test_lightning_by_what_it_has_published(world_size: int) -> None:
     assert "takes one hook" in error_of(lambda: CommHook("int8").setup(trainer, None, "fit"))
 
 
-def _transformers(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_transformers_by_what_it_has_published(world_size: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     _module("transformers", TrainerCallback=type("TrainerCallback", (), {}))
     from commhooks.hosts.transformers import CommHook
 
@@ -266,10 +268,6 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
     # Only the model: nobody could resume from it.
     first.args.save_only_model, first.args.output_dir = True, f"{folder}/nowhere"
     comm.on_save(first.args, state, None)
-
-
-def test_transformers_by_what_it_has_published(tmp_path: Path) -> None:
-    run_ranks(_transformers, 2, str(tmp_path))
 
 
 # ---- Megatron-Core, by the signature of its reduce_scatter_with_fp32_accumulation

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +32,8 @@ import commhooks
 from commhooks.errors import CheckpointError
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of
-from tests.tools.harness import on_ranks, run_cases, run_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import through_file
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 NAMES = ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
@@ -54,7 +55,9 @@ def _train(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
 
 
-def _run(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["none", "int8", "powersgd"])
+@on_ranks(4)
+def test_shards_are_averaged_and_names_stay(name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = TorchDDP(_build(mesh), device_mesh=mesh["dp"])
     ours = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
@@ -72,10 +75,6 @@ def _run(rank: int, world_size: int, name: str) -> None:
     again = commhooks.register(DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"]), name)
     again.load_state_dict(state)
     assert again.step == 3
-
-
-def test_shards_are_averaged_and_names_stay() -> None:
-    run_cases(_run, 4, [("none",), ("int8",), ("powersgd",)])
 
 
 class _Tied(nn.Module):
@@ -229,7 +228,9 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tens
     return y.detach()  # type: ignore[no-any-return]
 
 
-def _saves(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_is_the_same_on_every_mesh(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, optimizer = _laid_out("2 x 2", 0)
     hook = commhooks.register(model, "topk", ratio=0.5)
     for step in range(3):
@@ -285,10 +286,6 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
         torch.testing.assert_close(y, wanted[0], msg=layout)
 
 
-def test_a_checkpoint_is_the_same_on_every_mesh(tmp_path: Any) -> None:
-    run_ranks(_saves, 4, str(tmp_path))
-
-
 @on_ranks(2)
 def test_files_of_each_rank_load_with_shards_or_dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
@@ -302,10 +299,7 @@ def test_files_of_each_rank_load_with_shards_or_dtensors(rank: int) -> None:
     model, optimizer = built(0)
     for step in range(2):
         _step(model, optimizer, step)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     # What earlier releases wrote, a file for each rank: shards.
     plain = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     older = copy.deepcopy(optimizer.state_dict())

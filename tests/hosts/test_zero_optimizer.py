@@ -36,12 +36,15 @@ from tests.hosts.zero_training import (
     values,
     wrapped,
 )
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import everyone
 
 # ---- the bits of plain training
 
 
-def _plain_bits(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, 2, 3)
+def test_shards_train_as_a_plain_optimizer_does(rank: int, world_size: int, name: str) -> None:
     kind, settings = OPTIMIZERS[name]
     for in_backward in (False, True):
         plain, ours = (wrapped(model_of(), gradient_as_bucket_view=name == "sgd") for _ in range(2))
@@ -53,16 +56,6 @@ def _plain_bits(rank: int, world_size: int, name: str) -> None:
         if world_size == 2:
             assert same(plain, ours), in_backward
         differ_by(plain, ours, 1e-5, rtol=1e-4)  # the order of the sum
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_ranks_have_the_bits_of_plain_training(name: str) -> None:
-    run_ranks(_plain_bits, 2, name)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_other_ranks_train_as_without_shards(world_size: int) -> None:
-    run_ranks(_plain_bits, world_size, "adamw")
 
 
 @on_ranks(2)
@@ -350,8 +343,9 @@ def test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters(
 # ---- memory and bytes
 
 
-def _counts(rank: int, world_size: int) -> tuple[int, int, int, float, float]:
-    model = wrapped(model_of())
+@on_ranks(2)
+def test_state_is_divided_and_bytes_are_two_halves(rank: int) -> None:
+    model, other = wrapped(model_of()), wrapped(model_of())
     zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
     train(model, zero, rank, 0, 1)
     kept = sum(
@@ -359,53 +353,44 @@ def _counts(rank: int, world_size: int) -> tuple[int, int, int, float, float]:
     )
     exact = sum(piece.value.numel() for piece in zero._shards.pieces())
     total = sum(parameter.numel() for parameter in model.parameters())
-    wire, dense = zero.hook.ledger.wire_bytes, zero.hook.ledger.dense_wire_bytes
-    other = wrapped(model_of())
+    assert sum(everyone(kept)) == 2 * total  # two moments
+    assert sum(everyone(exact)) == total
+    # Shards are multiples of 64 entries in each of the buckets.
+    assert abs(kept - total) <= 2 * 64 * 4
+    # Reduce-scatter and gather: as many bytes as an all-reduce, but for rows filled up.
+    dense = zero.hook.ledger.dense_wire_bytes
+    assert 1.0 <= zero.hook.ledger.wire_bytes / dense < 1.1
     small = ZeroOptimizer(other, torch.optim.AdamW, scheme="int8", gather="int8", lr=1e-2)
     train(other, small, rank, 0, 1)
-    return kept, exact, total, wire / dense, small.hook.ledger.wire_bytes / dense
-
-
-def test_state_is_divided_and_bytes_are_two_halves() -> None:
-    ranks = run_ranks(_counts, 2)
-    total = ranks[0][2]
-    assert sum(kept for kept, *_ in ranks) == 2 * total  # two moments
-    assert sum(exact for _, exact, *_ in ranks) == total
-    for kept, _, _, whole, small in ranks:
-        # Shards are multiples of 64 entries in each of the buckets.
-        assert abs(kept - total) <= 2 * 64 * 4
-        # Reduce-scatter and gather: as many bytes as an all-reduce, but for rows filled up.
-        assert 1.0 <= whole < 1.1
-        assert small < 0.35  # one byte and some scales for four, in buckets of few blocks
+    # One byte and some scales for four, in buckets of few blocks.
+    assert small.hook.ledger.wire_bytes / dense < 0.35
 
 
 # ---- training
 
 
-def _characters(rank: int, world_size: int, how: str, steps: int) -> float:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_transformer_trains_as_with_bf16(rank: int, world_size: int) -> None:
     from experiments.tools.tasks import characters
 
-    task = characters(world_size, length=32)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(task.model())
-    if how == "bf16":
-        commhooks.register(model, "bf16")
-        optimizer: torch.optim.Optimizer = task.optimizer(model)
-    else:
-        optimizer = ZeroOptimizer(
-            model, torch.optim.AdamW, scheme=how, gather=how, in_backward=True, lr=task.lr
-        )
-    for step in range(steps):
-        inputs, target = task.batch(rank, step)
-        task.loss(model(inputs), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return task.evaluate(model.module)[0]
-
-
-@pytest.mark.slow
-def test_a_transformer_trains_as_with_bf16() -> None:
-    losses = {how: run_ranks(_characters, 2, how, 40)[0] for how in ("bf16", "int8")}
+    task, losses = characters(world_size, length=32), {}
+    for how in ("bf16", "int8"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(task.model())
+        if how == "bf16":
+            commhooks.register(model, "bf16")
+            optimizer: torch.optim.Optimizer = task.optimizer(model)
+        else:
+            optimizer = ZeroOptimizer(
+                model, torch.optim.AdamW, scheme=how, gather=how, in_backward=True, lr=task.lr
+            )
+        for step in range(40):
+            inputs, target = task.batch(rank, step)
+            task.loss(model(inputs), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[how] = task.evaluate(model.module)[0]
     assert losses["bf16"] < 3.6  # of log(128) = 4.85
     assert abs(losses["int8"] - losses["bf16"]) < 0.05
 

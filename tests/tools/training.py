@@ -128,6 +128,22 @@ def relative_error(tensor: Tensor, exact: Tensor) -> float:
     return float((tensor - exact).norm() / exact.norm())
 
 
+def everyone(value: Any, group: Any = None) -> list[Any]:
+    """What each rank of a group has."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal; of tensors, also in dictionaries, all bits."""
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    return bool(left == right)
+
+
 def equal_bits(tensors: list[Tensor]) -> bool:
     """Whether all are the same, bit for bit."""
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
