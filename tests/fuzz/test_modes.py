@@ -24,6 +24,10 @@ MODES: dict[str, dict[str, Any]] = {
     "unused, view": {
         "model": ("branches",), "use": "alternate", "ddp": {**UNUSED, **VIEW}, "zero": "zeros",
     },
+    "raised": {  # a step that has raised is over, so that it can be saved
+        "events": ((2, "raise", "middle"), (3, "save"), (4, "raise", "last"), (5, "save")),
+        "steps": 7,
+    },
     "last bucket skipped": {"model": ("front",), "use": "once", "ddp": SKIPS},
     "first bucket skipped": {"model": ("branches",), "use": "once", "ddp": SKIPS},
     "static graph": {"ddp": STATIC},
@@ -45,7 +49,6 @@ MODES: dict[str, dict[str, Any]] = {
     "three ranks, no_sync": {"world": 3, "micro": 4},
     "three ranks, sparse": {"world": 3, "model": ("sparse",)},
     "join": {"join": 3, "steps": 8},
-    "raised": {"events": ((2, "raise", "middle"), (4, "raise", "last")), "steps": 7},
 }  # fmt: skip
 SCHEMES: dict[str, dict[str, Any]] = {
     **{name: {"scheme": name} for name in NAMED if name != "noop"},
@@ -68,7 +71,7 @@ def runner() -> Iterator[Runner]:
     runner.restart()
 
 
-CASES = [(mode, host) for mode in MODES for host in ("core", "torch")]
+CASES = [(mode, host) for host in ("core", "torch") for mode in MODES]
 CASES.remove(("raised", "torch"))  # it ends there, see tests/hook/test_steps.py
 
 
