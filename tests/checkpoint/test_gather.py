@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import commhooks
-from commhooks.errors import MismatchError
+from commhooks.errors import CheckpointError, MismatchError
 from commhooks.hook import _saving
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import (
@@ -61,6 +61,11 @@ def test_one_file_of_all_ranks_serves_every_rank(rank: int, tmp_path: Path) -> N
     again.load_state_dict(torch.load(tmp_path / "hook.pt"))
     assert torch.equal(residuals(again, model), residuals(hook, model))
     assert again.step == hook.step
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        fewer = commhooks.register(ddp(mlp(), process_group=pair), "powersgd", rank=2)
+        with pytest.raises(CheckpointError, match="saved on 3 ranks, loaded on 2"):
+            fewer.load_state_dict(local)
     # Of a scheme that keeps nothing, anybody's state is everybody's.
     _, int8 = trained(rank, "int8")
     states = [int8.state_dict()]

@@ -33,9 +33,9 @@ from tests.tools.training import (
     batch,
     ddp,
     equal_bits,
+    everyone,
     gradients,
     mlp,
-    outcome,
     parameters,
     residuals,
 )
@@ -190,68 +190,6 @@ def test_resume_with_buckets_that_matter_goes_on_alike(
 # ---- another number of ranks
 
 
-def _save_all(rank: int, world_size: int, configs: list[str], directory: str) -> list[Tensor]:
-    held = []
-    for config in configs:
-        run = _Run(rank, config)
-        run.steps(0, 10)
-        torch.save(run.state(), _path(directory, rank, config))
-        held.append(residuals(run.hook, run.model))
-        dist.barrier()
-        error = outcome(run.hook.load_state_dict, torch.load(_path(directory, 0, config))["hook"])
-        if rank == 0:
-            assert error is None
-        else:
-            assert error is not None
-            assert error[0] == "CheckpointError"
-            assert f"this is rank {rank}, the state given is of rank 0" in error[1]
-    return held
-
-
-def _load_all(
-    rank: int, world_size: int, configs: list[str], directory: str, saved_ranks: int
-) -> list[tuple[Tensor, Tensor]]:
-    ends = []
-    for config in configs:
-        paths = [_path(directory, saved, config) for saved in range(saved_ranks)]
-        states = [torch.load(path) for path in paths]
-        run = _Run(rank, config)
-        run.steps(0, 2)
-        if world_size < saved_ranks:  # one of them leaves out what the others held
-            before = run.everything()
-            error = outcome(run.hook.load_state_dict, states[rank]["hook"])
-            assert error is not None
-            assert error[0] == "CheckpointError"
-            assert f"saved on {saved_ranks} ranks, loaded on {world_size}" in error[1]
-            assert all(map(torch.equal, before, run.everything()))
-            assert run.hook.step == 2
-        run.load(states[0], [state["hook"] for state in states])
-        assert run.hook.step == 10
-        held = residuals(run.hook, run.model)
-        run.steps(10, 13)
-        ends.append((held, parameters(run.model)))
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("configs", "saved_ranks", "ranks"),
-    [(["powersgd", "batched"], 4, 2), (["powersgd", "fp16-feedback"], 2, 3)],
-)
-def test_other_world_size_keeps_the_mean_of_residuals_if_all_states_are_given(
-    configs: list[str], saved_ranks: int, ranks: int, tmp_path: Path
-) -> None:
-    saved = run_ranks(_save_all, saved_ranks, configs, str(tmp_path))
-    loaded = run_ranks(_load_all, ranks, configs, str(tmp_path), saved_ranks)
-    for before, after in zip(zip(*saved, strict=True), zip(*loaded, strict=True), strict=True):
-        held = torch.stack(before)
-        assert held.abs().max() > 0
-        # Scaled, and added up in float32 in another order: at most two roundings per rank.
-        bound = 2 * saved_ranks * 2.0**-24 * float(held.abs().max())
-        mean = torch.stack([residual for residual, _ in after]).mean(0)
-        torch.testing.assert_close(mean, held.mean(0), rtol=0, atol=bound)
-        assert equal_bits([weights for _, weights in after])
-
-
 def _switched_states(rank: int, world_size: int) -> Any:
     model = ddp(mlp(), SMALL)
     hook = commhooks.register(model, "topk", ratio=0.1)
@@ -306,7 +244,11 @@ def _through_dcp(run: _Run, directory: str) -> dict[str, Any]:
 FORMATS = {"torch": _through_torch, "safetensors": _through_safetensors, "dcp": _through_dcp}
 
 
-def _through_formats(rank: int, world_size: int, directory: str) -> Tensor:
+@on_ranks(2, ignore_warnings=(".*",))  # of dcp's planner and process group
+def test_every_format_keeps_each_ranks_own_residuals_on_either_class(
+    rank: int, tmp_path: Path
+) -> None:
+    directory = str(tmp_path)
     run = _Run(rank, "powersgd")
     run.steps(0, 5)
     held, saved = residuals(run.hook, run.model), copy.deepcopy(run.state())
@@ -326,13 +268,7 @@ def _through_formats(rank: int, world_size: int, directory: str) -> Tensor:
         dcp.save({"hook": hooks[0]}, checkpoint_id=folder)
         dcp.load({"hook": hooks[1]}, checkpoint_id=folder)
         assert hooks[1].step == 1
-    return held
-
-
-def test_every_format_keeps_each_ranks_own_residuals_on_either_class(tmp_path: Path) -> None:
-    # dcp's own remarks about its planner and process group.
-    first, second = run_ranks(_through_formats, 2, str(tmp_path), ignore_warnings=(".*",))
-    assert not torch.equal(first, second)
+    assert not torch.equal(*everyone(held))
 
 
 # ---- memory formats, loading in place, frozen layers
@@ -375,8 +311,9 @@ def test_a_channels_last_residual_is_saved_in_the_order_of_the_dimensions_and_re
     assert agree.double().mean() > 0.9
 
 
-def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Applied plus residual over a save and load, and the true sum."""
+@on_ranks(2)
+def test_loading_in_place_loses_nothing(rank: int) -> None:
+    """Applied plus residual over a save and load are the true sum."""
     run = _Run(rank, "powersgd")
     run.optimizer.param_groups[0]["lr"] = 0.0
     total, local = torch.zeros(()), mlp()
@@ -391,12 +328,9 @@ def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         value.zero_()  # the caller's
     run.hook.residual("0.weight").zero_()  # a copy
     assert run.hook.report()["step"].max() == 2  # no row of the step that was taken back
-    return total + averaged(residuals(run.hook, run.model)), averaged(gradients(local))
-
-
-def test_loading_in_place_loses_nothing() -> None:
-    got, want = run_ranks(_sum_after_load, 2)[0]
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
+    wanted = averaged(gradients(local))
+    kept = total + averaged(residuals(run.hook, run.model))
+    torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
 @on_ranks(2, ignore_warnings=("Grad strides",))

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.models import Breaks, Cnn, loss_of
+from tests.tools.models import Cnn, loss_of
 from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
 
 STEPS = 4
@@ -229,112 +228,7 @@ def test_a_reduce_that_raises_is_a_step_that_was_abandoned(rank: int) -> None:
     assert "abandoned" not in state.heard
 
 
-class Raising(nn.Module):
-    """Backward raises in the middle, if asked to."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = mlp(seed=1), mlp(seed=2)
-
-    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
-        return self.last(Breaks.apply(self.first(x), breaks))
-
-
-@pytest.mark.parametrize("options", ["plain", "view", "find_unused", "precision"])
-@on_ranks(2)
-def test_a_pass_that_raises_within_hold_leaves_nothing_behind(rank: int, options: Any) -> None:
-    options = OPTIONS[options]
-    model, local = DistributedDataParallel(Raising(), **SMALL, **options), Raising()
-    for step in range(3):
-        model.zero_grad()
-        local.zero_grad()
-        with pytest.raises(ArithmeticError), model.hold():
-            add_pass(model, step, 0, rank, breaks=True)
-        assert model.require_backward_grad_sync
-        model.zero_grad()
-        with model.hold():
-            add_pass(model, step, 1, rank)
-        add_pass(local, step, 1, rank)
-        model.reduce()
-        if "mixed_precision" not in options:
-            torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-    assert all(p.dtype == torch.float32 for p in model.parameters())
-
-
 # ---- hosts of other features
-
-
-@pytest.mark.parametrize("everything", [False, True])
-@on_ranks(2)
-def test_delayed_parameters_are_averaged_too(rank: int, everything: bool) -> None:
-    net, local = mlp(), mlp()
-    named = list(net.named_parameters())
-    late = named if everything else named[-2:]
-    model = DistributedDataParallel(
-        net, delay_all_reduce_named_params=late, param_to_hook_all_reduce=net[0].weight
-    )
-    for step in range(3):
-        model.zero_grad()
-        local.zero_grad()
-        with model.hold():
-            for micro in range(rank + 1):
-                add_pass(model, step, micro, rank)
-                add_pass(local, step, micro, rank)
-        model.reduce()
-        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-
-
-@on_ranks(2)
-def test_optimizers_in_backward_step_when_reduce_has_averaged(rank: int) -> None:
-    net, local = mlp(), mlp()
-    _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    model = DistributedDataParallel(net, **SMALL)
-    with model.hold():
-        for micro in range(2):
-            add_pass(model, 0, micro, rank)
-            add_pass(local, 0, micro, rank)
-    model.reduce()
-    expected = [p.detach() - 0.1 * averaged(p.grad) for p in local.parameters()]
-    torch.testing.assert_close([p.detach() for p in net.parameters()], expected)
-    assert all(p.grad is None for p in net.parameters())
-
-
-@pytest.mark.parametrize("options", ["plain", "find_unused", "static_graph"])
-@on_ranks(2)
-def test_ranks_without_inputs_take_part_in_reduce(rank: int, world_size: int, options: Any) -> None:
-    options = OPTIONS[options]
-    model, local = DistributedDataParallel(mlp(), **SMALL, **options), mlp()
-    hook = commhooks.register(model, "none")
-    steps = 1 + 2 * rank
-    with model.join():
-        for step in range(steps):
-            model.zero_grad()
-            local.zero_grad()
-            with model.hold():
-                for micro in range(rank + 1):
-                    add_pass(model, step, micro, rank)
-            model.reduce()
-            for peer in range(world_size):
-                if step < 1 + 2 * peer:
-                    for micro in range(peer + 1):
-                        add_pass(local, step, micro, peer)
-            torch.testing.assert_close(gradients(model), gradients(local) / world_size)
-    assert hook.step == 1 + 2 * (world_size - 1)
-
-
-@on_ranks(2, timeout=120)
-def test_a_compiled_model_is_held_as_an_eager_one(rank: int) -> None:
-    model, local = DistributedDataParallel(mlp(), **SMALL), mlp()
-    compiled: Any = torch.compile(model, backend="aot_eager")
-    for step in range(3):
-        model.zero_grad()
-        local.zero_grad()
-        with model.hold():
-            for micro in range(rank + 1):
-                add_pass(compiled, step, micro, rank)
-                add_pass(local, step, micro, rank)
-        model.reduce()
-        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
 
 
 @pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleGPipe"])

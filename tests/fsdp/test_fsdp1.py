@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from tests.fsdp.test_fsdp2 import Elsewhere, backward, mean_residual, model_of, partly_frozen
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 
 QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD")
 
@@ -234,27 +234,24 @@ def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(rank: int, strate
         assert torch.equal(after[name], value) == (name == "0.weight" or not value.any()), name
 
 
-def _convolution(rank: int, world_size: int, order: torch.memory_format) -> dict[str, Any]:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 5, (2, 3)), nn.Flatten(), nn.LazyLinear(4))
-    inputs = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
-    plain(inputs)
-    plain.to(memory_format=order)
-    device = torch.device("cpu")
-    model = FullyShardedDataParallel(plain, device_id=device, use_orig_params=True)
-    # Rounds every entry by itself, wherever it lies.
-    hook = commhooks.register(model, "bf16", fp32_sum=True, error_feedback=True)
-    for _ in range(2):
-        model(inputs).square().sum().backward()
-        model.zero_grad()
-    return hook.state_dict(gather=True)
-
-
-def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None:
-    wanted, kept = (
-        mean_residual(run_ranks(_convolution, 2, order, ignore_warnings=QUIET)[0])
-        for order in (torch.contiguous_format, torch.channels_last)
-    )
+@on_ranks(2, ignore_warnings=QUIET)
+def test_values_of_channels_last_weights_are_saved_in_their_dimensions(rank: int) -> None:
+    saved = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 5, (2, 3)), nn.Flatten(), nn.LazyLinear(4))
+        inputs = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+        plain(inputs)
+        plain.to(memory_format=order)
+        device = torch.device("cpu")
+        model = FullyShardedDataParallel(plain, device_id=device, use_orig_params=True)
+        # Rounds every entry by itself, wherever it lies.
+        hook = commhooks.register(model, "bf16", fp32_sum=True, error_feedback=True)
+        for _ in range(2):
+            model(inputs).square().sum().backward()
+            model.zero_grad()
+        saved.append(mean_residual(hook.state_dict(gather=True)))
+    wanted, kept = saved
     assert wanted["0.weight"].shape == (5, 3, 2, 3)
     for name, value in wanted.items():
         assert (kept[name] - value).norm() < 0.1 * value.norm(), name

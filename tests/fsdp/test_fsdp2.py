@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -30,16 +29,6 @@ from commhooks.fsdp import gather_parameters, replicate
 from commhooks.schemes import Dense
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import equal_on_all_ranks
-
-# With feedback: over steps, what is sent and what is kept add up to the gradients.
-SHARDED = {
-    "bf16": {"fp32_sum": True, "error_feedback": True},
-    "int8": {"rounding": "nearest"},
-    "int4": {"block": 64},
-    "onebit": {"block": 64},
-    "eden": {"bits": 4, "error_feedback": True},
-    "fp8": {"format": "mx_e4m3"},
-}
 
 
 def model_of(sizes: tuple[int, ...] = (33, 65, 64, 7)) -> nn.Sequential:
@@ -145,13 +134,6 @@ def _lost(rank: int, exact: nn.Module, ours: nn.Module, hook: commhooks.HookStat
     return worst
 
 
-@pytest.mark.parametrize("name", SHARDED)
-@on_ranks(3)
-def test_what_is_sent_and_what_is_kept_are_the_gradients(rank: int, name: str) -> None:
-    exact, ours = sharded(model_of()), sharded(model_of())
-    assert _lost(rank, exact, ours, commhooks.register(ours, name, **SHARDED[name])) < 1e-3
-
-
 def partly_frozen() -> nn.Sequential:
     model = model_of()
     for name in ("0.weight", "0.bias", "2.bias"):
@@ -220,48 +202,6 @@ def test_a_shard_is_rounded_once(rank: int) -> None:
         assert 0 < _distance(once, wanted) < 0.9 * _distance(twice, wanted)
 
 
-class _Infinite(torch.autograd.Function):
-    """Makes the gradient of the last output infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.index_fill(1, torch.tensor([grad.shape[1] - 1]), torch.inf)
-
-
-@on_ranks(2)
-def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any(rank: int) -> None:
-    model: Any = sharded(model_of())
-    hook = commhooks.register(model, "int4", block=64)
-    backward(model, 0, rank)
-    gradients(model)
-    before = copy.deepcopy(hook.state_dict())
-    # In the last row of the first layer, which lies in the shard of the last rank.
-    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
-    backward(model, 1, rank)
-    handle.remove()
-    finite = all(
-        bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters()
-    )
-    assert finite == (rank == 0)
-    gradients(model)
-    after = hook.state_dict()
-    key = f"rank{rank}"
-    for name, value in before[key]["memory"]["residual"].items():
-        assert torch.equal(value, after[key]["memory"]["residual"][name])
-    assert (hook.step, hook.skipped_steps) == (2, 1)
-    backward(model, 2, rank)
-    assert all(bool(value.isfinite().all()) for value in gradients(model).values())
-    hook.switch("none")  # without memory
-    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
-    backward(model, 3, rank)
-    handle.remove()
-    assert hook.skipped_steps == 2
-
-
 @on_ranks(2)
 def test_the_divide_factor_of_fsdp2_holds(rank: int) -> None:
     for force_sum in (False, True):
@@ -282,54 +222,6 @@ def mean_residual(state: dict[str, Any], key: str = "residual") -> dict[str, Ten
     parts = [part["memory"][key] for field, part in state.items() if field.startswith("rank")]
     names = [name for name in parts[0] if "#" not in name]
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
-
-
-@on_ranks(4)
-def test_between_nodes_any_scheme_averages(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for name, most in (("none", 0.0), ("int8", 0.03), ("powersgd", 1.0)):
-        native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
-        hook = commhooks.register(ours, name, replicate_group=mesh["replicate"])
-        for model in (native, ours):
-            backward(model, 0, rank)
-        assert hook.step == 1
-        assert worst_error(gradients(ours), gradients(native)) <= most
-
-
-@on_ranks(4)
-def test_between_nodes_what_was_not_sent_is_kept_and_saved(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    place, replicas = mesh["shard"].get_local_rank(), mesh["replicate"].get_group()
-
-    def made() -> tuple[nn.Module, commhooks.HookState]:
-        model = sharded(model_of(), mesh["shard"])
-        return model, commhooks.register(
-            model, "topk", ratio=0.2, replicate_group=mesh["replicate"]
-        )
-
-    native, (ours, hook) = sharded(model_of(), mesh), made()
-    unsent: dict[str, Tensor] = {}
-    for step in range(3):
-        for model, sign in ((native, 1), (ours, -1)):
-            backward(model, step, rank)
-            for name, parameter in model.named_parameters():
-                grad: Any = parameter.grad
-                unsent[name] = unsent.get(name, 0) + sign * grad.to_local()
-                parameter.grad = None
-    residual = {name: value.clone() for key, name, value in hook.engine.memory.items()}
-    for name, value in unsent.items():
-        kept = residual[f"{name}#{place}"]
-        dist.all_reduce(kept, group=replicas)
-        torch.testing.assert_close(kept[: len(value)] / 2, value, rtol=1e-4, atol=1e-4)
-    assert any(value.any() for value in residual.values())
-    state, again = hook.state_dict(gather=True), made()
-    states: list[Any] = [None] * world_size
-    dist.all_gather_object(states, state)
-    again[1].load_state_dict(states[mesh.mesh[0, 1 - place]])  # each has the pieces of all shards
-    assert again[1].step == 3
-    for model in (ours, again[0]):
-        backward(model, 3, rank)
-    equal(gradients(ours), gradients(again[0]))
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -143,8 +142,3 @@ def _leaves(scheme: Scheme) -> Iterator[Scheme]:
         yield from _leaves(scheme.scheme)
     else:
         yield scheme
-
-
-def tolerance_of_sums(world: int) -> float:
-    """Share of the norm by which sums of products in float32 may be off, see tests/contract."""
-    return (math.log2(world) + 2 * 80) * torch.finfo(torch.float32).eps

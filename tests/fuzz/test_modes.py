@@ -1,4 +1,4 @@
-"""Schemes in the modes of both classes of DistributedDataParallel obey the laws of the fuzzer."""
+"""Schemes obey the laws of the fuzzer in the modes of DistributedDataParallel and on every host."""
 
 from __future__ import annotations
 
@@ -8,14 +8,22 @@ from typing import Any
 import pytest
 
 from tests.fuzz.case import Case
+from tests.fuzz.hosts import HOSTS
 from tests.fuzz.runner import Runner
 from tests.fuzz.schemes import SCHEMES as NAMED
+from tests.fuzz.schemes import build
 
 pytestmark = pytest.mark.distributed
 
 UNUSED = {"find_unused_parameters": True}
 SKIPS = {**UNUSED, "skip_all_reduce_unused_params": True}
 STATIC, VIEW = {"static_graph": True}, {"gradient_as_bucket_view": True}
+# A step that has raised is over, so that it can be saved.
+RAISED: dict[str, Any] = {
+    "events": ((2, "raise", "middle"), (3, "save"), (4, "raise", "last"), (5, "save")),
+    "steps": 7,
+}
+HOLD: dict[str, Any] = {"setting": ("hold",), "micro": 2}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
     "unused by rank": {"model": ("branches",), "use": "ranks", "ddp": UNUSED},
@@ -24,10 +32,18 @@ MODES: dict[str, dict[str, Any]] = {
     "unused, view": {
         "model": ("branches",), "use": "alternate", "ddp": {**UNUSED, **VIEW}, "zero": "zeros",
     },
-    "raised": {  # a step that has raised is over, so that it can be saved
-        "events": ((2, "raise", "middle"), (3, "save"), (4, "raise", "last"), (5, "save")),
-        "steps": 7,
-    },
+    "raised": RAISED,
+    "raised, unused": {**RAISED, "ddp": UNUSED},
+    "raised, static graph": {**RAISED, "ddp": STATIC},
+    "raised, view": {**RAISED, "ddp": VIEW},
+    "unregistered": {"events": ((3, "unregister"),), "steps": 6},
+    "hold": {**HOLD, "micro": 3},
+    "hold, raised": {**RAISED, **HOLD},
+    "hold, delayed": {**HOLD, "setting": ("hold", "delayed")},
+    "hold, in backward": {**HOLD, "setting": ("hold", "in_backward")},
+    "hold, compiled": {**HOLD, "setting": ("compiled", "hold")},
+    "hold, join": {**HOLD, "join": 3, "steps": 8},
+    "hold, precision": {**HOLD, "ddp": {"mixed_precision": "bf16_f32"}},
     "last bucket skipped": {"model": ("front",), "use": "once", "ddp": SKIPS},
     "first bucket skipped": {"model": ("branches",), "use": "once", "ddp": SKIPS},
     "static graph": {"ddp": STATIC},
@@ -49,6 +65,8 @@ MODES: dict[str, dict[str, Any]] = {
     "three ranks, no_sync": {"world": 3, "micro": 4},
     "three ranks, sparse": {"world": 3, "model": ("sparse",)},
     "join": {"join": 3, "steps": 8},
+    "loaded": {"legs": (2,)},
+    "loaded on other ranks": {"legs": (3, 2, 1)},
 }  # fmt: skip
 SCHEMES: dict[str, dict[str, Any]] = {
     **{name: {"scheme": name} for name in NAMED if name != "noop"},
@@ -61,7 +79,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 }
 # They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
 SOME = ("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit", "topk, coalesced")
-THOROUGH = ("no_sync, view", "half", "join")
+THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
 
 
 @pytest.fixture(scope="module")
@@ -71,13 +89,41 @@ def runner() -> Iterator[Runner]:
     runner.restart()
 
 
-CASES = [(mode, host) for host in ("core", "torch") for mode in MODES]
-CASES.remove(("raised", "torch"))  # it ends there, see tests/hook/test_steps.py
+# Torch's class has no ``hold``, keeps its hook, and ends where a step raises.
+CASES = [("core", mode) for mode in MODES] + [
+    ("torch", mode) for mode in MODES if not mode.startswith(("raised", "hold", "unregistered"))
+]
 
 
-@pytest.mark.parametrize(("mode", "host"), CASES)
-def test_schemes_obey_the_laws_in_every_mode(mode: str, host: str, runner: Runner) -> None:
+@pytest.mark.parametrize(("host", "mode"), CASES)
+def test_schemes_obey_the_laws_in_every_mode(host: str, mode: str, runner: Runner) -> None:
     for name in SCHEMES if mode in THOROUGH else SOME:
         options = {"bucket_cap_mb": 0.0005, **MODES[mode].get("ddp", {})}
         verdict = runner.run(Case(**{"host": host, **MODES[mode], **SCHEMES[name], "ddp": options}))
+        assert verdict.status == "ok", (name, verdict)
+
+
+PLACES = {
+    " ".join((host, *setting)): (host, setting)
+    for host, kind in HOSTS.items()
+    for setting in dict.fromkeys(kind.settings)
+}
+EVENTS = (
+    *((1, "poison", "middle", "inf"), (2, "save"), (3, "poison", "first", "nan")),
+    *((4, "resume", "gathered"), (5, "switch", "int4", {"block": 64})),
+)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_schemes_obey_the_laws_on_every_host(place: str, runner: Runner) -> None:
+    """A step that is not finite on one rank is counted, and changes no memory on any."""
+    host, setting = PLACES[place]
+    kind = HOSTS[host]
+    for name in ("none", "int8", "int4", "onebit", "topk", "powersgd"):
+        if not kind.takes(build(name, {}, ()), setting):
+            continue
+        events = tuple(event for event in EVENTS if event[1] in kind.happens)
+        world = 3 if 3 in kind.worlds else 4  # shards of uneven sizes
+        case = Case(host=host, setting=setting, world=world, scheme=name, steps=7, events=events)
+        verdict = runner.run(case)
         assert verdict.status == "ok", (name, verdict)
