@@ -16,11 +16,9 @@ from torch.distributed.fsdp import (
     ShardingStrategy,
     fully_shard,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import ProcessGroupAllocReduceScatter
 from torch.utils.checkpoint import checkpoint
 
 import commhooks
-from commhooks._torch import fsdp2_groups
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp import gather_parameters
 from tests.fsdp.test_fsdp1 import QUIET
@@ -206,24 +204,6 @@ def test_modules_that_are_sharded_after_register_are_missed(rank: int, world_siz
     units[2] = _unit(units[2])
     with pytest.raises(HookNotAttachedError, match="on 2: sharded after register"):
         backward(units, 0, rank)
-
-
-@on_ranks(4)
-def test_reductions_that_are_there_already_are_not_replaced() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(model_of(), mesh["shard"])
-    model[2].set_all_reduce_hook(print)  # type: ignore[index, operator, union-attr]
-    with pytest.raises(RegistrationError, match="set_all_reduce_hook"):
-        commhooks.register(model, "int8", replicate_group=mesh["replicate"])
-    model = sharded(model_of())
-    model[2].set_allocate_memory_from_process_group_for_comm(True)  # type: ignore[index, operator]
-    group = fsdp2_groups(model[2])[0]  # type: ignore[index]
-    assert isinstance(group._reduce_scatter_comm, ProcessGroupAllocReduceScatter)
-    with pytest.raises(RegistrationError, match="leave that call out"):
-        commhooks.register(model, "int8")
-    model = sharded(model_of(), mesh["shard"])
-    with pytest.raises(RegistrationError, match="different shards of one replica"):
-        commhooks.register(model, "int8", replicate_group=mesh["shard"])
 
 
 @on_ranks(4)

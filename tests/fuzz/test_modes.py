@@ -82,6 +82,15 @@ SOME = ("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit", "topk,
 THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
 
 
+# At every run; the others before a release.
+QUICK = {
+    *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
+    *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
+    *(("torch", mode) for mode in ("unused, zeros", "half", "sparse")),
+    *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero"),
+}
+
+
 @pytest.fixture(scope="module")
 def runner() -> Iterator[Runner]:
     runner = Runner()
@@ -95,7 +104,10 @@ CASES = [("core", mode) for mode in MODES] + [
 ]
 
 
-@pytest.mark.parametrize(("host", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("host", "mode"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_schemes_obey_the_laws_in_every_mode(host: str, mode: str, runner: Runner) -> None:
     for name in SCHEMES if mode in THOROUGH else SOME:
         options = {"bucket_cap_mb": 0.0005, **MODES[mode].get("ddp", {})}
@@ -114,7 +126,10 @@ EVENTS = (
 )
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLACES],
+)
 def test_schemes_obey_the_laws_on_every_host(place: str, runner: Runner) -> None:
     """A step that is not finite on one rank is counted, and changes no memory on any."""
     host, setting = PLACES[place]

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from ddp_core.exchange import _collectives as collectives
 from ddp_core.exchange import _pairs as pairs
 from ddp_core.exchange._pairs import Pairs, on_gloo
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, outcome, parameters
+from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, parameters
 
 SHAPES = ((), (0,), (1,), (1001,), (3, 5))
 
@@ -124,11 +125,9 @@ def test_two_levels_of_four_ranks_agree_bit_for_bit(rank: int) -> None:
 
 @on_ranks(4)
 def test_ranks_that_count_nodes_differently_are_told(rank: int) -> None:
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "4"
-    error = outcome(commhooks.register, ddp(mlp()), "sdp4bit")
-    assert error is not None
-    assert error[0] == "MismatchError"
-    assert "ranks of a node" in error[1]
+    nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2" if rank else "4")
+    with nodes, pytest.raises(commhooks.errors.MismatchError, match="ranks of a node"):
+        commhooks.register(ddp(mlp()), "sdp4bit")
 
 
 @on_ranks(2)
