@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from ddp_core import DistributedDataParallel, MixedPrecision
+from tests.ddp import test_ddp_steps as ddp_steps
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Cnn, loss_of
-from tests.tools.training import averaged, batch, equal_bits, gradients, mlp, outcome
+from tests.tools.training import averaged, batch, equal_on_all_ranks, gradients, mlp, outcome
 
 STEPS = 4
 SMALL = {"bucket_cap_mb": 0.002}
@@ -73,19 +73,12 @@ def test_ranks_run_as_many_passes_as_they_like_and_nothing_travels_between(
                 loss_of(local(images)).backward()
         model.reduce()
         torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-        for buffer in model.buffers():  # those of rank 0, on all ranks
-            assert equal_bits([*_gathered(buffer)])
+        assert equal_on_all_ranks(*model.buffers())  # those of rank 0
         model.eval()
         with torch.no_grad():  # after which a forward pass would leave buffers as they are
             model(batch(step, rank, 4, 3, 8, 8))
         model.train()
         local.load_state_dict(model.module.state_dict())
-
-
-def _gathered(tensor: Tensor) -> list[Tensor]:
-    everywhere = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-    dist.all_gather(everywhere, tensor)
-    return everywhere
 
 
 class Branches(nn.Module):
@@ -155,26 +148,14 @@ def test_passes_after_reduce_within_hold_are_held(rank: int) -> None:
         assert "hold" in (outcome(optimizer.step) or ("", ""))[1]
 
 
-class Recorder:
-    """A hook's state that writes down what it hears."""
-
-    def __init__(self) -> None:
-        self.heard: list[str] = []
+class Recorder(ddp_steps.Recorder):
+    """Also tells the last bucket from the others, and holds none back."""
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
         self.heard.append("last" if bucket.is_last() else "bucket")
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(averaged(bucket.buffer()))
         return future
-
-    def backward_finished(self) -> None:
-        self.heard.append("end")
-
-    def gradients_written(self, left_alone: Any) -> None:
-        self.heard.append("landed")
-
-    def step_aborted(self) -> None:
-        self.heard.append("abandoned")
 
 
 @on_ranks(2)

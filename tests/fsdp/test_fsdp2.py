@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -283,23 +282,6 @@ def test_parameters_without_a_gradient_are_named(rank: int, world_size: int) -> 
     backward(model, 0, rank)
     assert hook.step == 1
     assert not gradients(model)["unused.weight"].any()
-
-
-@on_ranks(2)
-def test_activation_checkpointing_counts_one_step(rank: int, world_size: int) -> None:
-    plain, ours = model_of(), model_of()
-    for model in (plain, ours):
-        for place, layer in enumerate(model):
-            if isinstance(layer, nn.Linear):
-                model[place] = checkpoint_wrapper(layer)
-                fully_shard(model[place], mesh=init_device_mesh("cpu", (world_size,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    hook = commhooks.register(ours, "none")
-    for step in range(2):
-        for model in (plain, ours):
-            backward(model, step, rank)
-        equal(gradients(ours), gradients(plain))
-    assert hook.step == 2
 
 
 @on_ranks(4, ignore_warnings=(".*returned a view tensor",))

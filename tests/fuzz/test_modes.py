@@ -139,6 +139,15 @@ def test_schemes_obey_the_laws_on_every_host(place: str, runner: Runner) -> None
             continue
         events = tuple(event for event in EVENTS if event[1] in kind.happens)
         world = 3 if 3 in kind.worlds else 4  # shards of uneven sizes
-        case = Case(host=host, setting=setting, world=world, scheme=name, steps=7, events=events)
+        model = tuple(name for name in ("frozen", "checkpoint") if name in kind.models)
+        case = Case(
+            host=host,
+            setting=setting,
+            world=world,
+            scheme=name,
+            model=model,
+            steps=7,
+            events=events,
+        )
         verdict = runner.run(case)
         assert verdict.status == "ok", (name, verdict)
