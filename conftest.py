@@ -23,7 +23,6 @@ VARIANTS = {
     "tests/hook/test_cuda_emulation.py::test_an_optimizer_in_backward_steps": 20,
     "tests/hook/test_cuda_emulation.py::test_training_gives_what_it_gives_on_the_cpu": 20,
     "tests/predict/test_auto.py::test_a_slow_line_gets_a_scheme": 2,
-    "tests/hook/test_cut_buckets.py::test_modes_of_both_classes": 3,
     "tests/faults/test_ddp_abandoned.py::test_a_rank_that_goes_on_alone": 4,
     "tests/faults/test_ddp_abandoned.py::test_three_ranks_that_raise_not_alike": 3,
     "tests/faults/test_ddp_abandoned.py::test_whatever_comes_first": 2,

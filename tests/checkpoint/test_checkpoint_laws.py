@@ -15,7 +15,7 @@ from commhooks.checkpoint._format import checksum
 from commhooks.local._diloco import VERSION as OUTER_VERSION
 from commhooks.local._diloco import add_checksum as add_outer_checksum
 from tests.tools.harness import on_ranks
-from tests.tools.training import ddp, outcome
+from tests.tools.training import ddp, outcome, same
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
@@ -24,14 +24,6 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
         if field.startswith("rank"):
             part["checksum"] = checksum(state, part)
     return state
-
-
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value) for leaf in (key, *flat(value[key]))]
-    if isinstance(value, (list, tuple)):
-        return [leaf for part in value for leaf in flat(part)]
-    return value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
 
 
 def trained(name: str, **options: Any) -> tuple[Any, Any]:
@@ -102,7 +94,7 @@ def test_a_state_that_breaks_a_law_is_refused_and_nothing_changes() -> None:
         error = outcome(hook.load_state_dict, sealed(state))
         if error is None or error[0] != "CheckpointError" or len(error[1]) > 600:
             wrong.append(f"{label}: {error}")
-        if flat(hook.state_dict()) != flat(before):
+        if not same(hook.state_dict(), before):
             wrong.append(f"{label}: changed")
     assert wrong == []
 
@@ -177,14 +169,14 @@ def test_a_damaged_diloco_state_is_refused_and_nothing_changes() -> None:
         error = outcome(outer.load_state_dict, state)
         if error is None or error[0] != "CheckpointError":
             wrong.append(f"{label}: {error}")
-        if flat(outer.state_dict()) != flat(before):
+        if not same(outer.state_dict(), before):
             wrong.append(f"{label}: changed")
     first = {key: value for key, value in before.items() if key not in ("version", "checksum")}
     for good in (before, first):
         again = _outer()
         again.steps = 99
         again.load_state_dict(good)
-        if flat(again.state_dict()) != flat(before):
+        if not same(again.state_dict(), before):
             wrong.append("a good state was not taken up")
     assert wrong == []
 

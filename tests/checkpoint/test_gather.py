@@ -64,8 +64,9 @@ def test_one_file_of_all_ranks_serves_every_rank(rank: int, tmp_path: Path) -> N
     pair = dist.new_group([0, 1])
     if rank < 2:
         fewer = commhooks.register(ddp(mlp(), process_group=pair), "powersgd", rank=2)
-        with pytest.raises(CheckpointError, match="saved on 3 ranks, loaded on 2"):
-            fewer.load_state_dict(local)
+        if rank == 0:  # which would have what rank 2 held
+            with pytest.raises(CheckpointError, match="saved on 3 ranks, loaded on 2"):
+                fewer.load_state_dict(local)
     # Of a scheme that keeps nothing, anybody's state is everybody's.
     _, int8 = trained(rank, "int8")
     states = [int8.state_dict()]

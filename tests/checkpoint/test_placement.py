@@ -35,7 +35,7 @@ from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDen
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
-from tests.tools.harness import on_ranks, run_cases
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import everyone, same
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -134,11 +134,11 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
 
 
 # In processes of their own: torch keeps the meshes of DTensors, whose groups end with a test.
+@pytest.mark.parametrize("host", ["ddp_core", "fsdp2", "fsdp1"])
 def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
-    tmp_path: Path,
+    host: str, tmp_path: Path
 ) -> None:
-    cases = [(host, str(tmp_path / host)) for host in ("ddp_core", "fsdp2", "fsdp1")]
-    run_cases(_columns, 4, cases, ignore_warnings=QUIET)
+    run_ranks(_columns, 4, host, str(tmp_path), ignore_warnings=QUIET)
 
 
 @on_ranks(2, ignore_warnings=QUIET)

@@ -36,6 +36,8 @@ MODES: dict[str, dict[str, Any]] = {
     "raised, unused": {**RAISED, "ddp": UNUSED},
     "raised, static graph": {**RAISED, "ddp": STATIC},
     "raised, view": {**RAISED, "ddp": VIEW},
+    "late": {"setting": ("late",)},
+    "poison": {"events": ((1, "poison", "middle", "inf"), (3, "poison", "first", "nan"))},
     "unregistered": {"events": ((3, "unregister"),), "steps": 6},
     "hold": {**HOLD, "micro": 3},
     "hold, raised": {**RAISED, **HOLD},
@@ -74,11 +76,15 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "powersgd, fp16": {"scheme": "powersgd", "options": {"wire_dtype": "fp16"}},
     "powersgd, coalesced": {"scheme": "powersgd", "options": {"coalesce": True}},
     "topk, coalesced": {"scheme": "topk", "options": {"coalesce": True}},
+    "topk, cut": {"scheme": "topk", "wrap": ("cut",)},
     "fp16, feedback": {"scheme": "fp16", "options": {"error_feedback": True}},
     "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
 }
 # They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
-SOME = ("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit", "topk, coalesced")
+SOME = (
+    *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
+    *("topk, coalesced", "topk, cut"),
+)
 THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
 
 
@@ -86,7 +92,7 @@ THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
 QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
     *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
-    *(("torch", mode) for mode in ("unused, zeros", "half", "sparse")),
+    *(("torch", mode) for mode in ("unused, zeros", "half", "sparse", "poison")),
     *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero"),
 }
 

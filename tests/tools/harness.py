@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -246,38 +246,6 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]
         return test
 
     return test_of
-
-
-def run_cases(
-    worker: Callable[..., Any],
-    world_size: int,
-    cases: Iterable[tuple[Any, ...]],
-    **options: Any,
-) -> list[list[Any]]:
-    """Calls ``worker`` for one case after the other in the same processes, as ``run_ranks`` does.
-
-    Args:
-        cases: arguments of each call.
-        options: of ``run_ranks``.
-
-    Returns:
-        For each case the values of all ranks.
-    """
-    ranks = run_ranks(_each, world_size, worker, list(cases), **options)
-    return [list(values) for values in zip(*ranks, strict=True)]
-
-
-def _each(
-    rank: int, world_size: int, worker: Callable[..., Any], cases: list[tuple[Any, ...]]
-) -> list[Any]:
-    values = []
-    for case in cases:
-        try:
-            values.append(worker(rank, world_size, *case))
-        except BaseException as error:
-            error.add_note(f"case {case}")
-            raise
-    return values
 
 
 _server_runs = False

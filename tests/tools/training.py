@@ -136,11 +136,13 @@ def everyone(value: Any, group: Any = None) -> list[Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal; of tensors, also in dictionaries, all bits."""
+    """Whether two values are equal; of tensors, also inside, all numbers."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
 
 
