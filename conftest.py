@@ -36,6 +36,7 @@ VARIANTS = {
     "tests/faults/test_failures.py::test_the_residual_is_flushed": 3,
     "tests/fsdp/test_fsdp2.py::test_auto_times_candidates": 2,
     "tests/fsdp/test_fsdp2.py::test_none_has_the_bits": 2,
+    "tests/fsdp/test_fsdp2.py::test_what_is_sent_and_what_is_kept": 2,
     "tests/hosts/test_functions.py::test_an_all_reduce_of_every_scheme": 2,
     "tests/predict/test_headroom.py::test_a_script_of_any_shape_gets_an_answer": 3,
     "tests/hosts/test_hosts.py::test_hosts_end_with_the_process": 3,

@@ -29,6 +29,16 @@ from commhooks.schemes import Dense
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import equal_on_all_ranks
 
+# With feedback: over steps, what is sent and what is kept add up to the gradients.
+SHARDED = {
+    "bf16": {"fp32_sum": True, "error_feedback": True},
+    "int8": {"rounding": "nearest"},
+    "int4": {"block": 64},
+    "onebit": {"block": 64},
+    "eden": {"bits": 4, "error_feedback": True},
+    "fp8": {"format": "mx_e4m3"},
+}
+
 
 def model_of(sizes: tuple[int, ...] = (33, 65, 64, 7)) -> nn.Sequential:
     """Returns layers whose rows divide by no number of ranks, but one of them."""
@@ -131,6 +141,13 @@ def _lost(rank: int, exact: nn.Module, ours: nn.Module, hook: commhooks.HookStat
         assert float(kept.norm()) > 0, key
         worst = max(worst, float((value - kept).norm() / kept.norm()))
     return worst
+
+
+@pytest.mark.parametrize("name", SHARDED)
+@on_ranks(3)
+def test_what_is_sent_and_what_is_kept_are_the_gradients(rank: int, name: str) -> None:
+    exact, ours = sharded(model_of()), sharded(model_of())
+    assert _lost(rank, exact, ours, commhooks.register(ours, name, **SHARDED[name])) < 1e-3
 
 
 def partly_frozen() -> nn.Sequential:
