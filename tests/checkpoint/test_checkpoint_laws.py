@@ -14,8 +14,8 @@ import commhooks
 from commhooks.checkpoint._format import checksum
 from commhooks.local._diloco import VERSION as OUTER_VERSION
 from commhooks.local._diloco import add_checksum as add_outer_checksum
-from tests.tools.harness import run_ranks
-from tests.tools.training import ddp, outcome
+from tests.tools.harness import on_ranks
+from tests.tools.training import ddp, outcome, same
 
 
 def sealed(state: dict[str, Any]) -> dict[str, Any]:
@@ -24,14 +24,6 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
         if field.startswith("rank"):
             part["checksum"] = checksum(state, part)
     return state
-
-
-def flat(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return [leaf for key in sorted(value) for leaf in (key, *flat(value[key]))]
-    if isinstance(value, (list, tuple)):
-        return [leaf for part in value for leaf in flat(part)]
-    return value.reshape(-1).tolist() if isinstance(value, Tensor) else [value]
 
 
 def trained(name: str, **options: Any) -> tuple[Any, Any]:
@@ -86,7 +78,8 @@ HOOK: dict[str, tuple[str, Any]] = {
 }  # fmt: skip
 
 
-def _refused(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_a_state_that_breaks_a_law_is_refused_and_nothing_changes() -> None:
     wrong = []
     for label, (name, change) in HOOK.items():
         options = {"local_size": 1} if name == "sdp4bit" else {}
@@ -101,13 +94,9 @@ def _refused(rank: int, world_size: int) -> list[str]:
         error = outcome(hook.load_state_dict, sealed(state))
         if error is None or error[0] != "CheckpointError" or len(error[1]) > 600:
             wrong.append(f"{label}: {error}")
-        if flat(hook.state_dict()) != flat(before):
+        if not same(hook.state_dict(), before):
             wrong.append(f"{label}: changed")
-    return wrong
-
-
-def test_a_state_that_breaks_a_law_is_refused_and_nothing_changes():
-    assert run_ranks(_refused, 1) == [[]]
+    assert wrong == []
 
 
 OUTER: dict[str, Any] = {
@@ -165,7 +154,8 @@ def _outer() -> commhooks.DiLoCo:
     return outer
 
 
-def _refused_outer(rank: int, world_size: int) -> list[str]:
+@on_ranks(1)
+def test_a_damaged_diloco_state_is_refused_and_nothing_changes() -> None:
     outer, wrong = _outer(), []
     before = outer.state_dict()
     if not before["arriving"]:
@@ -179,26 +169,23 @@ def _refused_outer(rank: int, world_size: int) -> list[str]:
         error = outcome(outer.load_state_dict, state)
         if error is None or error[0] != "CheckpointError":
             wrong.append(f"{label}: {error}")
-        if flat(outer.state_dict()) != flat(before):
+        if not same(outer.state_dict(), before):
             wrong.append(f"{label}: changed")
     first = {key: value for key, value in before.items() if key not in ("version", "checksum")}
     for good in (before, first):
         again = _outer()
         again.steps = 99
         again.load_state_dict(good)
-        if flat(again.state_dict()) != flat(before):
+        if not same(again.state_dict(), before):
             wrong.append("a good state was not taken up")
-    return wrong
-
-
-def test_a_damaged_diloco_state_is_refused_and_nothing_changes():
-    assert run_ranks(_refused_outer, 1) == [[]]
+    assert wrong == []
 
 
 # ---- pickled states
 
 
-def _pickled(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_a_pickled_hook_state_goes_on_on_its_own_rank_only(rank: int) -> None:
     model, hook = trained("powersgd", rank=2)
     file = io.BytesIO()
     torch.save({"state": hook}, file)
@@ -217,11 +204,6 @@ def _pickled(rank: int, world_size: int) -> Any:
     fresh = ddp(nn.Linear(64, 64))
     fresh.register_comm_hook(states[0], commhooks.comm_hook)
     error = outcome(fresh(torch.randn(4, 64)).square().mean().backward)
-    return equal, loaded["state"].scheme == hook.scheme, error
-
-
-def test_a_pickled_hook_state_goes_on_on_its_own_rank_only():
-    for equal, same_scheme, error in run_ranks(_pickled, 2):
-        assert equal
-        assert same_scheme
-        assert "rank 0 of 2" in error[1]
+    assert equal
+    assert loaded["state"].scheme == hook.scheme
+    assert "rank 0 of 2" in error[1]

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import commhooks
-from commhooks.hook import _saving as _checkpoint_gather
-from tests.tools.harness import run_ranks
-from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters, residuals
+from commhooks.errors import CheckpointError, MismatchError
+from commhooks.hook import _saving
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import (
+    batch,
+    ddp,
+    everyone,
+    mlp,
+    outcome,
+    parameters,
+    residuals,
+    same,
+)
 
 DCP_REMARKS = (".*",)  # about its planner and process group
 
@@ -33,100 +44,61 @@ def train(model: Any, rank: int, steps: range) -> None:
         (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
 
 
-def through_file(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file)
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return bool(left == right)
-
-
-def _gathered(rank: int, world_size: int, directory: str) -> Any:
+@on_ranks(3)
+def test_one_file_of_all_ranks_serves_every_rank(rank: int, tmp_path: Path) -> None:
     model, hook = trained(rank, "powersgd", rank=2)
     whole, local = hook.state_dict(gather=True), hook.state_dict()
-    _checkpoint_gather._MESSAGE = 100  # as if tensors were large
-    cut = hook.state_dict(gather=True)
-    only = hook.state_dict(gather=True, dst=1)
-    facts = [
-        same(whole, cut),
-        all(same(whole[field], local[field]) for field in local),
-        [field for field in whole if field.startswith("rank")] == ["rank0", "rank1", "rank2"],
-        same(only, whole if rank == 1 else {}),
-    ]
+    with mock.patch.object(_saving, "_MESSAGE", 100):  # as if tensors were large
+        assert same(whole, hook.state_dict(gather=True))
+        only = hook.state_dict(gather=True, dst=1)
+    assert same(only, whole if rank == 1 else {})
+    assert all(same(whole[field], local[field]) for field in local)
+    assert [field for field in whole if field.startswith("rank")] == ["rank0", "rank1", "rank2"]
     if rank == 1:
-        torch.save(only, Path(directory, "hook.pt"))
+        torch.save(only, tmp_path / "hook.pt")
     dist.barrier()
-    loaded = torch.load(Path(directory, "hook.pt"))
     _, again = trained(rank, "powersgd", rank=2)
-    again.load_state_dict(loaded)
-    facts += [torch.equal(residuals(again, model), residuals(hook, model)), again.step == hook.step]
+    again.load_state_dict(torch.load(tmp_path / "hook.pt"))
+    assert torch.equal(residuals(again, model), residuals(hook, model))
+    assert again.step == hook.step
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        fewer = commhooks.register(ddp(mlp(), process_group=pair), "powersgd", rank=2)
+        if rank == 0:  # which would have what rank 2 held
+            with pytest.raises(CheckpointError, match="saved on 3 ranks, loaded on 2"):
+                fewer.load_state_dict(local)
     # Of a scheme that keeps nothing, anybody's state is everybody's.
     _, int8 = trained(rank, "int8")
     states = [int8.state_dict()]
     dist.broadcast_object_list(states, src=0)
     int8.engine.step = 77
     int8.load_state_dict(states[0])
-    facts.append(int8.step == 3)
-    return facts, residuals(hook, model)
+    assert int8.step == 3
 
 
-def _fewer(rank: int, world_size: int, directory: str) -> Any:
-    model = ddp(mlp())
-    hook = commhooks.register(model, "powersgd", rank=2)
-    hook.load_state_dict(torch.load(Path(directory, "hook.pt")))
-    loaded = residuals(hook, model)
-    train(model, rank, range(3, 5))
-    return loaded, torch.cat([parameter.grad.view(-1) for parameter in model.parameters()])
-
-
-def test_one_file_of_all_ranks_serves_every_rank_and_any_number(tmp_path):
-    results = run_ranks(_gathered, 3, str(tmp_path))
-    assert [facts for facts, _ in results] == [[True] * 7] * 3
-    before = torch.stack([held for _, held in results]).mean(0)
-    assert before.abs().max() > 0
-    for ranks in (1, 2):
-        loaded = run_ranks(_fewer, ranks, str(tmp_path))
-        after = torch.stack([held for held, _ in loaded]).mean(0)
-        # Scaled and added up in float32: two roundings a rank.
-        torch.testing.assert_close(after, before, rtol=1e-5, atol=1e-9)
-        assert equal_bits([gradients for _, gradients in loaded])
-
-
-def _cannot_gather(rank: int, world_size: int) -> list[Any]:
+@on_ranks(2)
+def test_a_rank_that_cannot_be_gathered_is_an_error_on_all(rank: int) -> None:
     _, hook = trained(rank, "topk", ratio=0.1)
-    results = [outcome(hook.state_dict, dst=0), outcome(hook.state_dict, gather=True, dst=7)]
+    for options in ({"dst": 0}, {"gather": True, "dst": 7}):
+        with pytest.raises(ValueError, match="dst"):
+            hook.state_dict(**options)
     hook.engine.step += rank
-    results.append(outcome(hook.state_dict, gather=True))
+    with pytest.raises(MismatchError, match="step differs"):
+        hook.state_dict(gather=True)
     hook.engine.step -= rank
     if rank == 1:
         hook.engine.begin_bucket(0)  # as in the middle of a step
-    results.append(outcome(hook.state_dict, gather=True))
+    with pytest.raises(MismatchError, match="a step is under way"):
+        hook.state_dict(gather=True)
     hook.engine.abort()
-    results.append(outcome(hook.state_dict, gather=True))
-    return results
-
-
-def test_a_rank_that_cannot_be_gathered_is_an_error_on_all():
-    for alone, who, step, middle, fine in run_ranks(_cannot_gather, 2):
-        assert alone[0] == who[0] == "ValueError"
-        assert step[0] == "MismatchError"
-        assert "step differs" in step[1]
-        assert middle[0] == "MismatchError"
-        assert "a step is under way" in middle[1]
-        assert fine is None
+    hook.state_dict(gather=True)
 
 
 # ---- groups of ranks
 
 
-def _groups(rank: int, world_size: int, directory: str) -> Any:
+@on_ranks(4, ignore_warnings=DCP_REMARKS)
+def test_groups_of_ranks_keep_apart(rank: int, tmp_path: Path) -> None:
     """Ranks (0, 2) and (1, 3) each have a model of their own, as shards of a larger one."""
     groups = [dist.new_group([first, first + 2]) for first in range(2)]
     group = groups[rank % 2]
@@ -138,36 +110,28 @@ def _groups(rank: int, world_size: int, directory: str) -> Any:
     model, hook = build()
     train(model, rank, range(3))
     held = residuals(hook, model)
-    dcp.save({"hook": hook}, checkpoint_id=directory)
-    local = hook.state_dict()
-    keys = [field for field in local if field.startswith("rank")]
-    whole = hook.state_dict(gather=True)
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, local)
-    facts = [keys == [f"rank{rank}"]]
-    merged = {field: value for state in everyone for field, value in state.items()}
-    for state in (local, whole, merged, everyone):
+    dcp.save({"hook": hook}, checkpoint_id=tmp_path)
+    local, whole = hook.state_dict(), hook.state_dict(gather=True)
+    assert [field for field in local if field.startswith("rank")] == [f"rank{rank}"]
+    every = everyone(local)
+    merged = {field: value for state in every for field, value in state.items()}
+    for state in (local, whole, merged, every):
         other, again = build()
         again.load_state_dict(state)
-        facts.append(torch.equal(residuals(again, other), held))
+        assert torch.equal(residuals(again, other), held)
     other, again = build()
-    dcp.load({"hook": again}, checkpoint_id=directory)
-    facts.append(torch.equal(residuals(again, other), held))
+    dcp.load({"hook": again}, checkpoint_id=tmp_path)
+    assert torch.equal(residuals(again, other), held)
     for turn in range(2):  # the ranks of one group at a time
         if rank % 2 == turn:
-            commhooks.load_dcp(again, directory)
+            commhooks.load_dcp(again, str(tmp_path))
         dist.barrier()
-    facts.append(torch.equal(residuals(again, other), held))
+    assert torch.equal(residuals(again, other), held)
     # The state of a rank of another group: its rank within the group counts.
-    theirs = everyone[rank ^ 1]
+    theirs = every[rank ^ 1]
     again.load_state_dict(theirs)
     part = theirs[f"rank{rank ^ 1}"]["memory"]["residual"]
-    facts.append(all(torch.equal(again.residual(name), part[name]) for name in part))
-    return facts
-
-
-def test_groups_of_ranks_keep_apart(tmp_path):
-    assert run_ranks(_groups, 4, str(tmp_path), ignore_warnings=DCP_REMARKS) == [[True] * 8] * 4
+    assert all(torch.equal(again.residual(name), part[name]) for name in part)
 
 
 # ---- torch.distributed.checkpoint

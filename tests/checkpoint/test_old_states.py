@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from tests.checkpoint.old_states import FILE, SCHEMES, go_on
-from tests.tools.harness import run_cases
+from tests.tools.harness import on_ranks
 
 # Random bits are keyed in another way since then, and the mean magnitude of a long block is summed
 # in parts (docs/design/kernels.md): the share of the average by which that may change it. A draw of
@@ -15,12 +16,11 @@ CHANGED = {"int8": 0.02, "sdp4bit": 0.3, "terngrad": 2.0, "onebit": 0.3, "onebit
 CHANGED |= dict.fromkeys(("powersgd", "batched_powersgd", "acpsgd"), 0.0001)
 
 
-def test_a_state_of_format_2_goes_on() -> None:
-    saved = torch.load(FILE)
-    averages = run_cases(go_on, 2, [(scheme,) for scheme in SCHEMES])
-    for scheme, ranks in zip(SCHEMES, averages, strict=True):
-        for average, old in zip(ranks, saved[scheme]["averages"], strict=True):
-            if scheme in CHANGED:
-                assert (average - old).norm() < CHANGED[scheme] * old.norm(), scheme
-            else:
-                assert torch.equal(average, old), scheme
+@pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks(2)
+def test_a_state_of_format_2_goes_on(rank: int, world_size: int, scheme: str) -> None:
+    average, old = go_on(rank, world_size, scheme), torch.load(FILE)[scheme]["averages"][rank]
+    if scheme in CHANGED:
+        assert (average - old).norm() < CHANGED[scheme] * old.norm()
+    else:
+        assert torch.equal(average, old)

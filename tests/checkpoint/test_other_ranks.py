@@ -18,10 +18,21 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks.checkpoint._ranks import resizes_of
+from commhooks.errors import MismatchError, RegistrationError
 from ddp_core import AllReduce, Lanes, Task
 from ddp_core.exchange._lane_groups import _pools
-from tests.tools.harness import Died, on_ranks, run_cases, run_ranks
-from tests.tools.training import batch, equal_bits, flat, gradients, mlp, outcome, residuals
+from tests.tools.harness import Died, on_ranks, run_ranks
+from tests.tools.training import (
+    batch,
+    equal_bits,
+    equal_on_all_ranks,
+    everyone,
+    flat,
+    gradients,
+    mlp,
+    outcome,
+    residuals,
+)
 
 CLASSES = {"torch": DistributedDataParallel, "core": ddp_core.DistributedDataParallel}
 TINY = 1.5 / 1024  # MiB: several buckets
@@ -73,9 +84,7 @@ def kept(hook: commhooks.HookState, group: Any) -> list[dict[str, dict[str, Tens
     local: dict[str, dict[str, Tensor]] = {}
     for key, name, value in hook.engine.memory.items():
         local.setdefault(key, {})[name] = value.clone()
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, local, group=group)
-    return everyone
+    return everyone(local, group)
 
 
 def share_model(model: nn.Module, group: Any, source: int) -> None:
@@ -110,15 +119,7 @@ def carried_over(
 # ---- 4, 2, 3 ranks
 
 
-def _changes(rank: int, world_size: int, host: str, names: list[str], verify: bool) -> Any:
-    results = {}
-    for name in names:
-        results[name] = _four_two_three(rank, host, name, verify)
-        dist.barrier()
-    return results
-
-
-def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tensor]:
+def _four_two_three(rank: int, host: str, name: str, verify: bool) -> None:
     scheme, options = SCHEMES[name]
     resizes = resizes_of(commhooks.make(scheme, **options))
     register = {**options, "verify": 1 if verify else None}
@@ -157,40 +158,35 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> list[Tenso
         model = wrapped(host, group_of(0))
         hook = commhooks.register(model, scheme, **register, seed=5)
     if rank == 2:
-        return []
+        return
     three = group_of(0, 1, 3)
     change = hook.change_group(three)
     assert change[:4] == (6, 2, 3, 1), change
     assert (change.joined, change.lost) == ((0,), 0)
     assert hook.engine.seed == 0
-    of_three: list[Any] = [None] * 3
-    dist.all_gather_object(of_three, before, group=three)
-    carried_over(of_three[1], kept(hook, three), resizes, (0,))
+    carried_over(everyone(before, three)[1], kept(hook, three), resizes, (0,))
     share_model(model, three, change.source)
     del seen[:]
     train(three, range(6, 9))
     assert hook.step == 9
     assert str(change).startswith("before step 6: 2 ranks became 3; joined: [0]")
     assert len(hook.group_changes) == (1 if rank == 0 else 2)
+    assert equal_bits(everyone(torch.stack(seen), three)) or name == "gossip"  # each has its own
     hook.close()
-    return seen
-
-
-def _equal_on_all_ranks(results: list[Any], names: list[str]) -> None:
-    for name in names:
-        for grads in zip(results[0][name], results[1][name], results[3][name], strict=True):
-            assert equal_bits(list(grads)) or name == "gossip", name  # each has its own there
 
 
 @pytest.mark.parametrize("host", [pytest.param("torch", marks=pytest.mark.slow), "core"])
-def test_four_ranks_become_two_and_then_three(host: str) -> None:
-    names = list(SCHEMES) if host == "torch" else ["topk", "powersgd", "ef21"]
-    _equal_on_all_ranks(run_ranks(_changes, 4, host, names, False, timeout=120), names)
+@on_ranks(4, timeout=120)
+def test_four_ranks_become_two_and_then_three(rank: int, host: str) -> None:
+    for name in SCHEMES if host == "torch" else ("topk", "powersgd", "ef21"):
+        _four_two_three(rank, host, name, verify=False)
+        dist.barrier()
 
 
-def test_a_verified_run_goes_on_to_be_verified() -> None:
-    names = ["powersgd", "int8"]
-    _equal_on_all_ranks(run_ranks(_changes, 4, "torch", names, True, timeout=90), names)
+@pytest.mark.parametrize("name", ["powersgd", "int8"])
+@on_ranks(4, timeout=90)
+def test_a_verified_run_goes_on_to_be_verified(rank: int, name: str) -> None:
+    _four_two_three(rank, "torch", name, verify=True)
 
 
 @on_ranks(2)
@@ -294,60 +290,45 @@ def test_ranks_go_on_without_one_that_died(
 # ---- who goes on, and what is refused
 
 
-def _was_away(rank: int, world_size: int) -> Any:
+@on_ranks(3)
+def test_a_rank_that_was_away_for_a_change_joins_as_a_new_one(rank: int) -> None:
     model = wrapped("torch", dist.group.WORLD)
     hook = commhooks.register(model, "topk", ratio=0.2)
     step(model, 0, rank)
     if rank < 2:
-        pair = group_of(0, 1)
-        lost = hook.change_group(pair).lost
+        assert hook.change_group(group_of(0, 1)).lost == 1
         for number in range(1, 4):
             step(model, number, rank)
     else:
         group_of(2)
-        lost = 1
     everybody = group_of(0, 1, 2)
     change = hook.change_group(everybody)
+    assert change.joined == (2,)
     share_model(model, everybody, change.source)
-    held = float(residuals(hook, model).abs().sum())
-    local = step(model, 4, rank)
-    ours = mean_over(everybody, local)
-    del ours
+    assert residuals(hook, model).any() == (rank < 2)
+    step(model, 4, rank)
+    assert hook.step == 5
+    assert equal_on_all_ranks(gradients(model))
     hook.close()
-    return lost, change.joined, hook.step, held > 0, gradients(model)
 
 
-def test_a_rank_that_was_away_for_a_change_joins_as_a_new_one() -> None:
-    results = run_ranks(_was_away, 3)
-    assert [value[:4] for value in results] == [
-        (1, (2,), 5, True),
-        (1, (2,), 5, True),
-        (1, (2,), 5, False),
-    ]
-    assert equal_bits([value[4] for value in results])
-
-
-def _loaded_elsewhere(rank: int, world_size: int) -> Any:
+@on_ranks(3)
+def test_a_rank_with_a_larger_step_joins_all_the_same(rank: int) -> None:
     model = wrapped("torch", group_of(2) if rank == 2 else group_of(0, 1))
     hook = commhooks.register(model, "topk", ratio=0.2)
     for number in range(2 if rank < 2 else 7):
         step(model, number, rank)
-    everybody = group_of(0, 1, 2)
-    change = hook.change_group(everybody)
+    assert hook.change_group(group_of(0, 1, 2))[:5] == (2, 2, 3, 0, (2,))
+    assert residuals(hook, model).any() == (rank < 2)
     assert hook.report()["step"].max() == 1  # no rows of later steps of a rank that joins
-    held = residuals(hook, model)
     hook.close()
-    dist.barrier()
-    return change[:5], float(held.abs().sum()) > 0
 
 
-def test_a_rank_with_a_larger_step_joins_all_the_same() -> None:
-    first, second, third = run_ranks(_loaded_elsewhere, 3)
-    assert first == second == ((2, 2, 3, 0, (2,)), True)
-    assert third == ((2, 2, 3, 0, (2,)), False)
-
-
-def _refuses(rank: int, world_size: int, host: str) -> None:
+@pytest.mark.parametrize("host", CLASSES)
+@on_ranks(2)
+def test_what_cannot_change_says_why_and_stays_as_it_was(
+    rank: int, world_size: int, host: str
+) -> None:
     model = wrapped(host, dist.group.WORLD)
     hook = commhooks.register(model, "topk", ratio=0.2)
     step(model, 0, rank)
@@ -356,9 +337,8 @@ def _refuses(rank: int, world_size: int, host: str) -> None:
     hidden = hook.engine.scheme
     if rank == 1:
         hook.engine.scheme = commhooks.make("topk", ratio=0.3)
-    name, text = outcome(hook.change_group, other)
-    assert name == "MismatchError"
-    assert "HookState.change_group: scheme and options" in text
+    with pytest.raises(MismatchError, match=r"HookState\.change_group: scheme and options"):
+        hook.change_group(other)
     hook.engine.scheme = hidden
     assert not hook.group_changes
     step(model, 1, rank)  # on the ranks before
@@ -369,36 +349,25 @@ def _refuses(rank: int, world_size: int, host: str) -> None:
     step(model, 2, rank)
     handle.remove()
     assert "between two steps" in results[0][1]
-    dist.barrier()
 
 
-def test_what_cannot_change_says_why_and_stays_as_it_was() -> None:
-    run_cases(_refuses, 2, [(host,) for host in CLASSES])
-
-
-def _nobody_told_it(rank: int, world_size: int, explicit: bool) -> Any:
+@pytest.mark.parametrize("explicit", [False, True])
+@on_ranks(2)
+def test_a_model_that_moved_alone_raises_until_its_hook_follows(rank: int, explicit: bool) -> None:
     model = wrapped("torch", dist.group.WORLD)
     group = dist.group.WORLD if explicit else None
     hook = commhooks.register(model, "topk", ratio=0.2, process_group=group)
     step(model, 0, rank)
     other = dist.new_group([0, 1])
     model._update_process_group(other)
-    error = outcome(step, model, 1, rank)
+    with pytest.raises(RegistrationError, match=r"hook\.change_group\(group\)"):
+        step(model, 1, rank)
     hook.change_group(other)
     assert model.process_group is other
     step(model, 1, rank)
+    assert hook.step == 2
+    assert equal_on_all_ranks(gradients(model))
     hook.close()
-    dist.barrier()
-    return error, hook.step, gradients(model)
-
-
-def test_a_model_that_moved_alone_raises_until_its_hook_follows() -> None:
-    for ranks in run_cases(_nobody_told_it, 2, [(False,), (True,)]):
-        for error, steps, _ in ranks:
-            assert error[0] == "RegistrationError"
-            assert "hook.change_group(group)" in error[1]
-            assert steps == 2
-        assert equal_bits([grads for _, _, grads in ranks])
 
 
 # ---- what is left over
@@ -411,7 +380,8 @@ def _sockets() -> int:
     )
 
 
-def _back_and_forth(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_nothing_of_the_groups_before_is_left(rank: int) -> None:
     model = wrapped("core", dist.group.WORLD)
     hook = commhooks.register(model, "powersgd", rank=1, verify=1)
     counts = []
@@ -426,12 +396,7 @@ def _back_and_forth(rank: int, world_size: int) -> Any:
         dist.barrier()
         counts.append((_sockets(), threading.active_count(), len(_pools)))
     hook.close()
-    return counts
-
-
-def test_nothing_of_the_groups_before_is_left() -> None:
-    for counts in run_ranks(_back_and_forth, 2):
-        assert len(set(counts[1:])) == 1, counts
+    assert len(set(counts[1:])) == 1, counts
 
 
 def _two_sums(tensor: Tensor, fails: bool) -> Any:
@@ -482,60 +447,53 @@ def test_lanes_are_given_up_without_waiting_for_a_silent_rank() -> None:
 # ---- hooks with more than gradients
 
 
-def _diloco(rank: int, world_size: int) -> Any:
+@on_ranks(3)
+def test_diloco_takes_a_rank_in(rank: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     local = group_of(0, 1) if rank < 2 else group_of(2)
     outer = commhooks.DiLoCo(model, "topk", every=2, delay=1, ratio=0.3, process_group=local)
 
-    def train(count: int, first: int) -> None:
-        for number in range(first, first + count):
+    def train(numbers: range) -> None:
+        for number in numbers:
             optimizer.zero_grad()
             model(batch(number, rank, 4, 16)).square().sum().backward()
             optimizer.step()
             outer.step()
 
     if rank < 2:
-        train(4, 0)
+        train(range(4))
         assert outer._pending  # what was sent to the ranks before is dropped
-        assert "call DiLoCo.change_group" in outcome(outer.hook.change_group, local)[1]
-    everybody = group_of(0, 1, 2)
-    change = outer.change_group(everybody)
-    assert change.joined == (2,)
+        with pytest.raises(RegistrationError, match=r"call DiLoCo\.change_group"):
+            outer.hook.change_group(local)
+    assert outer.change_group(group_of(0, 1, 2)).joined == (2,)
     assert (outer.steps, outer.outer_steps) == (4, 1)
     if rank == 2:  # it trains from there
         assert torch.equal(flat(model.parameters()), flat(outer._all_fragments()[0].outer))
-    train(3, 4)
+    train(range(4, 7))
     # Not the model: with a delay, each rank keeps a part of its own parameters.
-    values = flat(outer._all_fragments()[0].outer)
+    assert equal_on_all_ranks(*outer._all_fragments()[0].outer)
     outer.close()
-    return values
 
 
-def test_diloco_takes_a_rank_in() -> None:
-    assert equal_bits(run_ranks(_diloco, 3))
-
-
-def _auto(rank: int, world_size: int) -> Any:
+@on_ranks(2)
+def test_a_search_begins_anew_where_the_ranks_change(rank: int) -> None:
     model = wrapped("core", dist.group.WORLD)
-    hook = commhooks.register(model, "auto", measure_steps=1)
+    hook: Any = commhooks.register(model, "auto", measure_steps=1)
     step(model, 0, rank)
-    change = hook.change_group(dist.new_group([0, 1]))
-    undecided = hook.decided
+    assert hook.change_group(dist.new_group([0, 1])).step == 1
+    assert not hook.decided
     step(model, 1, rank)
     hook.switch("int8")
     step(model, 2, rank)
+    assert hook._trials._begun == 1
+    assert equal_on_all_ranks(gradients(model))
     hook.close()
-    return change.step, undecided, hook._trials._begun, gradients(model)
 
 
-def test_a_search_begins_anew_where_the_ranks_change() -> None:
-    results = run_ranks(_auto, 2)
-    assert [value[:3] for value in results] == [(1, False, 1)] * 2
-    assert equal_bits([value[3] for value in results])
-
-
-def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
+@pytest.mark.parametrize("name", ["random_k", "eden", "topk"])
+@on_ranks(3)
+def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others(rank: int, name: str) -> None:
     """A rank that joins calls has made fewer of them; random positions go by their number."""
     options = {"ratio": 0.3} if name == "random_k" else {}
     group = group_of(0, 1) if rank < 2 else group_of(2)
@@ -545,17 +503,10 @@ def _joins_calls(rank: int, world_size: int, name: str) -> list[Tensor]:
         collectives.all_reduce(tensor.clone(), "weight", op=dist.ReduceOp.AVG)
     assert dist.group.WORLD is not None
     collectives.change_group(dist.group.WORLD)
-    means = [tensor.clone(), tensor.clone()]
-    for mean, value in zip(means, ("weight", "another"), strict=True):
-        collectives.all_reduce(mean, value, op=dist.ReduceOp.AVG)
+    for call in ("weight", "another"):
+        collectives.all_reduce(mean := tensor.clone(), call, op=dist.ReduceOp.AVG)
+        assert equal_on_all_ranks(mean)
     collectives.close()
-    return means
-
-
-def test_calls_of_ranks_that_join_are_counted_as_those_of_the_others() -> None:
-    for ranks in run_cases(_joins_calls, 3, [("random_k",), ("eden",), ("topk",)]):
-        for means in zip(*ranks, strict=True):
-            assert equal_bits(list(means))
 
 
 def _after_a_call_that_failed(rank: int, world_size: int) -> Tensor | None:

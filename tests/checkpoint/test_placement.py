@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,8 @@ from commhooks.wrappers import EF21, AveragedFeedback, DelayedStart, PeriodicDen
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
-from tests.tools.harness import run_cases, run_ranks
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import everyone, same
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -67,18 +69,6 @@ def _residuals(hook: commhooks.HookState) -> dict[str, Tensor]:
     return dict(part["memory"]["residual"])
 
 
-def _same(value: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return value.keys() == other.keys() and all(
-        torch.equal(value[key], other[key]) for key in value
-    )
-
-
-def _everyone(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, column = rank // 2, rank % 2
@@ -92,7 +82,7 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     assert [gathered[f"rank{value}"]["placement"] for value in (column, column + 2)] == [
         placement
     ] * 2
-    every, wholes = _everyone(local), _everyone(gathered)
+    every, wholes = everyone(local), everyone(gathered)
     dcp.save({"hook": hook}, checkpoint_id=folder)
 
     _, again = _hook_on(host, mesh)
@@ -104,9 +94,9 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
     for state in (local, gathered, every, wholes[:2]):
         _, again = _hook_on(host, mesh)
         again.load_state_dict(state)
-        assert _same(_residuals(again), kept)
+        assert same(_residuals(again), kept)
     dcp.load({"hook": (again := _hook_on(host, mesh)[1])}, checkpoint_id=folder)
-    assert _same(_residuals(again), kept)
+    assert same(_residuals(again), kept)
 
     # Without a placement it is of whole parameters; earlier releases did not say, and took it.
     whole = copy.deepcopy(every[rank ^ 1])
@@ -125,7 +115,7 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
         model = sharded(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN), mesh["dp"])
         hook = commhooks.register(model, packed)
         backward(model, 0, replica)
-        theirs = _everyone(hook.state_dict())
+        theirs = everyone(hook.state_dict())
         wrong = rf"it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
         with pytest.raises(CheckpointError, match=wrong):
             hook.load_state_dict(theirs[rank ^ 1])
@@ -133,24 +123,26 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
 
     # The same columns on other ranks: (tp, dp) is (rank // 2, rank % 2) now.
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
-    wanted = _everyone(kept)[2 * (rank % 2) + rank // 2]
+    wanted = everyone(kept)[2 * (rank % 2) + rank // 2]
     for load in (
         lambda hook: hook.load_state_dict(every),
         lambda hook: commhooks.load_dcp(hook, folder),
     ):
         _, again = _hook_on(host, turned)
         load(again)
-        assert _same(_residuals(again), wanted)
+        assert same(_residuals(again), wanted)
 
 
+# In processes of their own: torch keeps the meshes of DTensors, whose groups end with a test.
+@pytest.mark.parametrize("host", ["ddp_core", "fsdp2", "fsdp1"])
 def test_residuals_of_another_column_are_refused_and_those_of_the_own_are_found(
-    tmp_path: Any,
+    host: str, tmp_path: Path
 ) -> None:
-    cases = [(host, str(tmp_path / host)) for host in ("ddp_core", "fsdp2", "fsdp1")]
-    run_cases(_columns, 4, cases, ignore_warnings=QUIET)
+    run_ranks(_columns, 4, host, str(tmp_path), ignore_warnings=QUIET)
 
 
-def _torch(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_the_shards_that_torch_has_made_are_known_too(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     _, hook = _hook_on("torch", mesh)
     placement = [[piece.format(rank), *names] for piece, *names in PIECES]
@@ -164,15 +156,23 @@ def _torch(rank: int, world_size: int) -> None:
     uncut.call_monitor.suppressed = True
 
 
-def test_the_shards_that_torch_has_made_are_known_too() -> None:
-    run_ranks(_torch, 2, ignore_warnings=QUIET)
+def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:
+    model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    model.register_comm_hook(state, commhooks.comm_hook)
+    if not refused:
+        backward(model, 1, 0)
+        return
+    with pytest.raises(CheckpointError, match=r"trained piece . of 2 along dimension 0 of '0\."):
+        backward(model, 1, 0)
 
 
-def _pickled(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_pickle_of_another_column_is_refused(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model, hook = _hook_on("ddp_core", mesh)
     backward(model, 0, 0)
-    every = _everyone(pickle.dumps(hook))
+    every = everyone(pickle.dumps(hook))
     # A copy that has not met its model yet still is of the rank that it came from.
     again = pickle.dumps(pickle.loads(every[rank ^ 1]))
     asked = pickle.loads(every[rank ^ 1])
@@ -187,21 +187,6 @@ def _pickled(rank: int, world_size: int) -> None:
         _train_unpickled(mesh, pickle.loads(state), refused)
     for state in (old, older):  # earlier releases did not say
         _train_unpickled(mesh, state, False)
-
-
-def _train_unpickled(mesh: Any, state: Any, refused: bool) -> None:
-    model = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
-    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
-    model.register_comm_hook(state, commhooks.comm_hook)
-    if not refused:
-        backward(model, 1, 0)
-        return
-    with pytest.raises(CheckpointError, match=r"trained piece . of 2 along dimension 0 of '0\."):
-        backward(model, 1, 0)
-
-
-def test_a_pickle_of_another_column_is_refused() -> None:
-    run_ranks(_pickled, 2, ignore_warnings=QUIET)
 
 
 def _piece(*cuts: tuple[Any, int, int]) -> str:
@@ -224,18 +209,16 @@ def test_pieces_are_told_alike_on_turned_meshes() -> None:
     assert _piece(other, (Shard(1), 2, 0), first) == _piece((Shard(1), 2, 0), other, first)
 
 
-def _averaged(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_a_mean_over_other_pieces_is_refused(world_size: int) -> None:
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("tp",))
     model = parallelize_module(model_of((33, 64, 7)), mesh, PLAN)
     with pytest.raises(MismatchError, match=r"0\.weight .* piece 0 of 2 .* piece 1 of 2"):
         commhooks.register(DistributedDataParallel(model), "none")
 
 
-def test_a_mean_over_other_pieces_is_refused() -> None:
-    run_ranks(_averaged, 2, ignore_warnings=QUIET)
-
-
-def _between_columns(rank: int, world_size: int) -> None:
+@on_ranks(4, ignore_warnings=QUIET)
+def test_a_mean_between_columns_is_refused_and_padding_is_no_parameter(rank: int) -> None:
     names = ("replicate", "shard", "tp")
     mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=names)
     model: nn.Module = parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN)
@@ -257,12 +240,8 @@ def _between_columns(rank: int, world_size: int) -> None:
     backward(padded, 0, rank // 2)
 
 
-def test_a_mean_between_columns_is_refused_and_padding_is_no_parameter() -> None:
-    run_ranks(_between_columns, 4, ignore_warnings=QUIET)
-
-
-def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
-    """States of a scheme without memory are of any part of any model."""
+@on_ranks(2, ignore_warnings=QUIET)
+def test_states_without_memory_load_on_any_piece(tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def hooked() -> tuple[nn.Module, commhooks.HookState]:
@@ -273,21 +252,24 @@ def _nothing_kept(rank: int, world_size: int, folder: str) -> None:
     model, hook = hooked()
     for step in range(2):
         backward(model, step, 0)
-    dcp.save({"hook": hook}, checkpoint_id=folder)
-    for theirs in _everyone(hook.state_dict(gather=True)):
+    dcp.save({"hook": hook}, checkpoint_id=tmp_path)
+    for theirs in everyone(hook.state_dict(gather=True)):
         _, again = hooked()
         again.load_state_dict(theirs)
         assert again.step == 2
     _, again = hooked()
-    commhooks.load_dcp(again, folder)
+    commhooks.load_dcp(again, str(tmp_path))
     assert again.step == 2
 
 
-def test_states_without_memory_load_on_any_piece(tmp_path: Any) -> None:
-    run_ranks(_nothing_kept, 2, str(tmp_path), ignore_warnings=QUIET)
-
-
-def _stay_equal(rank: int, world_size: int, host: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
+)
+@on_ranks(4, ignore_warnings=QUIET)
+def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
+    rank: int, host: str
+) -> None:
     """No scheme rounds what columns have in common, whatever lies beside it."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     columns = mesh["tp"].get_group()
@@ -336,22 +318,13 @@ def _stay_equal(rank: int, world_size: int, host: str) -> None:
         bias = optimizer.param_groups[0]["params"][-1]
         for value in (bias.grad, bias.detach()):
             value = value.to_local() if isinstance(value, DTensor) else value
-            everyone = [torch.empty_like(value) for _ in range(2)]
-            dist.all_gather(everyone, value, group=columns)
-            assert messages or torch.equal(*everyone), (name, everyone)
+            columns_have = [torch.empty_like(value) for _ in range(2)]
+            dist.all_gather(columns_have, value, group=columns)
+            assert messages or torch.equal(*columns_have), (name, columns_have)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
-)
-def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
-    host: str,
-) -> None:
-    run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
-
-
-def _not_cut(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_what_is_not_cut_says_nothing_and_loads_anywhere(rank: int) -> None:
     """A dimension of one rank cuts nothing, nor is there anything to say without DTensors."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     _, alone = _hook_on("ddp_core", mesh)
@@ -366,11 +339,8 @@ def _not_cut(rank: int, world_size: int) -> None:
     assert "placement" not in alone.state_dict()[f"rank{rank}"]
 
 
-def test_what_is_not_cut_says_nothing_and_loads_anywhere() -> None:
-    run_ranks(_not_cut, 2, ignore_warnings=QUIET)
-
-
-def _optimizers(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_optimizers_of_shards_refuse_those_of_another_column(rank: int) -> None:
     """A sharded or an outer optimizer saves shards, too, and takes those of its own columns."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
@@ -389,14 +359,10 @@ def _optimizers(rank: int, world_size: int) -> None:
     for build in (zero, diloco):
         value, other = build(), build()
         state = value.state_dict()
-        theirs = _everyone(state)[rank ^ 1]
+        theirs = everyone(state)[rank ^ 1]
         wrong = rf"of '0.weight' it has piece {1 - rank} of 2 .* this rank trains piece {rank} of 2"
         with pytest.raises(CheckpointError, match=wrong):
             other.load_state_dict(theirs)
         other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"0\.weight is a DTensor.* register \"noop\" on it"):
         commhooks.DiLoCo(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN))
-
-
-def test_optimizers_of_shards_refuse_those_of_another_column() -> None:
-    run_ranks(_optimizers, 2, ignore_warnings=QUIET)

@@ -33,9 +33,9 @@ from tests.tools.training import (
     batch,
     ddp,
     equal_bits,
+    everyone,
     gradients,
     mlp,
-    outcome,
     parameters,
     residuals,
 )
@@ -190,68 +190,6 @@ def test_resume_with_buckets_that_matter_goes_on_alike(
 # ---- another number of ranks
 
 
-def _save_all(rank: int, world_size: int, configs: list[str], directory: str) -> list[Tensor]:
-    held = []
-    for config in configs:
-        run = _Run(rank, config)
-        run.steps(0, 10)
-        torch.save(run.state(), _path(directory, rank, config))
-        held.append(residuals(run.hook, run.model))
-        dist.barrier()
-        error = outcome(run.hook.load_state_dict, torch.load(_path(directory, 0, config))["hook"])
-        if rank == 0:
-            assert error is None
-        else:
-            assert error is not None
-            assert error[0] == "CheckpointError"
-            assert f"this is rank {rank}, the state given is of rank 0" in error[1]
-    return held
-
-
-def _load_all(
-    rank: int, world_size: int, configs: list[str], directory: str, saved_ranks: int
-) -> list[tuple[Tensor, Tensor]]:
-    ends = []
-    for config in configs:
-        paths = [_path(directory, saved, config) for saved in range(saved_ranks)]
-        states = [torch.load(path) for path in paths]
-        run = _Run(rank, config)
-        run.steps(0, 2)
-        if world_size < saved_ranks:  # one of them leaves out what the others held
-            before = run.everything()
-            error = outcome(run.hook.load_state_dict, states[rank]["hook"])
-            assert error is not None
-            assert error[0] == "CheckpointError"
-            assert f"saved on {saved_ranks} ranks, loaded on {world_size}" in error[1]
-            assert all(map(torch.equal, before, run.everything()))
-            assert run.hook.step == 2
-        run.load(states[0], [state["hook"] for state in states])
-        assert run.hook.step == 10
-        held = residuals(run.hook, run.model)
-        run.steps(10, 13)
-        ends.append((held, parameters(run.model)))
-    return ends
-
-
-@pytest.mark.parametrize(
-    ("configs", "saved_ranks", "ranks"),
-    [(["powersgd", "batched"], 4, 2), (["powersgd", "fp16-feedback"], 2, 3)],
-)
-def test_other_world_size_keeps_the_mean_of_residuals_if_all_states_are_given(
-    configs: list[str], saved_ranks: int, ranks: int, tmp_path: Path
-) -> None:
-    saved = run_ranks(_save_all, saved_ranks, configs, str(tmp_path))
-    loaded = run_ranks(_load_all, ranks, configs, str(tmp_path), saved_ranks)
-    for before, after in zip(zip(*saved, strict=True), zip(*loaded, strict=True), strict=True):
-        held = torch.stack(before)
-        assert held.abs().max() > 0
-        # Scaled, and added up in float32 in another order: at most two roundings per rank.
-        bound = 2 * saved_ranks * 2.0**-24 * float(held.abs().max())
-        mean = torch.stack([residual for residual, _ in after]).mean(0)
-        torch.testing.assert_close(mean, held.mean(0), rtol=0, atol=bound)
-        assert equal_bits([weights for _, weights in after])
-
-
 def _switched_states(rank: int, world_size: int) -> Any:
     model = ddp(mlp(), SMALL)
     hook = commhooks.register(model, "topk", ratio=0.1)
@@ -306,7 +244,11 @@ def _through_dcp(run: _Run, directory: str) -> dict[str, Any]:
 FORMATS = {"torch": _through_torch, "safetensors": _through_safetensors, "dcp": _through_dcp}
 
 
-def _through_formats(rank: int, world_size: int, directory: str) -> Tensor:
+@on_ranks(2, ignore_warnings=(".*",))  # of dcp's planner and process group
+def test_every_format_keeps_each_ranks_own_residuals_on_either_class(
+    rank: int, tmp_path: Path
+) -> None:
+    directory = str(tmp_path)
     run = _Run(rank, "powersgd")
     run.steps(0, 5)
     held, saved = residuals(run.hook, run.model), copy.deepcopy(run.state())
@@ -326,19 +268,16 @@ def _through_formats(rank: int, world_size: int, directory: str) -> Tensor:
         dcp.save({"hook": hooks[0]}, checkpoint_id=folder)
         dcp.load({"hook": hooks[1]}, checkpoint_id=folder)
         assert hooks[1].step == 1
-    return held
-
-
-def test_every_format_keeps_each_ranks_own_residuals_on_either_class(tmp_path: Path) -> None:
-    # dcp's own remarks about its planner and process group.
-    first, second = run_ranks(_through_formats, 2, str(tmp_path), ignore_warnings=(".*",))
-    assert not torch.equal(first, second)
+    assert not torch.equal(*everyone(held))
 
 
 # ---- memory formats, loading in place, frozen layers
 
 
-def _channels_last(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2, ignore_warnings=("Grad strides",))
+def test_a_channels_last_residual_is_saved_in_the_order_of_the_dimensions_and_resumes(
+    rank: int,
+) -> None:
     def build(memory_format: Any, scheme: str, **options: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
         model = ddp(torch.nn.Conv2d(8, 16, 3).to(memory_format=memory_format))
@@ -365,19 +304,16 @@ def _channels_last(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         step(model, number)
         step(other, number)
     assert torch.equal(model.module.weight.grad, other.module.weight.grad)
-    return held[0], held[1]
+    plain, channels_last = held[0], held[1]
+    assert plain.shape == channels_last.shape
+    # The two convolutions may round differently, and then so does the cast; not permuted.
+    agree = (plain - channels_last).abs() <= 1e-6
+    assert agree.double().mean() > 0.9
 
 
-def test_a_channels_last_residual_is_saved_in_the_order_of_the_dimensions_and_resumes() -> None:
-    for plain, channels_last in run_ranks(_channels_last, 2, ignore_warnings=("Grad strides",)):
-        assert plain.shape == channels_last.shape
-        # The two convolutions may round differently, and then so does the cast; not permuted.
-        agree = (plain - channels_last).abs() <= 1e-6
-        assert agree.double().mean() > 0.9
-
-
-def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
-    """Applied plus residual over a save and load, and the true sum."""
+@on_ranks(2)
+def test_loading_in_place_loses_nothing(rank: int) -> None:
+    """Applied plus residual over a save and load are the true sum."""
     run = _Run(rank, "powersgd")
     run.optimizer.param_groups[0]["lr"] = 0.0
     total, local = torch.zeros(()), mlp()
@@ -392,15 +328,13 @@ def _sum_after_load(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         value.zero_()  # the caller's
     run.hook.residual("0.weight").zero_()  # a copy
     assert run.hook.report()["step"].max() == 2  # no row of the step that was taken back
-    return total + averaged(residuals(run.hook, run.model)), averaged(gradients(local))
+    wanted = averaged(gradients(local))
+    kept = total + averaged(residuals(run.hook, run.model))
+    torch.testing.assert_close(kept, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
 
 
-def test_loading_in_place_loses_nothing() -> None:
-    got, want = run_ranks(_sum_after_load, 2)[0]
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-5 * float(want.abs().max()))
-
-
-def _frozen_for_a_while(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=("Grad strides",))
+def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory(rank: int) -> None:
     torch.manual_seed(0)
     first = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
     module = torch.nn.Sequential(first, torch.nn.Tanh(), torch.nn.Conv2d(8, 4, 3))
@@ -424,10 +358,6 @@ def _frozen_for_a_while(rank: int, world_size: int) -> None:
     first.requires_grad_(True)
     hook = trained_on(hook.state_dict(gather=True))
     assert not torch.equal(hook.residual("0.weight"), left)
-
-
-def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory() -> None:
-    run_ranks(_frozen_for_a_while, 2, ignore_warnings=("Grad strides",))
 
 
 @on_ranks(1)

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import commhooks
 from commhooks.checkpoint._format import checksum
 from ddp_core import DistributedDataParallel as CoreDDP
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import loss_of
 from tests.tools.training import batch, equal_bits, gradients, mlp
 
@@ -112,7 +112,8 @@ def test_the_saved_layout_is_that_of_the_buckets_that_were_rebuilt() -> None:
         assert equal_bits(list(of_ranks))
 
 
-def _saved_at_once(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_loaded_and_saved_keeps_the_layout(rank: int) -> None:
     """Loaded and saved again, before any step; saved by a run that was itself loaded once."""
     for loads_at in (3, 4, 6):  # until the step 3 the first run travels in the loaded buckets
         first, second = (TorchDDP(mlp(), bucket_cap_mb=SMALL) for _ in range(2))
@@ -125,11 +126,11 @@ def _saved_at_once(rank: int, world_size: int) -> None:
         train(range(loads_at, loads_at + 2), rank, first, second)
 
 
-def test_a_state_that_is_loaded_and_saved_keeps_the_layout() -> None:
-    run_ranks(_saved_at_once, 2)
-
-
-def _saved_as_it_regroups(rank: int, world_size: int, static_graph: bool) -> None:
+@pytest.mark.parametrize("static_graph", [False, True])
+@on_ranks(2)
+def test_a_state_saved_as_regrouping_ends_has_the_next_steps_layout(
+    rank: int, static_graph: bool
+) -> None:
     """A run that goes on is saved and loaded while torch's buckets may not be its own yet."""
     options: dict[str, Any] = {"bucket_cap_mb": SMALL, "static_graph": static_graph}
     for saved_after in range(4):
@@ -144,22 +145,14 @@ def _saved_as_it_regroups(rank: int, world_size: int, static_graph: bool) -> Non
         resumed.close()
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_a_state_saved_as_regrouping_ends_has_the_next_steps_layout(static_graph: bool) -> None:
-    run_ranks(_saved_as_it_regroups, 2, static_graph)
-
-
-def _pickled_and_saved(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pickled_state_that_is_saved_again_keeps_the_layout(rank: int) -> None:
     model = TorchDDP(mlp(), bucket_cap_mb=SMALL)
     hook = commhooks.register(model, "random_k")
     train(range(3), rank, model)
     layout = hook.state_dict()["layout"]
     assert len(layout) > 1
     assert pickle.loads(pickle.dumps(hook)).state_dict()["layout"] == layout
-
-
-def test_a_pickled_state_that_is_saved_again_keeps_the_layout() -> None:
-    run_ranks(_pickled_and_saved, 2)
 
 
 # ---- our class begins with the saved buckets
@@ -211,7 +204,8 @@ SAVED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def _goes_on_laid_out(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_our_class_goes_on_in_the_saved_buckets(rank: int) -> None:
     for options, how in SAVED:
         first, second, other = (reordered(**options) for _ in range(3))
         hook, elsewhere = random_k(first), random_k(other, layout="shape")
@@ -230,11 +224,8 @@ def _goes_on_laid_out(rank: int, world_size: int) -> None:
         train(range(5, 9), rank, first, second)
 
 
-def test_our_class_goes_on_in_the_saved_buckets() -> None:
-    run_ranks(_goes_on_laid_out, 2)
-
-
-def _switched_and_saved(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_buckets_that_a_switch_asked_for_come_after_loading_too(rank: int) -> None:
     """Asked for, but not laid out yet: PowerSGD asks for larger buckets than random_k."""
     for options in ({}, {"find_unused_parameters": True}):
         first, second = (CoreDDP(Reordered(), **options) for _ in range(2))
@@ -247,11 +238,8 @@ def _switched_and_saved(rank: int, world_size: int) -> None:
         train(range(3, 6), rank, first, second)
 
 
-def test_buckets_that_a_switch_asked_for_come_after_loading_too() -> None:
-    run_ranks(_switched_and_saved, 2, ignore_warnings=QUIET)
-
-
-def _loaded_twice(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_last_state_that_is_loaded_decides(rank: int) -> None:
     """The first state's order of gradients is not the second's."""
     for static_graph in (False, True):
         for saved_at in (0, 1):
@@ -266,20 +254,13 @@ def _loaded_twice(rank: int, world_size: int) -> None:
             train(range(saved_at, saved_at + 4), rank, straight, late, order=0)
 
 
-def test_the_last_state_that_is_loaded_decides() -> None:
-    run_ranks(_loaded_twice, 2)
-
-
-def _from_torchs_class(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_our_class_goes_on_from_a_state_of_torchs(rank: int) -> None:
     first, second = TorchDDP(mlp(), bucket_cap_mb=SMALL), CoreDDP(mlp(), bucket_cap_mb=SMALL)
     hook, resumed = random_k(first), random_k(second)
     train(range(4), rank, first)
     resumed.load_state_dict(hook.state_dict())
     train(range(4, 7), rank, first, second)
-
-
-def test_our_class_goes_on_from_a_state_of_torchs() -> None:
-    run_ranks(_from_torchs_class, 2)
 
 
 # States of the first step; of a run whose buckets are not rebuilt by themselves; of one whose last
@@ -293,7 +274,8 @@ ORDERS: list[tuple[dict[str, Any], int, int, bool]] = [
 ]
 
 
-def _laid_out_after_load(rank: int, world_size: int) -> None:
+@on_ranks(2, ignore_warnings=QUIET)
+def test_our_class_lays_out_by_the_saved_order_of_gradients(rank: int) -> None:
     for options, loads_at, asks_at, apart in ORDERS:
 
         def layout(_: str, parameter: Tensor, apart: bool = apart) -> Any:
@@ -309,10 +291,6 @@ def _laid_out_after_load(rank: int, world_size: int) -> None:
                 for model in models:
                     model.request_layout(layout)
             train(range(step, step + 1), rank, *models, order=step + rank)  # rank 0's decides
-
-
-def test_our_class_lays_out_by_the_saved_order_of_gradients() -> None:
-    run_ranks(_laid_out_after_load, 2, ignore_warnings=QUIET)
 
 
 class _Twice(nn.Module):
@@ -331,7 +309,8 @@ class _Twice(nn.Module):
         return inputs
 
 
-def _static_graph_goes_on(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete(rank: int) -> None:
     first, second = (CoreDDP(_Twice(), static_graph=True, bucket_cap_mb=0.0005) for _ in range(2))
     hook, resumed = random_k(first), random_k(second)
     train(range(1), rank, first)
@@ -342,11 +321,8 @@ def _static_graph_goes_on(rank: int, world_size: int) -> None:
     assert layouts[0][0][0].startswith("between")
 
 
-def test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete() -> None:
-    run_ranks(_static_graph_goes_on, 2)
-
-
-def _beside_sparse_and_renamed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_buckets_are_taken_up_beside_sparse_gradients_and_by_plain_names(rank: int) -> None:
     # By plain names, once the order is known and buckets are not laid out by it yet.
     for saved_at, modules in (
         (3, (Reordered(sparse=True), Reordered(sparse=True))),
@@ -364,14 +340,11 @@ def _beside_sparse_and_renamed(rank: int, world_size: int) -> None:
         assert layouts[0] == layouts[1]
 
 
-def test_buckets_are_taken_up_beside_sparse_gradients_and_by_plain_names() -> None:
-    run_ranks(_beside_sparse_and_renamed, 2)
-
-
 # ---- states that are switched, pickled or set elsewhere before their first step
 
 
-def _loaded_then_switched(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_loaded_state_switches_to_what_travels_together(rank: int) -> None:
     for before, after in ((False, True), (True, False)):
         first, second = (TorchDDP(mlp(), bucket_cap_mb=2.0 / 1024) for _ in range(2))
         hook = random_k(first, ratio=0.1, coalesce=before)
@@ -384,11 +357,8 @@ def _loaded_then_switched(rank: int, world_size: int) -> None:
         train(range(4, 6), rank, first, second)
 
 
-def test_a_loaded_state_switches_to_what_travels_together() -> None:
-    run_ranks(_loaded_then_switched, 2)
-
-
-def _loaded_before_it_is_set(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_loaded_before_its_hook_is_set_has_its_buckets(rank: int) -> None:
     for how in ("loaded", "pickled"):
         first, second = (CoreDDP(mlp(), bucket_cap_mb=SEVERAL) for _ in range(2))
         hook = random_k(first, ratio=0.3)
@@ -401,11 +371,8 @@ def _loaded_before_it_is_set(rank: int, world_size: int) -> None:
         train(range(4, 7), rank, first, second)
 
 
-def test_a_state_that_is_loaded_before_its_hook_is_set_has_its_buckets() -> None:
-    run_ranks(_loaded_before_it_is_set, 2)
-
-
-def _set_on_another_model(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_hook_that_is_set_on_another_model_goes_on_there(rank: int) -> None:
     """The model that a hook was set on first is given up before any step."""
     for loses in (True, False):
         first, second, third = (CoreDDP(mlp(), bucket_cap_mb=SEVERAL) for _ in range(3))
@@ -423,11 +390,8 @@ def _set_on_another_model(rank: int, world_size: int) -> None:
         assert resumed.state_dict()["bucket_bytes"]
 
 
-def test_a_hook_that_is_set_on_another_model_goes_on_there() -> None:
-    run_ranks(_set_on_another_model, 2)
-
-
-def _pickled_to_be_laid_out(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_pickled_state_whose_buckets_are_to_be_laid_out_has_the_order(rank: int) -> None:
     first, second = reordered(), reordered()
     hook = random_k(first)
     train(range(3), rank, first)
@@ -438,14 +402,11 @@ def _pickled_to_be_laid_out(rank: int, world_size: int) -> None:
     train(range(3, 6), rank, first, second)
 
 
-def test_a_pickled_state_whose_buckets_are_to_be_laid_out_has_the_order() -> None:
-    run_ranks(_pickled_to_be_laid_out, 2)
-
-
 # ---- states that ranks cannot go on from together
 
 
-def _loaded_within_a_step(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_state_that_is_loaded_between_forward_and_backward_is_an_error(rank: int) -> None:
     model = CoreDDP(mlp(), bucket_cap_mb=SEVERAL)
     hook = commhooks.register(model, "random_k")
     train(range(2), rank, model)
@@ -459,11 +420,11 @@ def _loaded_within_a_step(rank: int, world_size: int) -> None:
     assert hook.step == 3
 
 
-def test_a_state_that_is_loaded_between_forward_and_backward_is_an_error() -> None:
-    run_ranks(_loaded_within_a_step, 2)
-
-
-def _different_states(rank: int, world_size: int, kind: type[TorchDDP]) -> None:
+@pytest.mark.parametrize("kind", [TorchDDP, CoreDDP])
+@on_ranks(2)
+def test_states_of_other_buckets_or_steps_are_told_apart_at_the_next_step(
+    rank: int, kind: type[TorchDDP]
+) -> None:
     other_buckets, other_steps = [], []
     for size in (2.0 / 1024, 4.0 / 1024):
         first = kind(mlp(), bucket_cap_mb=size)
@@ -484,13 +445,6 @@ def _different_states(rank: int, world_size: int, kind: type[TorchDDP]) -> None:
         state.load_state_dict(states[rank])
         with pytest.raises(commhooks.errors.MismatchError, match=text):
             train(range(3, 4), rank, model)
-
-
-@pytest.mark.parametrize("kind", [TorchDDP, CoreDDP])
-def test_states_of_other_buckets_or_steps_are_told_apart_at_the_next_step(
-    kind: type[TorchDDP],
-) -> None:
-    run_ranks(_different_states, 2, kind)
 
 
 def _loaded_on_one_rank(rank: int, world_size: int) -> str:

@@ -274,27 +274,6 @@ def test_powersgd_equals_an_independent_computation(rank: int) -> None:
         assert state.compression_stats() == (entries / sent, 2 * entries, 2 * sent)
 
 
-@on_ranks(4)
-def test_many_buckets_on_four_ranks_give_equal_bits(rank: int) -> None:
-    for hook in (classic.powerSGD_hook, classic.batched_powerSGD_hook):
-        model = make_model(18)
-        model.register_comm_hook(classic.PowerSGDState(None, 2, start_powerSGD_iter=0), hook)
-        for step in range(6):
-            assert equal_on_all_ranks(*backward(model, rank, step))
-
-
-@on_ranks(2)
-def test_gradients_of_low_rank_arrive_exactly(rank: int) -> None:
-    options = {"min_compression_rate": 0, "use_error_feedback": False}
-    model, _ = powersgd_model(8, layers=2, start_powerSGD_iter=0, **options)
-    plain = make_model(2)
-    inputs = torch.randn(2, SIDE, generator=torch.Generator().manual_seed(rank))
-    for replica in (model, plain):  # gradients of rank 2 on each of 2 ranks
-        replica(inputs).square().sum().backward()
-    averages = [[parameter.grad for parameter in m.parameters()] for m in (model, plain)]
-    assert distance(*averages) < 1e-5
-
-
 @on_ranks(2)
 def test_another_rank_takes_effect_in_the_next_step(rank: int) -> None:
     model, state = powersgd_model(1, start_powerSGD_iter=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import json
@@ -28,7 +27,7 @@ from ddp_core import DistributedDataParallel, MixedPrecision
 from ddp_core.reducer._plan import agree_on
 from tests.tools import models
 from tests.tools.harness import on_ranks
-from tests.tools.models import Breaks, loss_of
+from tests.tools.models import loss_of
 from tests.tools.training import (
     averaged,
     batch,
@@ -36,7 +35,6 @@ from tests.tools.training import (
     mlp,
     outcome,
     parameters,
-    residuals,
 )
 
 
@@ -67,9 +65,8 @@ def test_a_hook_is_registered_replaced_and_removed_between_steps(rank: int) -> N
         same = torch.equal(gradients(plain), gradients(model))
         assert same == (step not in (2, 3)), step
     model.register_comm_hook(None, default_hooks.allreduce_hook)
-    refused = outcome(model.register_comm_hook, None, default_hooks.allreduce_hook)
-    assert refused is not None
-    assert "can only be called once" in refused[1]
+    with pytest.raises(Exception, match="can only be called once"):
+        model.register_comm_hook(None, default_hooks.allreduce_hook)
 
 
 @on_ranks(2)
@@ -81,27 +78,8 @@ def test_a_scheduled_hook_takes_over_at_its_step(rank: int) -> None:
         step_of(plain, step, rank)
         step_of(model, step, rank)
         assert torch.equal(gradients(plain), gradients(model)) == (step not in (2, 3)), step
-    late = outcome(model.schedule_comm_hook, 3, None, None)
-    assert late is not None
-    assert "step 6 is next" in late[1]
-
-
-@pytest.mark.parametrize("scheme", ["fp16", "powersgd"])
-@on_ranks(2)
-def test_unregister_flushes_what_error_feedback_held_back(rank: int, scheme: str) -> None:
-    local, model = mlp(), wrapped(mlp())
-    hook = commhooks.register(model, scheme, error_feedback=True)
-    applied, wanted = torch.zeros(()), torch.zeros(())
-    for step in range(6):
-        if step == 3:
-            commhooks.unregister(model)
-        step_of(model, step, rank)
-        step_of(local, step, rank)
-        applied, wanted = applied + gradients(model), wanted + averaged(gradients(local))
-    assert not residuals(hook, model).any()
-    assert model._comm_hooks == []
-    torch.testing.assert_close(applied, wanted, rtol=0, atol=2.0**-9 * float(wanted.abs().max()))
-    commhooks.register(model, "none")  # the place is free
+    with pytest.raises(Exception, match="step 6 is next"):
+        model.schedule_comm_hook(3, None, None)
 
 
 @on_ranks(1)
@@ -221,47 +199,6 @@ def test_optimizer_in_backward_steps_as_after_it_also_with_a_hook(
 
 
 # ---- what goes wrong leaves the next step clean
-
-
-class Fragile(nn.Module):
-    """Backward raises in the middle, when told to; some buckets are under way then."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.last = mlp(seed=1), mlp(seed=2)
-
-    def forward(self, x: Tensor, breaks: bool = False) -> Tensor:
-        return self.last(Breaks.apply(self.first(x), breaks))
-
-
-@pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"find_unused_parameters": True},
-        {"static_graph": True},
-        {"gradient_as_bucket_view": True},
-    ],
-    ids=["plain", "unused", "static", "view"],
-)
-@on_ranks(2, ignore_warnings=("find_unused",))
-def test_the_step_after_a_broken_backward_is_right(
-    rank: int, options: dict[str, Any], hooked: bool
-) -> None:
-    model, plain = wrapped(Fragile(), **options), wrapped(Fragile(), **options)
-    if hooked:
-        for replica in (model, plain):
-            commhooks.register(replica, "fp16")
-    for step in range(5):
-        for breaks in (step in (0, 3), False):
-            model.zero_grad()
-            loss = loss_of(model(batch(step, rank, 8, 16), breaks))
-            with pytest.raises(ArithmeticError) if breaks else contextlib.nullcontext():
-                loss.backward()
-        step_of(plain, step, rank)
-        assert torch.equal(gradients(model), gradients(plain)), step
 
 
 @on_ranks(2)

@@ -123,18 +123,3 @@ def test_an_exception_in_a_hook_on_one_rank_reaches_all_long_before_the_timeout(
         assert f"rank {VICTIM}" in seen.text
         assert seen.place[0] == {"hook": 3, "scheme": 2}[kind]
         assert seen.seconds < 10
-
-
-def _stopped(rank: int, world_size: int) -> Seen | None:
-    model = small(mlp())
-    loss_of(model(batch(0, rank, 8, 16))).backward()
-    if rank == VICTIM:
-        time.sleep(8)  # neither dead nor answering
-        return None
-    return survive(model, rank)
-
-
-def test_a_rank_that_does_not_answer_is_an_error_after_the_groups_timeout():
-    seen, _ = run_ranks(_stopped, 2, pg_timeout=3)
-    assert seen.name == "CollectiveError"
-    assert 2 < seen.seconds < 9

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import os
 import subprocess
 import sys
@@ -85,9 +84,8 @@ def test_a_mismatching_switch_is_an_error_and_the_old_scheme_goes_on(rank):
     model = ddp(mlp())
     hook = commhooks.register(model, "powersgd")
     _backward(model, 0, rank)
-    name, text = outcome(hook.switch, "fp16" if rank else "none")
-    assert name == "MismatchError"
-    assert "HookState.switch" in text
+    with pytest.raises(commhooks.errors.MismatchError, match=r"HookState\.switch"):
+        hook.switch("fp16" if rank else "none")
     _backward(model, 1, rank)
     assert "powersgd" in repr(hook)
     assert equal_on_all_ranks(gradients(model))
@@ -108,20 +106,6 @@ def test_a_rank_that_does_not_register_is_an_error_in_time():
 
 
 # ---- wrong arguments
-
-
-@pytest.mark.parametrize(
-    ("name", "nearest"),
-    [("powersdg", "'powersgd'"), ("fp_16", "'fp16'"), ("BF16", "'bf16'"), ("non", "'none'")],
-)
-def test_an_unknown_scheme_suggests_the_nearest(name, nearest):
-    with pytest.raises(commhooks.errors.UnknownSchemeError, match=f"did you mean {nearest}"):
-        commhooks.make(name)
-
-
-def test_a_wrong_option_suggests_the_nearest():
-    with pytest.raises(commhooks.errors.OptionError, match="no option 'rnk'; did you mean 'rank'"):
-        commhooks.make("powersgd", rnk=2)
 
 
 @pytest.mark.parametrize("rank", [0, -1, 1.5, True, "4"])
@@ -304,9 +288,8 @@ def test_a_copied_ddp_raises_until_it_is_registered_again(rank):
         hook = commhooks.register(model, "powersgd")
         _backward(model, 0, rank)
         other = copied(model)
-        name, text = outcome(_backward, other, 1, rank)
-        assert name == "HookNotAttachedError"
-        assert "unpickled or copied" in text
+        with pytest.raises(commhooks.errors.HookNotAttachedError, match="unpickled or copied"):
+            _backward(other, 1, rank)
         _backward(model, 1, rank)
         commhooks.register(other, "powersgd").load_state_dict(hook.state_dict())
         other.load_state_dict(model.state_dict())
@@ -319,9 +302,11 @@ def test_a_copied_ddp_raises_until_it_is_registered_again(rank):
 def test_a_loss_through_the_inner_module_is_an_error(rank):
     model = ddp(mlp())
     commhooks.register(model, "powersgd")
-    name, text = outcome(model.module(batch(0, rank, 8, 16)).square().mean().backward)
-    assert name == "HookNotAttachedError"
-    assert "without a forward pass of DistributedDataParallel" in text
+    with pytest.raises(
+        commhooks.errors.HookNotAttachedError,
+        match="without a forward pass of DistributedDataParallel",
+    ):
+        model.module(batch(0, rank, 8, 16)).square().mean().backward()
 
 
 @on_ranks(2)
@@ -346,16 +331,6 @@ def test_parameters_that_change_in_the_middle_of_training_are_an_error_on_every_
             error = outcome(lambda call, x: call(x).square().mean().backward(), called, x)
             assert error is not None, how
             assert reason in error[1]
-
-
-@on_ranks(2)
-def test_a_hook_registered_after_some_steps_trains(rank):
-    model = ddp(mlp())
-    _backward(model, 0, rank)
-    commhooks.register(model, "powersgd")
-    with torch.no_grad():
-        model(batch(1, rank, 8, 16))
-    model(batch(2, rank, 8, 16)).square().mean().backward()
 
 
 # ---- overflow
@@ -423,19 +398,6 @@ def test_an_infinite_gradient_on_one_rank_is_skipped_by_all_and_leaves_no_trace(
     _, *good = _scaled(rank, config, False)
     assert equal_bits([bad[0], good[0]])
     assert equal_bits([bad[1], good[1]])
-
-
-@on_ranks(2)
-def test_an_infinite_step_counts_where_a_scheme_keeps_nothing(rank: int) -> None:
-    for wrap in KINDS.values():
-        for scheme in ("none", "bf16", "int8"):
-            model = wrap(mlp())
-            hook = commhooks.register(model, scheme)
-            for number in range(3):
-                loss = model(batch(number, rank, 8, 16)).square().mean()
-                (loss * (math.inf if (number, rank) == (1, 1) else 1.0)).backward()
-                model.zero_grad()
-            assert hook.skipped_steps == hook.metrics()["skipped_steps"] == 1, scheme
 
 
 # ---- import

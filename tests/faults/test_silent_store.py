@@ -19,7 +19,7 @@ import ddp_core
 from commhooks.errors import SilentStoreError
 from experiments.tools import namespaces
 from tests.faults import silent_stores
-from tests.tools.harness import run_ranks, store_process
+from tests.tools.harness import on_ranks, store_process
 from tests.tools.training import batch, mlp
 
 CLASSES = {
@@ -56,7 +56,9 @@ def _step(model: Any, rank: int) -> None:
     model(batch(0, rank, 4, 16)).square().sum().backward()
 
 
-def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
+@pytest.mark.slow
+@on_ranks(2, pg_timeout=TIMEOUT)
+def test_a_call_that_waits_for_the_store_ends_at_the_timeout(rank: int) -> None:
     model, errors = CLASSES["core"](mlp()), {}
     with _silent():
         errors["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd"))
@@ -70,45 +72,23 @@ def _meet_nobody(rank: int, world_size: int) -> dict[str, str]:
         errors["change_group"] = _ends_in_time(lambda: hook.change_group(other))
     hook.switch("int8")  # all may call again
     _step(model, rank)
-    return errors
+    for call, text in errors.items():
+        assert text.startswith(SilentStoreError.__name__), (call, text)
+        assert "has not answered for 3 s" in text, (call, text)
 
 
-@pytest.mark.slow
-def test_a_call_that_waits_for_the_store_ends_at_the_timeout() -> None:
-    for errors in run_ranks(_meet_nobody, 2, pg_timeout=TIMEOUT):
-        for call, text in errors.items():
-            assert text.startswith(SilentStoreError.__name__), (call, text)
-            assert "has not answered for 3 s" in text, (call, text)
-
-
-def _wait_for_a_bucket(rank: int, world_size: int, kind: str) -> str:
-    model = CLASSES[kind](mlp())
-    hook = commhooks.register(model, "powersgd")
-    for _ in range(3):
-        _step(model, rank)
-    dist.barrier()
-    os.kill(store_process(), signal.SIGSTOP)
-    if rank == 1:  # whom rank 0 waits for
-        time.sleep(TIMEOUT + 1)
-        os._exit(0)
-    text = _ends_in_time(lambda: _step(model, rank))
-    begin = time.monotonic()
-    hook.close()
-    assert time.monotonic() - begin < MORE
-    return text
-
-
-@pytest.mark.parametrize("kind", CLASSES)
-def test_a_step_ends_by_the_timeout_of_its_collectives(kind: str) -> None:
-    text, _ = run_ranks(_wait_for_a_bucket, 2, kind, pg_timeout=TIMEOUT, may_die=[1])
-    assert "in step 3, bucket 0" in text
-
-
-@pytest.mark.parametrize("fault", ["rank 0", pytest.param("cable", marks=pytest.mark.netns)])
-def test_a_step_ends_in_time_where_rank_0_holds_the_store(fault: str) -> None:
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        *(("process", "torch"), ("process", "core"), ("rank 0", "core")),
+        pytest.param("cable", "core", marks=pytest.mark.netns),
+    ],
+)
+def test_a_step_ends_in_time_whoever_holds_the_store(fault: str, kind: str) -> None:
     if fault == "cable" and namespaces.access().kind != "root":
         pytest.skip("needs root, and network namespaces")
-    waits = silent_stores.run(silent_stores.Case(fault, "core", "powersgd", "step"), TIMEOUT)
-    for wait in waits:
+    begin = "CollectiveError: the exchange failed in step 3"
+    text = "in step 3, bucket 0" if fault == "process" else begin
+    for wait in silent_stores.run(silent_stores.Case(fault, kind, "powersgd", "step"), TIMEOUT):
         assert TIMEOUT - 1 < wait.seconds < TIMEOUT + MORE, wait
-        assert wait.text.startswith("CollectiveError: the exchange failed in step 3"), wait
+        assert text in wait.text, wait

@@ -16,14 +16,16 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from tests.fsdp.test_fsdp2 import Elsewhere, backward, mean_residual, model_of, partly_frozen
-from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.harness import on_ranks
 
 QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD")
 
 
-def _unit(strategy: str, original: bool = True) -> FullyShardedDataParallel:
+def unit(
+    strategy: str, model: nn.Module | None = None, original: bool = True
+) -> FullyShardedDataParallel:
     return FullyShardedDataParallel(
-        model_of(),
+        model or model_of(),
         sharding_strategy=ShardingStrategy[strategy],
         device_id=torch.device("cpu"),
         auto_wrap_policy=ModuleWrapPolicy({nn.Linear}),
@@ -48,7 +50,7 @@ def _error(ours: FullyShardedDataParallel, plain: FullyShardedDataParallel) -> f
 @on_ranks(2, ignore_warnings=QUIET)
 def test_the_mean_arrives(rank: int, strategy: str) -> None:
     for original, (name, most) in product((True, False), (("none", 0.0), ("int8", 0.02))):
-        plain, ours = _unit(strategy, original), _unit(strategy, original)
+        plain, ours = unit(strategy, original=original), unit(strategy, original=original)
         hook = commhooks.register(ours, name)
         for model in (plain, ours):
             backward(model, 0, rank)
@@ -61,7 +63,7 @@ def test_the_mean_arrives(rank: int, strategy: str) -> None:
 def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing(rank: int) -> None:
     """FSDP1's own call, with the hooks that keep nothing; those that keep memory say what to do."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
-        plain = _unit(strategy)
+        plain = unit(strategy)
         backward(plain, 0, rank)
         for hook, least, most in (
             (commhooks.allreduce_hook, 0.0, 0.0),
@@ -69,7 +71,7 @@ def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing(rank: int) -> None:
             (commhooks.bf16_compress_wrapper(commhooks.allreduce_hook), 1e-4, 1e-2),
             (commhooks.bf16_compress_wrapper(commhooks.fp16_compress_hook), 1e-4, 1e-2),
         ):
-            ours = _unit(strategy)
+            ours = unit(strategy)
             ours.register_comm_hook(dist.group.WORLD, hook)
             backward(ours, 0, rank)
             assert least <= _error(ours, plain) <= most
@@ -77,7 +79,7 @@ def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing(rank: int) -> None:
         (None, commhooks.allreduce_hook),
         (commhooks.PowerSGDState(None), commhooks.powerSGD_hook),
     ):
-        ours = _unit("NO_SHARD")
+        ours = unit("NO_SHARD")
         ours.register_comm_hook(state, refused)
         with pytest.raises(
             RegistrationError, match=r"FSDP1 cannot run (allreduce|powerSGD)_hook with"
@@ -89,7 +91,7 @@ def test_fsdp1s_own_call_takes_the_hooks_that_keep_nothing(rank: int) -> None:
 def test_the_mean_arrives_from_memory_of_a_schemes_own(rank: int) -> None:
     """A scheme that returns memory of its own, and on whole gradients one that keeps some."""
     for strategy in ("FULL_SHARD", "NO_SHARD"):
-        plain, ours, kept, chosen = (_unit(strategy) for _ in range(4))
+        plain, ours, kept, chosen = (unit(strategy) for _ in range(4))
         commhooks.register(ours, Elsewhere())
         commhooks.register(kept, "int4", block=64)
         rules = [commhooks.Rule(commhooks.make("int8"), name="*.weight", min_numel=100)]
@@ -119,32 +121,6 @@ def test_whole_gradients_have_no_padding(rank: int) -> None:
     assert hook.step == 1
 
 
-@on_ranks(3, ignore_warnings=QUIET)
-def test_what_one_host_saves_another_loads(rank: int) -> None:
-    for hosts in (("ddp", "fsdp1"), ("fsdp1", "ddp")):
-        states = []
-        for host in hosts:
-            model: Any = (
-                DistributedDataParallel(model_of()) if host == "ddp" else _unit("FULL_SHARD")
-            )
-            hook = commhooks.register(model, "int4", block=64)
-            if states:
-                hook.load_state_dict(states[0])
-            else:
-                for step in range(2):
-                    backward(model, step, rank)
-            state = [hook.state_dict(gather=True)]
-            dist.broadcast_object_list(state)
-            states += state
-        for key in ("rank0", "rank1", "rank2"):
-            saved, loaded = (state[key]["memory"]["residual"] for state in states)
-            names = [name for name in saved if "#" not in name]
-            assert names == [name for name in loaded if "#" not in name]
-            for name in names:
-                assert saved[name].any()
-                assert torch.equal(saved[name], loaded[name])
-
-
 @on_ranks(2, ignore_warnings=QUIET)
 def test_frozen_parameters_need_no_memory(rank: int) -> None:
     """One unit is frozen as a whole, one in part."""
@@ -166,41 +142,19 @@ def test_frozen_parameters_need_no_memory(rank: int) -> None:
     assert other.step == 2
 
 
-def _on_fewer_ranks(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
-    model = _unit("FULL_SHARD")
-    hook = commhooks.register(model, "int4", block=64)
-    if state is not None:
-        hook.load_state_dict(state)
-    again = hook.state_dict(gather=True)
-    for step in range(2):
-        backward(model, hook.step, rank)
-        assert hook.step == again["step"] + step + 1
-    return again if state is not None else hook.state_dict(gather=True)
-
-
-def test_a_state_loads_on_fewer_ranks() -> None:
-    saved = run_ranks(_on_fewer_ranks, 3, None, ignore_warnings=QUIET)[0]
-    loaded = run_ranks(_on_fewer_ranks, 2, saved, ignore_warnings=QUIET)[0]
-    wanted, kept = mean_residual(saved), mean_residual(loaded)
-    assert list(wanted) == list(kept)
-    for name, value in wanted.items():
-        assert value.any()
-        torch.testing.assert_close(kept[name], value, rtol=1e-6, atol=1e-7)
-
-
 @on_ranks(2, ignore_warnings=QUIET)
 def test_what_cannot_run_is_refused(rank: int) -> None:
     with pytest.raises(RegistrationError, match="averages whole buckets"):
-        commhooks.register(_unit("FULL_SHARD"), "powersgd")
-    commhooks.register(_unit("NO_SHARD"), "powersgd").call_monitor.suppressed = True
-    model = _unit("FULL_SHARD")
+        commhooks.register(unit("FULL_SHARD"), "powersgd")
+    commhooks.register(unit("NO_SHARD"), "powersgd").call_monitor.suppressed = True
+    model = unit("FULL_SHARD")
     commhooks.register(model, "int8").call_monitor.suppressed = True
     with pytest.raises(RegistrationError, match="already has a hook"):
         commhooks.register(model, "int8")
     with pytest.raises(RegistrationError, match="auto"):
-        commhooks.register(_unit("FULL_SHARD"), "auto")
+        commhooks.register(unit("FULL_SHARD"), "auto")
     with pytest.raises(RegistrationError, match="for models of FSDP2"):
-        commhooks.register(_unit("FULL_SHARD"), "int8", replicate_group=dist.group.WORLD)
+        commhooks.register(unit("FULL_SHARD"), "int8", replicate_group=dist.group.WORLD)
     alone = dist.new_group([rank], use_local_synchronization=True)
     groups: Any = (dist.group.WORLD, alone)
     hybrid = FullyShardedDataParallel(
@@ -223,7 +177,7 @@ def test_what_cannot_run_is_refused(rank: int) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2, ignore_warnings=QUIET)
 def test_a_pass_after_one_that_raised_is_an_error(rank: int, strategy: str) -> None:
-    model = _unit(strategy)
+    model = unit(strategy)
     hook = commhooks.register(model, "int4", block=64)
     backward(model, 0, rank)
 
@@ -250,7 +204,7 @@ def test_a_loss_beside_a_whole_unit_is_an_error(rank: int) -> None:
         (False, "without a forward pass of FullyShardedDataParallel"),
         (True, "after this step's gradients were averaged"),
     ):
-        model = _unit("NO_SHARD")
+        model = unit("NO_SHARD")
         commhooks.register(model, "int8")
         if trained:
             with model.no_sync():
@@ -266,7 +220,7 @@ def test_a_loss_beside_a_whole_unit_is_an_error(rank: int) -> None:
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 @on_ranks(2, ignore_warnings=QUIET)
 def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(rank: int, strategy: str) -> None:
-    model = _unit(strategy)
+    model = unit(strategy)
     hook = commhooks.register(model, "int4", block=64)
     backward(model, 0, rank)
     before = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
@@ -280,27 +234,24 @@ def test_what_was_not_sent_of_a_parameter_that_is_frozen_stays(rank: int, strate
         assert torch.equal(after[name], value) == (name == "0.weight" or not value.any()), name
 
 
-def _convolution(rank: int, world_size: int, order: torch.memory_format) -> dict[str, Any]:
-    torch.manual_seed(0)
-    plain = nn.Sequential(nn.Conv2d(3, 5, (2, 3)), nn.Flatten(), nn.LazyLinear(4))
-    inputs = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
-    plain(inputs)
-    plain.to(memory_format=order)
-    device = torch.device("cpu")
-    model = FullyShardedDataParallel(plain, device_id=device, use_orig_params=True)
-    # Rounds every entry by itself, wherever it lies.
-    hook = commhooks.register(model, "bf16", fp32_sum=True, error_feedback=True)
-    for _ in range(2):
-        model(inputs).square().sum().backward()
-        model.zero_grad()
-    return hook.state_dict(gather=True)
-
-
-def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None:
-    wanted, kept = (
-        mean_residual(run_ranks(_convolution, 2, order, ignore_warnings=QUIET)[0])
-        for order in (torch.contiguous_format, torch.channels_last)
-    )
+@on_ranks(2, ignore_warnings=QUIET)
+def test_values_of_channels_last_weights_are_saved_in_their_dimensions(rank: int) -> None:
+    saved = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Conv2d(3, 5, (2, 3)), nn.Flatten(), nn.LazyLinear(4))
+        inputs = torch.randn(4, 3, 6, 6, generator=torch.Generator().manual_seed(rank))
+        plain(inputs)
+        plain.to(memory_format=order)
+        device = torch.device("cpu")
+        model = FullyShardedDataParallel(plain, device_id=device, use_orig_params=True)
+        # Rounds every entry by itself, wherever it lies.
+        hook = commhooks.register(model, "bf16", fp32_sum=True, error_feedback=True)
+        for _ in range(2):
+            model(inputs).square().sum().backward()
+            model.zero_grad()
+        saved.append(mean_residual(hook.state_dict(gather=True)))
+    wanted, kept = saved
     assert wanted["0.weight"].shape == (5, 3, 2, 3)
     for name, value in wanted.items():
         assert (kept[name] - value).norm() < 0.1 * value.norm(), name
@@ -310,7 +261,7 @@ def test_values_of_channels_last_weights_are_saved_in_their_dimensions() -> None
 def test_parameters_of_another_dtype_are_an_error_before_the_forward_pass(rank: int) -> None:
     for strategy in ("FULL_SHARD", "NO_SHARD"):
         for original in (True, False):
-            model = _unit(strategy, original)
+            model = unit(strategy, original=original)
             commhooks.register(model, "int8")
             backward(model, 0, rank)
             model.double()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -28,7 +26,6 @@ from commhooks.core import Bucket, SchemeExchange
 from commhooks.errors import RegistrationError
 from commhooks.fsdp import gather_parameters, replicate
 from commhooks.schemes import Dense
-from commhooks.wrappers import AveragedFeedback
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import equal_on_all_ranks
 
@@ -221,48 +218,6 @@ def test_a_shard_is_rounded_once(rank: int) -> None:
         assert 0 < _distance(once, wanted) < 0.9 * _distance(twice, wanted)
 
 
-class _Infinite(torch.autograd.Function):
-    """Makes the gradient of the last output infinite."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad.index_fill(1, torch.tensor([grad.shape[1] - 1]), torch.inf)
-
-
-@on_ranks(2)
-def test_a_step_that_overflows_on_one_rank_changes_no_residual_on_any(rank: int) -> None:
-    model: Any = sharded(model_of())
-    hook = commhooks.register(model, "int4", block=64)
-    backward(model, 0, rank)
-    gradients(model)
-    before = copy.deepcopy(hook.state_dict())
-    # In the last row of the first layer, which lies in the shard of the last rank.
-    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
-    backward(model, 1, rank)
-    handle.remove()
-    finite = all(
-        bool(parameter.grad.to_local().isfinite().all()) for parameter in model.parameters()
-    )
-    assert finite == (rank == 0)
-    gradients(model)
-    after = hook.state_dict()
-    key = f"rank{rank}"
-    for name, value in before[key]["memory"]["residual"].items():
-        assert torch.equal(value, after[key]["memory"]["residual"][name])
-    assert (hook.step, hook.skipped_steps) == (2, 1)
-    backward(model, 2, rank)
-    assert all(bool(value.isfinite().all()) for value in gradients(model).values())
-    hook.switch("none")  # without memory
-    handle = model[0].register_forward_hook(lambda *a: _Infinite.apply(a[2]) if rank else None)
-    backward(model, 3, rank)
-    handle.remove()
-    assert hook.skipped_steps == 2
-
-
 @on_ranks(2)
 def test_the_divide_factor_of_fsdp2_holds(rank: int) -> None:
     for force_sum in (False, True):
@@ -278,136 +233,11 @@ def test_the_divide_factor_of_fsdp2_holds(rank: int) -> None:
         assert worst_error(gradients(ours), gradients(plain)) < 0.02
 
 
-def _trained(model: nn.Module, rank: int, first: int, steps: int) -> dict[str, Tensor]:
-    for step in range(first, first + steps):
-        backward(model, step, rank)
-    return gradients(model)
-
-
-def _hook_on(host: str, **options: Any) -> tuple[nn.Module, commhooks.HookState]:
-    plain = model_of()
-    model = DistributedDataParallel(plain) if host == "ddp" else sharded(plain)
-    return model, commhooks.register(model, "int4", block=64, **options)
-
-
-def _save(rank: int, world_size: int, host: str) -> dict[str, Any]:
-    model, hook = _hook_on(host)
-    _trained(model, rank, 0, 3)
-    return hook.state_dict(gather=True)
-
-
-def _load(rank: int, world_size: int, host: str, state: dict[str, Any]) -> dict[str, Any]:
-    model, hook = _hook_on(host)
-    hook.load_state_dict(state)
-    again = hook.state_dict(gather=True)
-    _trained(model, rank, 3, 1)
-    assert hook.step == 4
-    return again
-
-
-def mean_residual(state: dict[str, Any]) -> dict[str, Tensor]:
-    parts = [state[key]["memory"]["residual"] for key in state if key.startswith("rank")]
+def mean_residual(state: dict[str, Any], key: str = "residual") -> dict[str, Tensor]:
+    """The mean over ranks of what a gathered state has, by parameter."""
+    parts = [part["memory"][key] for field, part in state.items() if field.startswith("rank")]
     names = [name for name in parts[0] if "#" not in name]
     return {name: sum(part[name] for part in parts) / len(parts) for name in names}
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "first", "second"),
-    [
-        *((2, 2, "ddp", "fsdp2"), (3, 2, "ddp", "fsdp2"), (2, 3, "ddp", "fsdp2")),
-        *((2, 2, "fsdp2", "ddp"), (3, 2, "fsdp2", "ddp"), (2, 3, "fsdp2", "ddp")),
-        (3, 2, "fsdp2", "fsdp2"),  # with padding of other sizes
-    ],
-)
-def test_what_one_host_saves_another_loads(
-    before: int, after: int, first: str, second: str
-) -> None:
-    saved = run_ranks(_save, before, first)[0]
-    loaded = run_ranks(_load, after, second, saved)[0]
-    wanted, kept = mean_residual(saved), mean_residual(loaded)
-    assert list(wanted) == list(kept)
-    for name, value in wanted.items():
-        assert float(value.norm()) > 0
-        torch.testing.assert_close(kept[name], value, rtol=1e-6, atol=1e-7)
-
-
-def _averaged(rank: int, world_size: int, state: dict[str, Any] | None) -> dict[str, Any]:
-    scheme = AveragedFeedback(commhooks.make("int4", block=64, error_feedback=False))
-    plain = model_of()
-    model = DistributedDataParallel(plain) if state is None else sharded(plain)
-    hook = commhooks.register(model, scheme)
-    if state is not None:
-        hook.load_state_dict(state)
-    _trained(model, rank, hook.step, 2)
-    kept = sum(value.numel() for _, _, value in hook.engine.memory.items())
-    entries = sum(value.numel() for value in plain.parameters()) if state is None else 0
-    assert state is not None or kept < 1.3 * entries
-    return hook.state_dict(gather=True)
-
-
-def test_memory_in_8_bits_begins_anew_on_another_host() -> None:
-    saved = run_ranks(_averaged, 2, None)[0]
-    dropped = (".*averaged_error.*is dropped",)
-    assert run_ranks(_averaged, 2, saved, ignore_warnings=dropped)[0]["step"] == 4
-
-
-@on_ranks(2)
-def test_a_resumed_run_continues_bit_for_bit(rank: int) -> None:
-    whole, hook = _hook_on("fsdp2")
-    _trained(whole, rank, 0, 3)
-    state = hook.state_dict()
-    wanted = _trained(whole, rank, 3, 2)
-    half, other = _hook_on("fsdp2")
-    other.load_state_dict(state)
-    equal(_trained(half, rank, 3, 2), wanted)
-
-
-@on_ranks(4)
-def test_between_nodes_any_scheme_averages(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    for name, most in (("none", 0.0), ("int8", 0.03), ("powersgd", 1.0)):
-        native, ours = sharded(model_of(), mesh), sharded(model_of(), mesh["shard"])
-        hook = commhooks.register(ours, name, replicate_group=mesh["replicate"])
-        for model in (native, ours):
-            backward(model, 0, rank)
-        assert hook.step == 1
-        assert worst_error(gradients(ours), gradients(native)) <= most
-
-
-@on_ranks(4)
-def test_between_nodes_what_was_not_sent_is_kept_and_saved(rank: int, world_size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    place, replicas = mesh["shard"].get_local_rank(), mesh["replicate"].get_group()
-
-    def made() -> tuple[nn.Module, commhooks.HookState]:
-        model = sharded(model_of(), mesh["shard"])
-        return model, commhooks.register(
-            model, "topk", ratio=0.2, replicate_group=mesh["replicate"]
-        )
-
-    native, (ours, hook) = sharded(model_of(), mesh), made()
-    unsent: dict[str, Tensor] = {}
-    for step in range(3):
-        for model, sign in ((native, 1), (ours, -1)):
-            backward(model, step, rank)
-            for name, parameter in model.named_parameters():
-                grad: Any = parameter.grad
-                unsent[name] = unsent.get(name, 0) + sign * grad.to_local()
-                parameter.grad = None
-    residual = {name: value.clone() for key, name, value in hook.engine.memory.items()}
-    for name, value in unsent.items():
-        kept = residual[f"{name}#{place}"]
-        dist.all_reduce(kept, group=replicas)
-        torch.testing.assert_close(kept[: len(value)] / 2, value, rtol=1e-4, atol=1e-4)
-    assert any(value.any() for value in residual.values())
-    state, again = hook.state_dict(gather=True), made()
-    states: list[Any] = [None] * world_size
-    dist.all_gather_object(states, state)
-    again[1].load_state_dict(states[mesh.mesh[0, 1 - place]])  # each has the pieces of all shards
-    assert again[1].step == 3
-    for model in (ours, again[0]):
-        backward(model, 3, rank)
-    equal(gradients(ours), gradients(again[0]))
 
 
 @on_ranks(2)
@@ -469,23 +299,6 @@ def test_parameters_without_a_gradient_are_named(rank: int, world_size: int) -> 
     backward(model, 0, rank)
     assert hook.step == 1
     assert not gradients(model)["unused.weight"].any()
-
-
-@on_ranks(2)
-def test_activation_checkpointing_counts_one_step(rank: int, world_size: int) -> None:
-    plain, ours = model_of(), model_of()
-    for model in (plain, ours):
-        for place, layer in enumerate(model):
-            if isinstance(layer, nn.Linear):
-                model[place] = checkpoint_wrapper(layer)
-                fully_shard(model[place], mesh=init_device_mesh("cpu", (world_size,)))
-        fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
-    hook = commhooks.register(ours, "none")
-    for step in range(2):
-        for model in (plain, ours):
-            backward(model, step, rank)
-        equal(gradients(ours), gradients(plain))
-    assert hook.step == 2
 
 
 @on_ranks(4, ignore_warnings=(".*returned a view tensor",))

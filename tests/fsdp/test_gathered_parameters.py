@@ -25,8 +25,8 @@ from commhooks.fsdp._gather import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
 from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
-from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import equal_on_all_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import equal_on_all_ranks, relative_error
 
 SIZES = (33, 650, 640, 7)  # of matrices that are worth packing
 
@@ -73,7 +73,9 @@ def _steps(model: nn.Module, rank: int, count: int = 3, passes: int = 1) -> list
 # ---- what is gathered, and when
 
 
-def _in_16_bits(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_parameters_are_gathered_in_16_bits(rank: int) -> None:
     model = sharded(model_of(SIZES), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     gather_parameters(model, "int8")
     _steps(model, rank)
@@ -84,7 +86,9 @@ def _in_16_bits(rank: int, world_size: int) -> None:
     assert 0 < _distance(values, wanted) < 0.01 * _size(wanted)
 
 
-def _inference(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_parameters_are_gathered_in_inference_mode(rank: int) -> None:
     model = sharded(model_of(SIZES))
     gather_parameters(model, "int8")
     ones = torch.ones(2, 33)
@@ -96,7 +100,9 @@ def _inference(rank: int, world_size: int) -> None:
         _steps(model, rank)
 
 
-def _ahead_of_time(rank: int, world_size: int) -> None:
+@pytest.mark.slow
+@on_ranks(2)
+def test_parameters_are_gathered_ahead_of_time(rank: int) -> None:
     """FSDP2's settings of when it gathers change no bit."""
     results = []
     for setting in ("", "prefetch", "async", "kept"):
@@ -114,7 +120,8 @@ def _ahead_of_time(rank: int, world_size: int) -> None:
         assert all(map(torch.equal, results[0], others))
 
 
-def _switched(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_switch_of_what_gathers(rank: int) -> None:
     model = sharded(model_of(SIZES))
     gathered = gather_parameters(model, "int8")
     with pytest.raises(RegistrationError, match="different weights"):
@@ -131,7 +138,8 @@ def _switched(rank: int, world_size: int) -> None:
     gather_parameters(model, "fp8")
 
 
-def _failed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_gather_that_fails(rank: int) -> None:
     """A gather that fails raises, and the next one is as if it had not been."""
     model = sharded(model_of(SIZES))
     gathered = gather_parameters(model, "int8")
@@ -150,7 +158,8 @@ def _failed(rank: int, world_size: int) -> None:
     assert all(map(torch.equal, wanted, _held(model)))
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_schemes_that_are_refused(rank: int) -> None:
     model = sharded(model_of())
     for refused in ("int4", Cast(commhooks.make("topk", error_feedback=False))):
         with pytest.raises(RegistrationError, match="take a name such as none"):
@@ -221,23 +230,6 @@ def test_beside_tensor_parallelism() -> None:
         assert ledger.payload_bytes < 0.55 * ledger.dense_bytes
 
 
-# ---- all of these, in few process starts
-
-
-def _each(rank: int, world_size: int, *cases: Any) -> None:
-    for case in cases:
-        case(rank, world_size)
-
-
-@pytest.mark.slow
-def test_when_and_as_what_fsdp2_gathers() -> None:
-    run_ranks(_each, 2, _in_16_bits, _ahead_of_time, _inference)
-
-
-def test_schemes_that_are_refused_and_gathers_that_fail() -> None:
-    run_ranks(_each, 2, _switched, _refused, _failed)
-
-
 def test_what_has_no_known_parts_travels_as_it_is() -> None:
     """A tensor of the user's own form, or one of which nothing is to be packed."""
     parts = Packing(((3, True), (2, False)))
@@ -252,8 +244,9 @@ def test_what_has_no_known_parts_travels_as_it_is() -> None:
         assert call.is_plain(codec) == plain
 
 
-def _beside_large_ones(rank: int, world_size: int) -> float:
-    """Relative error of a bias that is 10,000 times smaller than the weight before it."""
+@on_ranks(2)
+def test_a_small_parameter_is_gathered_as_exactly_as_its_large_neighbour() -> None:
+    """A bias that is 10,000 times smaller than the weight before it."""
     torch.manual_seed(0)
     layer = nn.Linear(39, 26)
     bias = 1e-4 * torch.randn(26)
@@ -262,8 +255,4 @@ def _beside_large_ones(rank: int, world_size: int) -> float:
     model = fully_shard(layer)
     gather_parameters(model, "int8")
     model.unshard()
-    return float((model.bias.detach() - bias).norm() / bias.norm())
-
-
-def test_a_small_parameter_is_gathered_as_exactly_as_its_large_neighbour() -> None:
-    assert 0 < max(run_ranks(_beside_large_ones, 2)) < 0.01
+    assert 0 < relative_error(model.bias.detach(), bias) < 0.01

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,6 +28,7 @@ from commhooks.wrappers import (
 )
 from commhooks.wrappers._base import Choice
 from commhooks.wrappers._feedback import keeps_residual
+from tests.hook.test_cut_buckets import Small
 
 __all__ = ["OPTIONS", "SCHEMES", "WRAPPERS", "Law", "build", "law_of"]
 
@@ -81,6 +81,8 @@ WRAPPERS: dict[str, Callable[[Scheme], Scheme]] = {
     "ef21": lambda value: EF21(_bare(value), momentum=0.5),
     "averaged": lambda value: AveragedFeedback(_bare(value)),
 }
+# As ``WRAPPERS``, but not drawn.
+OTHERS: dict[str, Callable[[Scheme], Scheme]] = {"cut": lambda value: Small(value, 40)}
 
 
 def _bare(scheme: Scheme) -> Any:
@@ -91,7 +93,7 @@ def build(name: str, options: dict[str, Any], wrap: tuple[str, ...]) -> Scheme:
     """The scheme of a case."""
     scheme = commhooks.make(name, **{**{**SCHEMES, **CODEC}[name], **options})
     for value in wrap:
-        scheme = WRAPPERS[value](scheme)
+        scheme = {**WRAPPERS, **OTHERS}[value](scheme)
     return scheme
 
 
@@ -143,8 +145,3 @@ def _leaves(scheme: Scheme) -> Iterator[Scheme]:
         yield from _leaves(scheme.scheme)
     else:
         yield scheme
-
-
-def tolerance_of_sums(world: int) -> float:
-    """Share of the norm by which sums of products in float32 may be off, see tests/contract."""
-    return (math.log2(world) + 2 * 80) * torch.finfo(torch.float32).eps

@@ -385,12 +385,6 @@ class _Player:
         self.runs.clear()
 
 
-def _inside(scheme: Any) -> list[Any]:
-    from commhooks.core._scheme import walk
-
-    return list(walk(scheme))
-
-
 def _pack(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)

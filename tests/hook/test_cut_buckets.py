@@ -22,13 +22,11 @@ from ddp_core import simulate
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks
 from tests.tools.training import (
-    averaged,
     batch,
     equal_bits,
     equal_on_all_ranks,
     gradients,
     mlp,
-    residuals,
 )
 
 LIMITED = [name for name in BUILT_IN if commhooks.make(name).traits.max_bucket_numel < sys.maxsize]
@@ -83,38 +81,6 @@ def test_a_cut_bucket_gives_what_small_buckets_give(name: str) -> None:
         expected = [(key, name, value) for key, name, value in small.engines[rank].memory.items()]
         for key, name, value in expected:
             assert equal_bits([value, cut.engines[rank].memory.get(key, name)])
-
-
-@pytest.mark.parametrize("core", [True, False], ids=["core", "torch"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"static_graph": True},
-        {"find_unused_parameters": True},
-        {"gradient_as_bucket_view": True},
-    ],
-    ids=["plain", "static", "unused", "view"],
-)
-@on_ranks(2)
-def test_modes_of_both_classes(
-    rank: int, world_size: int, core: bool, options: dict[str, Any]
-) -> None:
-    """With parts of one weight each, the sum of what is sent and kept is the gradient."""
-    model = _model(core, 25, options)
-    hook = commhooks.register(model, Small(commhooks.make("topk", ratio=0.1)))
-    before = residuals(hook, model)
-    for step in range(3):
-        model.zero_grad()
-        model(batch(step, rank, 4, 16)).square().mean().backward()
-        local = mlp()
-        local.load_state_dict(model.module.state_dict())
-        local(batch(step, rank, 4, 16)).square().mean().backward()
-        after = residuals(hook, model)
-        sent = averaged(before + gradients(local) - after)
-        assert torch.allclose(sent, gradients(model), atol=1e-7)
-        before = after
-    assert equal_on_all_ranks(gradients(model))
 
 
 @on_ranks(2)

@@ -13,43 +13,27 @@ from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
 
 
-def bodies(rank: int, world_size: int) -> list[str]:
-    for body in BODIES.values():
-        body("cpu")
-    return list(BODIES)
-
-
-def hosts(rank: int, world_size: int) -> list[str]:
-    for body in HOSTS.values():
-        body("cpu")
-    return list(HOSTS)
+@pytest.mark.slow
+@pytest.mark.parametrize("body", BODIES)
+@on_ranks(1, 2, timeout=100)
+def test_every_body_runs_on_the_cpu(body: str) -> None:
+    BODIES[body]("cpu")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_every_body_runs_on_the_cpu(world_size: int) -> None:
-    assert run_ranks(bodies, world_size, timeout=100) == [list(BODIES)] * world_size
+@pytest.mark.parametrize("host", HOSTS)
+@on_ranks(1, 2, timeout=100, ignore_warnings=(".*FSDP", ".*NO_SHARD", ".*deprecated"))
+def test_every_host_runs_on_the_cpu(host: str) -> None:
+    HOSTS[host]("cpu")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world_size", [2, 1])
-def test_every_host_runs_on_the_cpu(world_size: int) -> None:
-    quiet = (".*FSDP", ".*NO_SHARD", ".*deprecated")  # of FSDP1
-    names = run_ranks(hosts, world_size, timeout=100, ignore_warnings=quiet)
-    assert names == [list(HOSTS)] * world_size
-
-
-def backward_of_every_scheme(rank: int, world_size: int) -> int:
+@on_ranks(1, timeout=100)
+def test_backward_gives_a_schemes_average_on_the_cpu() -> None:
+    assert len(BUILT_IN) > 20
     for name in BUILT_IN:
         layers = [torch.nn.Linear(48, 48) for _ in range(4)]
         model = torch.nn.Sequential(*layers)
         check_that_backward_gives_the_schemes_average(name, model, bucket_cap_mb=0.01)
-    return len(BUILT_IN)
-
-
-def test_backward_gives_a_schemes_average_on_the_cpu() -> None:
-    (count,) = run_ranks(backward_of_every_scheme, 1, timeout=100)
-    assert count > 20
 
 
 @on_ranks(2, timeout=100)

@@ -1,9 +1,9 @@
 """Fields that ranks compare before they go on, and ranks that do not come."""
 
-import contextlib
 import time
 from collections import OrderedDict
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -18,22 +18,12 @@ from commhooks.hook import _handshake
 from commhooks.hook import _registration as _register
 from commhooks.hook import _running as _meeting
 from commhooks.hook import _state as _state
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import batch, ddp, equal_bits, gradients, mlp, outcome
 
 
 class OtherDDP(DistributedDataParallel):
     """Another type."""
-
-
-@contextlib.contextmanager
-def _changed(owner, name, value):
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def _register_own(layout, name="0"):
@@ -71,10 +61,10 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "scheme and options":
         _agree(scheme="fp16" if odd else "bf16")
     elif field == "commhooks version":
-        with _changed(_handshake, "__version__", "0.0" if odd else _handshake.__version__):
+        with mock.patch.object(_handshake, "__version__", "0.0" if odd else _handshake.__version__):
             _agree()
     elif field == "torch version":
-        with _changed(torch, "__version__", "0.0" if odd else torch.__version__):
+        with mock.patch.object(torch, "__version__", "0.0" if odd else torch.__version__):
             _agree()
     elif field == "seed":
         _agree(seed=1 if odd else 0)
@@ -90,12 +80,14 @@ def _differ_in(field, odd, monkeypatch):
     elif field == "arguments of DistributedDataParallel":
         commhooks.register(DistributedDataParallel(mlp(), static_graph=odd), "none")
     elif field == SKIPPED:
-        with _changed(_register, "_has_skipped", lambda ddp: odd):
+        with mock.patch.object(_register, "_has_skipped", return_value=odd):
             commhooks.register(DistributedDataParallel(mlp()), "none")
     elif field == "world size":
         _agree(lambda state: setattr(state.engine, "world_size", 4 if odd else 2))
     elif field == "memory":
-        with _changed(_handshake, "_origin", lambda *hook: "of rank 0" if odd else "its own"):
+        with mock.patch.object(
+            _handshake, "_origin", return_value="of rank 0" if odd else "its own"
+        ):
             _agree()
     elif field == "environment":
         monkeypatch.setenv("LOCAL_WORLD_SIZE", "2" if odd else "1")
@@ -137,7 +129,8 @@ FIELDS = [
 ]
 
 
-def _differ_in_each(rank, world_size):
+@on_ranks(2)
+def test_every_field_that_differs_is_named(rank: int) -> None:
     seen = set()
     handshake = _meeting.handshake
 
@@ -150,17 +143,12 @@ def _differ_in_each(rank, world_size):
         patch.setattr(_meeting, "handshake", watched)
         for field in FIELDS:
             errors[field] = outcome(_differ_in, field, rank == 1, patch)
-    return errors, seen
-
-
-def test_every_field_that_differs_is_named():
-    for errors, seen in run_ranks(_differ_in_each, 2):
-        assert seen == set(FIELDS)  # a new field belongs into this test
-        for field, error in errors.items():
-            assert error is not None, field
-            name, text = error
-            assert name == "MismatchError", (field, text)
-            assert f": {field} differ" in text, (field, text)
+    assert seen == set(FIELDS)  # a new field belongs into this test
+    for field, error in errors.items():
+        assert error is not None, field
+        name, text = error
+        assert name == "MismatchError", (field, text)
+        assert f": {field} differ" in text, (field, text)
 
 
 # ---- ranks that do not come

@@ -8,6 +8,7 @@ import sys
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ from ddp_core.exchange import _collectives as collectives
 from ddp_core.exchange import _pairs as pairs
 from ddp_core.exchange._pairs import Pairs, on_gloo
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, outcome, parameters
+from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, parameters
 
 SHAPES = ((), (0,), (1,), (1001,), (3, 5))
 
@@ -91,29 +92,21 @@ def test_what_is_only_moved_travels_as_bytes(rank: int, world_size: int) -> None
     assert types == {torch.uint8}
 
 
-def _parts(rank: int, world_size: int) -> list[list[int]]:
-    """Returns results of both collectives, in each of two ways to part four ranks."""
+@on_ranks(4)
+def test_parts_of_the_ranks_exchange_among_themselves(rank: int) -> None:
+    """Both collectives, in each of two ways to part four ranks."""
     group = dist.group.WORLD
-    assert group is not None
-    came = []
     for ranks in (range(rank // 2 * 2, rank // 2 * 2 + 2), range(rank % 2, 4, 2)):
-        requests = (
-            AllGather(torch.tensor([rank]), ranks),
-            AllToAll(torch.tensor([[10 * rank], [10 * rank + 1]]), ranks),
-        )
-        for request in requests:
+        place = ranks.index(rank)
+        for request, expected in (
+            (AllGather(torch.tensor([rank]), ranks), [*ranks]),
+            (
+                AllToAll(torch.tensor([[10 * rank], [10 * rank + 1]]), ranks),
+                [10 * other + place for other in ranks],
+            ),
+        ):
             request.issue(group).wait()
-            came.append(request.result().flatten().tolist())
-    return came
-
-
-def test_parts_of_the_ranks_exchange_among_themselves() -> None:
-    assert run_ranks(_parts, 4) == [
-        [[0, 1], [0, 10], [0, 2], [0, 20]],
-        [[0, 1], [1, 11], [1, 3], [10, 30]],
-        [[2, 3], [20, 30], [0, 2], [1, 21]],
-        [[2, 3], [21, 31], [1, 3], [11, 31]],
-    ]
+            assert request.result().flatten().tolist() == expected
 
 
 @on_ranks(4)
@@ -130,16 +123,11 @@ def test_two_levels_of_four_ranks_agree_bit_for_bit(rank: int) -> None:
     assert equal_on_all_ranks(parameters(model))
 
 
-def _other_nodes(rank: int, world_size: int) -> Any:
-    os.environ["LOCAL_WORLD_SIZE"] = "2" if rank else "4"
-    return outcome(commhooks.register, ddp(mlp()), "sdp4bit")
-
-
-def test_ranks_that_count_nodes_differently_are_told() -> None:
-    for error in run_ranks(_other_nodes, 4):
-        assert error is not None
-        assert error[0] == "MismatchError"
-        assert "ranks of a node" in error[1]
+@on_ranks(4)
+def test_ranks_that_count_nodes_differently_are_told(rank: int) -> None:
+    nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2" if rank else "4")
+    with nodes, pytest.raises(commhooks.errors.MismatchError, match="ranks of a node"):
+        commhooks.register(ddp(mlp()), "sdp4bit")
 
 
 @on_ranks(2)

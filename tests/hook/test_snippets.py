@@ -12,13 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 import ddp_core
 from commhooks.ddp_comm_hooks import DDPCommHookType, register_ddp_comm_hook
-from commhooks.ddp_comm_hooks import debugging_hooks as debugging
 from commhooks.ddp_comm_hooks import default_hooks as default
 from commhooks.ddp_comm_hooks import post_localSGD_hook as post_localSGD
 from commhooks.ddp_comm_hooks import powerSGD_hook as powerSGD
@@ -138,37 +135,8 @@ def test_documented_hooks_average() -> None:
 
 
 @on_ranks(2)
-def test_other_snippets_run(rank: int) -> None:
+def test_an_optimizer_of_some_parameters_steps_in_backward() -> None:
     for ddp_class in CLASSES.values():
-        # Headroom: nothing is exchanged.
-        ddp, local = ddp_class(SimpleModel()), ddp_class(SimpleModel())
-        local.load_state_dict(ddp.state_dict())
-        ddp.register_comm_hook(None, debugging.noop_hook)
-        with local.no_sync():
-            expected = step(local, 0)
-        assert all(map(torch.equal, step(ddp, 0), expected))
-
-        # The hook of the documentation of register_comm_hook.
-        def noop(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            fut: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            fut.set_result(bucket.buffer())
-            return fut
-
-        ddp = ddp_class(SimpleModel())
-        ddp.register_comm_hook(state=None, hook=noop)
-        step(ddp, 0)
-        ddp._get_ddp_logging_data().get("can_set_static_graph")
-
-        # Uneven inputs: rank 1 has one more.
-        ddp = ddp_class(nn.Linear(1, 1, bias=False))
-        ddp.register_comm_hook(None, default.fp16_compress_hook)
-        with ddp.join():
-            for _ in range(5):
-                for _ in range(10 + rank):
-                    ddp(torch.ones(1)).sum().backward()
-        dist.barrier()  # nobody is left behind
-
-        # Optimizers that step in backward.
         for chosen in (slice(None), slice(0, 2)):
             ddp = ddp_class(SimpleModel())
             before = [parameter.detach().clone() for parameter in ddp.parameters()]
@@ -181,19 +149,6 @@ def test_other_snippets_run(rank: int) -> None:
                 step(ddp, 0)
             moved = [not torch.equal(*pair) for pair in zip(before, ddp.parameters(), strict=True)]
             assert moved == [True] * len(params) + [False] * (4 - len(params))
-
-        # Local SGD with an averager.
-        ddp = ddp_class(SimpleModel())
-        ddp.register_comm_hook(local_sgd_state(None), post_localSGD.post_localSGD_hook)
-        opt = PostLocalSGDOptimizer(
-            optim=torch.optim.SGD(ddp.parameters(), lr=0.01),
-            averager=PeriodicModelAverager(period=2, warmup_steps=2),
-        )
-        for number in range(5):
-            opt.zero_grad()
-            step(ddp, number)
-            opt.step()
-        assert equal_on_all_ranks(*ddp.parameters())
 
 
 # ---- the page's checkpoint: rank 0 saves the hook and its state, all ranks load them

@@ -20,6 +20,7 @@ import commhooks
 from commhooks.errors import CheckpointError
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.tools.harness import run_ranks
+from tests.tools.training import everyone, same
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 NAMES = ("replicate", "shard", "tp")
@@ -50,18 +51,6 @@ def _kept(hook: commhooks.HookState) -> dict[str, Tensor]:
     return {name: value.clone() for key, name, value in hook.engine.memory.items()}
 
 
-def _everyone(value: Any) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _same(value: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return value.keys() == other.keys() and all(
-        torch.equal(value[key], other[key]) for key in value
-    )
-
-
 def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES)
     replica, shard, column = (mesh[name].get_local_rank() for name in NAMES)
@@ -72,7 +61,7 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     exact, hook = _hook_on(mesh, "none")
     for model in (native, exact):
         backward(model, 0, place)
-    assert _same(_local(native), _local(exact))
+    assert same(_local(native), _local(exact))
     hook.close()
 
     # With feedback: over steps, what is sent and what is kept add up to the gradients.
@@ -96,7 +85,7 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
     local, gathered = hook.state_dict(), hook.state_dict(gather=True)
     assert gathered["world_size"] == 2
     assert gathered[f"rank{column}"]["memory"]["residual"]["0.weight"].shape == (33, 33)
-    every, wholes = _everyone(local), _everyone(gathered)
+    every, wholes = everyone(local), everyone(gathered)
     dcp.save({"hook": hook}, checkpoint_id=folder)
     backward(ours, 3, place)
     wanted = _local(ours)
@@ -112,9 +101,9 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         loaded = _kept(other)
         # A file has a place for every parameter: of what nothing is kept it says zero.
         assert not loaded.pop(f"2.bias#{shard}", torch.zeros(())).any()
-        assert _same(loaded, kept)
+        assert same(loaded, kept)
         backward(again, 3, place)
-        assert _same(_local(again), wanted)
+        assert same(_local(again), wanted)
     return {"states": every, "wholes": wholes[:2]}
 
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import commhooks
 from commhooks import DiLoCo, Scheme
 from commhooks.core import Bucket, Result, SchemeExchange, Traits
+from commhooks.errors import CheckpointError, MismatchError
 from commhooks.local import local_sgd
 from commhooks.local._fragments import fragments_of
-from tests.tools.harness import run_cases, run_ranks
-from tests.tools.training import batch, ddp, equal_bits, mlp, outcome, parameters
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import averaged, batch, ddp, equal_on_all_ranks, mlp, parameters
 
 LR = 0.1
 
@@ -40,7 +40,7 @@ def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: 
 
 
 def _train(
-    rank: int, world_size: int, steps: int, options: dict[str, Any], scheme: str = "none"
+    rank: int, steps: int, options: dict[str, Any], scheme: str = "none"
 ) -> tuple[Tensor, list[bool], int]:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
@@ -93,68 +93,61 @@ def _by_hand(
     return [parameters(model) for model in models]
 
 
-def test_it_is_what_the_papers_say() -> None:
-    ranks = 3
-    settings: list[dict[str, Any]] = [
-        {"every": 4}, {"every": 6, "fragments": 3}, {"every": 6, "fragments": 3, "delay": 1},
-    ]  # fmt: skip
-    cases = [(14, options) for options in settings]
-    for options, results in zip(settings, run_cases(_train, ranks, cases), strict=True):
-        for (got, applied, _), wanted in zip(results, _by_hand(14, ranks, **options), strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=2e-5)
-            assert sum(applied) == 14 // (options["every"] // options.get("fragments", 1)) - (
-                options.get("delay", 0) > 0
-            )
+@pytest.mark.parametrize(
+    "options",
+    [{"every": 4}, {"every": 6, "fragments": 3}, {"every": 6, "fragments": 3, "delay": 1}],
+)
+@on_ranks(3)
+def test_it_is_what_the_papers_say(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    results, applied, _ = _train(rank, 14, options)
+    wanted = _by_hand(14, world_size, **options)[rank]
+    torch.testing.assert_close(results, wanted, rtol=0, atol=2e-5)
+    exchanges = 14 // (options["every"] // options.get("fragments", 1))
+    assert sum(applied) == exchanges - (options.get("delay", 0) > 0)
 
 
-def test_ranks_agree_bit_for_bit_after_an_exchange_and_gradients_do_not_travel() -> None:
-    schemes = ("none", "int4", "onebit", "powersgd", "topk")
-    cases = [(12, {"every": 4}, scheme) for scheme in schemes]
-    for scheme, results in zip(schemes, run_cases(_train, 2, cases), strict=True):
-        assert equal_bits([got for got, _, _ in results]), scheme
-        for _, applied, rounds in results:
-            assert applied == [step % 4 == 3 for step in range(12)]
-            assert rounds == 3 or scheme != "none"
+@pytest.mark.parametrize("scheme", ["none", "int4", "onebit", "powersgd", "topk"])
+@on_ranks(2)
+def test_ranks_agree_bit_for_bit_after_an_exchange_and_gradients_do_not_travel(
+    rank: int, scheme: str
+) -> None:
+    results, applied, rounds = _train(rank, 12, {"every": 4}, scheme)
+    assert equal_on_all_ranks(results)
+    assert applied == [step % 4 == 3 for step in range(12)]
+    assert rounds == 3 or scheme != "none"
 
 
-def _resumed(rank: int, world_size: int, scheme: str, options: dict[str, Any]) -> list[Tensor]:
-    ends = []
-    saved: dict[str, Any] = {}
-    for resume in (False, True):
-        model = mlp(seed=0)
+@pytest.mark.parametrize(
+    ("scheme", "options"),
+    [("int4", {"every": 4}), ("onebit", {"every": 8, "fragments": 2, "delay": 3})],
+)
+@on_ranks(2)
+def test_a_resumed_run_equals_one_that_went_on(
+    rank: int, scheme: str, options: dict[str, Any]
+) -> None:
+    def begun() -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo]:
+        model = mlp()
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
-        outer = DiLoCo(model, scheme, **options)
-        if resume:
-            for step in range(5):  # until an exchange is under way, which loading has to drop
-                _inner(model, optimizer, step, rank)
-                outer.step()
-            model.load_state_dict(saved["model"])
-            optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
-            outer.load_state_dict(saved["outer"])
-        for step in range(9 if resume else 0, 20):
-            if step == 9 and not resume:
-                saved = copy.deepcopy(
-                    {
-                        "model": model.state_dict(),
-                        "optimizer": optimizer.state_dict(),
-                        "outer": outer.state_dict(),
-                    }
-                )
-            _inner(model, optimizer, step, rank)
-            outer.step()
-        ends.append(parameters(model))
-        outer.close()
-    return ends
+        return model, optimizer, DiLoCo(model, scheme, **options)
+
+    def train(run: Any, steps: range) -> Tensor:
+        for step in steps:
+            _inner(*run[:2], step, rank)
+            run[2].step()
+        return parameters(run[0])
+
+    going, resumed = begun(), begun()
+    train(going, range(9))
+    states = copy.deepcopy([part.state_dict() for part in going])
+    wanted = train(going, range(9, 20))
+    train(resumed, range(5))  # until an exchange is under way, which loading has to drop
+    for part, state in zip(resumed, states, strict=True):
+        part.load_state_dict(state)
+    assert torch.equal(train(resumed, range(9, 20)), wanted)
 
 
-def test_a_resumed_run_equals_one_that_went_on() -> None:
-    under_way = {"every": 8, "fragments": 2, "delay": 3}
-    for ranks in run_cases(_resumed, 2, [("int4", {"every": 4}), ("onebit", under_way)]):
-        for went_on, resumed in ranks:
-            assert torch.equal(went_on, resumed)
-
-
-def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+@on_ranks(2)
+def test_local_sgd_of_one_step_is_data_parallel(rank: int) -> None:
     """Averaging parameters after each step of SGD is averaging gradients."""
     model, plain = mlp(), ddp(mlp())
     optimizers = [torch.optim.SGD(value.parameters(), lr=LR) for value in (model, plain)]
@@ -163,15 +156,11 @@ def _local(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
         _inner(model, optimizers[0], step, rank)
         averager.step()
         _inner(plain, optimizers[1], step, rank)
-    return parameters(model), parameters(plain)
+    torch.testing.assert_close(parameters(model), parameters(plain), rtol=0, atol=1e-6)
 
 
-def test_local_sgd_of_one_step_is_data_parallel() -> None:
-    for local, plain in run_ranks(_local, 2):
-        torch.testing.assert_close(local, plain, rtol=0, atol=1e-6)
-
-
-def _post_local(rank: int, world_size: int) -> tuple[list[float], Tensor]:
+@on_ranks(2)
+def test_post_local_sgd_drifts_and_meets(rank: int) -> None:
     """Gradients first, then parameters: on one DistributedDataParallel."""
     model = ddp(mlp())
     hook = commhooks.register(model, "none")
@@ -185,21 +174,14 @@ def _post_local(rank: int, world_size: int) -> tuple[list[float], Tensor]:
         _inner(model, optimizer, step, rank)
         if averager is not None:
             averager.step()
-        mean = parameters(model)
-        dist.all_reduce(mean)
-        apart.append(float((mean / world_size - parameters(model)).norm()))
-    return apart, parameters(model)
+        apart.append(float((averaged(parameters(model)) - parameters(model)).norm()))
+    assert max(apart[:4]) < 1e-6
+    assert [distance > 1e-4 for distance in apart[4:]] == [True, True, True, False] * 2
+    assert equal_on_all_ranks(parameters(model))
 
 
-def test_post_local_sgd_drifts_and_meets() -> None:
-    results = run_ranks(_post_local, 2)
-    for apart, _ in results:
-        assert max(apart[:4]) < 1e-6
-        assert [distance > 1e-4 for distance in apart[4:]] == [True, True, True, False] * 2
-    assert equal_bits([end for _, end in results])
-
-
-def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
+@on_ranks(2)
+def test_a_rank_that_diverges_takes_no_other_with_it(rank: int) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     outer = DiLoCo(model, "int8", every=2)
@@ -214,45 +196,37 @@ def _diverges(rank: int, world_size: int) -> tuple[Tensor, Tensor, list[str]]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outer.step()
-    return before, parameters(model), [str(warning.message) for warning in caught]
+    said = [str(warning.message) for warning in caught]
+    assert torch.equal(before, parameters(model))
+    assert any("go back to the parameters of the last exchange" in text for text in said)
 
 
-def test_a_rank_that_diverges_takes_no_other_with_it() -> None:
-    for before, after, said in run_ranks(_diverges, 2):
-        assert torch.equal(before, after)
-        assert any("go back to the parameters of the last exchange" in text for text in said)
-
-
-def _wrong(rank: int, world_size: int) -> list[Any]:
-    model = mlp()
-    settings: list[dict[str, Any]] = [
+@on_ranks(2)
+def test_wrong_settings_are_named(rank: int) -> None:
+    model, wrapped = mlp(), ddp(mlp())
+    for setting in (
         {"every": 0},
         {"every": 10, "fragments": 3},
         {"every": 6, "fragments": 3, "delay": 2},
         {"momentum": 1.0},
         {"every": 100, "fragments": 100},
-    ]
-    results = [outcome(DiLoCo, model, **setting) for setting in settings]
-    wrapped = ddp(mlp())
-    results.append(outcome(DiLoCo, wrapped))  # averages by itself, by a hook, not at all
+    ):
+        with pytest.raises(ValueError, match="DiLoCo"):
+            DiLoCo(model, **setting)
+    with pytest.raises(ValueError, match="DiLoCo"):  # averages by itself, by a hook, not at all
+        DiLoCo(wrapped)
     hook = commhooks.register(wrapped, "int8")
-    results.append(outcome(DiLoCo, wrapped))
+    with pytest.raises(ValueError, match="DiLoCo"):
+        DiLoCo(wrapped)
     hook.switch("noop")
     DiLoCo(wrapped).close()
-    results.append(outcome(DiLoCo, model, every=10 + rank))
+    with pytest.raises(MismatchError):
+        DiLoCo(model, every=10 + rank)
     outer = DiLoCo(model)
     state = outer.state_dict()
     state["outer"].pop(next(iter(state["outer"])))
-    return [*results, outcome(outer.load_state_dict, state)]
-
-
-def test_wrong_settings_are_named() -> None:
-    for results in run_ranks(_wrong, 2):
-        assert [error[0] for error in results] == [
-            *["ValueError"] * 7,
-            "MismatchError",
-            "CheckpointError",
-        ]
+    with pytest.raises(CheckpointError):
+        outer.load_state_dict(state)
 
 
 @dataclass(frozen=True)
@@ -264,18 +238,13 @@ class _Uneven(Scheme):
         return Result(result.mean.mul_(1 + bucket.rank))
 
 
-def _switched(rank: int, world_size: int) -> list[tuple[str, str]]:
-    results = [outcome(DiLoCo, mlp(), scheme) for scheme in ("gossip", _Uneven())]
+@on_ranks(2)
+def test_every_rank_gets_the_same_average() -> None:
     outer = DiLoCo(mlp(), every=1)
     outer.hook.switch("gossip")
-    return [*results, outcome(outer.step)]
-
-
-def test_every_rank_gets_the_same_average() -> None:
-    for results in run_ranks(_switched, 2):
-        for kind, message in results:
-            assert kind == "ValueError"
-            assert "gives every rank another result" in message
+    for call in (lambda: DiLoCo(mlp(), "gossip"), lambda: DiLoCo(mlp(), _Uneven()), outer.step):
+        with pytest.raises(ValueError, match="gives every rank another result"):
+            call()
 
 
 def _smaller(rank: int, world_size: int, states: list[Any]) -> Any:
@@ -300,7 +269,9 @@ def test_two_ranks_go_on_as_one() -> None:
     assert run_ranks(_smaller, 1, states) == [True]
 
 
-def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
+@pytest.mark.parametrize("delay", [0, 1])
+@on_ranks(3)
+def test_two_dtypes_are_two_buckets_of_one_step(rank: int, delay: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20).to(torch.float64))
     outer = commhooks.DiLoCo(model, "random_k", ratio=0.2, every=2, delay=delay, lr=1.0)
@@ -311,12 +282,6 @@ def _two_dtypes(rank: int, _: int, delay: int) -> tuple[int, int, Tensor]:
                 parameter -= torch.randn(parameter.shape, generator=draws).to(parameter.dtype)
         time.sleep(0.002 * rank)  # ranks are not in step
         outer.step()
-    values = torch.cat([t.double().flatten() for f in outer._all_fragments() for t in f.outer])
+    assert equal_on_all_ranks(*(t for fragment in outer._all_fragments() for t in fragment.outer))
     outer.close()
-    return outer.hook.step, outer.outer_steps, values
-
-
-def test_two_dtypes_are_two_buckets_of_one_step() -> None:
-    for results in run_cases(_two_dtypes, 3, [(0,), (1,)]):
-        assert {(steps, outer_steps) for steps, outer_steps, _ in results} == {(10, 10)}
-        assert equal_bits([values for *_, values in results])
+    assert (outer.hook.step, outer.outer_steps) == (10, 10)

@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as composable
 from torch.distributed._composable.replicate_with_fsdp import replicate as on_fsdp
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import Scheme
 from commhooks.core._scheme import slots_of
-from commhooks.errors import CheckpointError
 from commhooks.verify._judge import error_bound_of
-from tests.fsdp.test_fsdp2 import backward, mean_residual, model_of
 from tests.hosts import host_matrix
 from tests.hosts.every_host import (
     MODELS,
@@ -260,7 +254,7 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
     """Returns gradients of each host with "none", and by itself."""
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("replicate",))
     none, results = commhooks.make("none"), {}
-    for host in ("`fsdp.replicate` (FSDP2)", "FSDP1", "FSDP1, `NO_SHARD`"):
+    for host in (*WRAPS, "`fsdp.replicate` (FSDP2)"):
         plain = mlp(32, 4)
         if host in WRAPS:
             plain = WRAPS[host](plain)
@@ -323,107 +317,3 @@ def test_without_a_scheme_hosts_and_calls_give_their_own_bits(ranks: int) -> Non
         for call, (wanted, *others) in calls.items():
             same = near if call in DIVIDES_LATER and ranks == 3 else torch.equal
             assert all(same(result, wanted) for result in others), call
-
-
-# ---- what one host saves another loads
-
-
-def _hook_on(host: str) -> tuple[nn.Module, commhooks.HookState]:
-    model = WRAPS[host](model_of())
-    return model, commhooks.register(model, "int4", block=64)
-
-
-def _save(rank: int, world_size: int, host: str, folder: str) -> tuple[Any, Any]:
-    model, hook = _hook_on(host)
-    for step in range(2):
-        backward(model, step, rank)
-    dcp.save({"hook": hook}, checkpoint_id=folder)
-    return hook.state_dict(), hook.state_dict(gather=True)
-
-
-@lru_cache
-def saved_on(host: str, ranks: int, folder: Path) -> tuple[str, list[Any], Any]:
-    """Returns the folder of a checkpoint, the states of all ranks, and the gathered state."""
-    name = str(folder / f"{list(MODELS).index(host)}-{ranks}")
-    states, wholes = zip(*run_ranks(_save, ranks, host, name, ignore_warnings=QUIET), strict=True)
-    return name, list(states), wholes[0]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("checkpoints")
-
-
-def _load(rank: int, world_size: int, host: str, how: str, saved: Any) -> Any:
-    model, hook = _hook_on(host)
-    if how == "files":
-        commhooks.load_dcp(hook, saved)
-    else:
-        hook.load_state_dict(saved)
-    again = hook.state_dict(gather=True)
-    backward(model, 2, rank)
-    assert hook.step == 3
-    return again
-
-
-DDP, CORE = "torch's DDP", "`ddp_core`"
-CASES = [
-    (DDP, 3, "FSDP2", 2, "files"),
-    ("FSDP2", 3, DDP, 2, "files"),
-    ("FSDP2", 2, CORE, 3, "files"),
-    ("FSDP1", 3, DDP, 2, "files"),
-    ("FSDP1", 3, "FSDP2", 2, "files"),
-    (DDP, 2, "FSDP1", 2, "files"),
-    ("FSDP2", 3, DDP, 2, "by rank"),
-    ("FSDP2", 3, DDP, 3, "by rank"),
-    (DDP, 2, "FSDP1", 3, "gathered"),
-    ("FSDP1", 3, DDP, 2, "gathered"),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("first", "before", "second", "after", "how"), CASES)
-def test_residuals_arrive_on_another_host(
-    first: str, before: int, second: str, after: int, how: str, folder: Path
-) -> None:
-    name, states, whole = saved_on(first, before, folder)
-    saved = {"files": name, "by rank": states, "gathered": whole}[how]
-    loaded = run_ranks(_load, after, second, how, saved, ignore_warnings=QUIET)
-    residuals, wanted = mean_residual(loaded[0]), mean_residual(whole)
-    shapes = {key: value.shape for key, value in model_of().named_parameters()}
-    assert sorted(wanted) == sorted(residuals) == sorted(shapes)
-    for key, value in wanted.items():
-        assert residuals[key].shape == shapes[key]
-        assert float(value.norm()) > 0
-        torch.testing.assert_close(residuals[key], value, rtol=1e-6, atol=1e-7)
-
-
-def _own_state(rank: int, world_size: int, host: str, states: list[Any], folder: str) -> str:
-    """A rank takes its own state of another host; torch's own load misses that host's padding."""
-    _, hook = _hook_on(host)
-    with pytest.raises((CheckpointError, CheckpointException)) as raised:
-        dcp.load({"hook": hook}, checkpoint_id=folder)
-    assert hook.step == 0
-    hook.load_state_dict(states[rank])
-    loaded, wanted = (
-        {name: value for name, value in memory["residual"].items() if "#" not in name}
-        for memory in (
-            state[f"rank{rank}"]["memory"] for state in (hook.state_dict(), states[rank])
-        )
-    )
-    assert loaded.keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[name]) for name, value in loaded.items())
-    return str(raised.value)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "second", "text"),
-    [("FSDP2", DDP, "call commhooks.load_dcp"), (DDP, "FSDP2", "Missing key")],
-)
-def test_a_rank_takes_its_own_state_of_another_host_and_torchs_load_misses_padding(
-    first: str, second: str, text: str, folder: Path
-) -> None:
-    name, states, _ = saved_on(first, 3, folder)
-    for message in run_ranks(_own_state, 3, second, states, name, ignore_warnings=QUIET):
-        assert text in message

@@ -24,7 +24,7 @@ from commhooks.errors import CheckpointError, MissingPackageError, RegistrationE
 from commhooks.hosts import accelerate, fabric, ray
 from commhooks.hosts._framework_hook import FrameworkHook
 from commhooks.hosts.megatron import ReduceScatter
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks
 
 
 def wrapped() -> DistributedDataParallel:
@@ -53,7 +53,11 @@ def error_of(call: Any, kind: type[Exception] = RegistrationError) -> str:
 # ---- state
 
 
-def _resumed(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
     host.attach(model, world_size)
     train(model, range(4))
@@ -79,28 +83,25 @@ def _resumed(rank: int, world_size: int, folder: str) -> None:
         assert torch.equal(train(model, range(4, 8)), expected)
 
 
-def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(tmp_path: Path) -> None:
-    run_ranks(_resumed, 2, str(tmp_path))
-
-
-def _copies(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_every_rank_has_the_state_where_each_node_saves_a_copy(world_size: int) -> None:
     project = SimpleNamespace(save_on_each_node=True)
     accelerator = SimpleNamespace(
         ddp_handler=None, project_configuration=project, num_processes=world_size,
         register_for_checkpointing=lambda value: None,
     )  # fmt: skip
     comm = accelerate.CommHook(accelerator, wrapped(), "topk")
-    return sorted(key for key in comm.state_dict() if key.startswith("rank"))
-
-
-def test_every_rank_has_the_state_where_each_node_saves_a_copy() -> None:
-    assert run_ranks(_copies, 2) == [["rank0", "rank1"]] * 2
+    assert sorted(key for key in comm.state_dict() if key.startswith("rank")) == ["rank0", "rank1"]
 
 
 # ---- what is refused
 
 
-def _refused(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    folder = str(tmp_path)
     host = FrameworkHook("topk", ratio=0.1)
     assert "nothing is registered yet" in error_of(lambda: host.hook)
     assert "would never run: wrap the model" in error_of(lambda: host.attach(nn.Linear(2, 2), 2))
@@ -117,11 +118,8 @@ def _refused(rank: int, world_size: int, folder: str) -> None:
     assert "over 1 of them" in error_of(lambda: grouped.attach(wrapped(), world_size))
 
 
-def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(tmp_path: Path) -> None:
-    run_ranks(_refused, 2, str(tmp_path))
-
-
-def _again(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_second_run_has_a_hook_of_its_own(world_size: int) -> None:
     host = FrameworkHook("int8")
     host.attach(wrapped(), world_size)
     first = host.hook
@@ -132,10 +130,6 @@ def _again(rank: int, world_size: int) -> None:
     train(model, range(2))
     assert host.hook.step == 2
     assert host.metrics()["comm/wire_bytes"] > 0
-
-
-def test_a_second_run_has_a_hook_of_its_own() -> None:
-    run_ranks(_again, 2)
 
 
 def test_no_process_group_is_an_error() -> None:
@@ -153,7 +147,8 @@ def test_a_framework_that_is_missing_is_named(name: str, monkeypatch: pytest.Mon
 # ---- attributes of frameworks
 
 
-def _attributes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_fabric_accelerate_and_ray_are_asked_for_what_they_have(world_size: int) -> None:
     comm = fabric.CommHook(SimpleNamespace(world_size=world_size), nn.Sequential(wrapped()), "int8")
     assert comm.hook.world_size == world_size
     ray.CommHook(wrapped(), "int8")
@@ -173,16 +168,13 @@ def _attributes(rank: int, world_size: int) -> None:
         assert "Accelerate registers the members of its own enum" in said
 
 
-def test_fabric_accelerate_and_ray_are_asked_for_what_they_have() -> None:
-    run_ranks(_attributes, 2)
-
-
 def _module(name: str, **members: Any) -> None:
     sys.modules[name] = made = ModuleType(name)
     vars(made).update(members)
 
 
-def _lightning(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_lightning_by_what_it_has_published(world_size: int) -> None:
     _module("lightning")
     _module("lightning.pytorch", Callback=type("Callback", (), {}))
     strategy_class = type("DDPStrategy", (), {"determine_ddp_device_ids": lambda self: None})
@@ -219,11 +211,9 @@ def _lightning(rank: int, world_size: int) -> None:
     assert "takes one hook" in error_of(lambda: CommHook("int8").setup(trainer, None, "fit"))
 
 
-def test_lightning_by_what_it_has_published() -> None:
-    run_ranks(_lightning, 2)
-
-
-def _transformers(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_transformers_by_what_it_has_published(world_size: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     _module("transformers", TrainerCallback=type("TrainerCallback", (), {}))
     from commhooks.hosts.transformers import CommHook
 
@@ -280,14 +270,11 @@ def _transformers(rank: int, world_size: int, folder: str) -> None:
     comm.on_save(first.args, state, None)
 
 
-def test_transformers_by_what_it_has_published(tmp_path: Path) -> None:
-    run_ranks(_transformers, 2, str(tmp_path))
-
-
 # ---- Megatron-Core, by the signature of its reduce_scatter_with_fp32_accumulation
 
 
-def _megatron(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_megatrons_function_sums_inside_its_coalescing_manager(rank: int, world_size: int) -> None:
     group = dist.group.WORLD
     whole = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
     total = whole.clone()
@@ -305,10 +292,6 @@ def _megatron(rank: int, world_size: int) -> None:
             assert float((part - wanted).norm() / wanted.norm()) <= allowed, (name, async_op)
     error_of(lambda: call(part, whole, dist.ReduceOp.MAX, None, False), ValueError)
     error_of(lambda: call(part, whole[:6], dist.ReduceOp.SUM, None, False), ValueError)
-
-
-def test_megatrons_function_sums_inside_its_coalescing_manager() -> None:
-    run_ranks(_megatron, 2)
 
 
 @pytest.mark.parametrize("called", [False, True])

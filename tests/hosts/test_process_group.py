@@ -6,6 +6,7 @@ import inspect
 import re
 import threading
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,9 +23,10 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import commhooks.research.baselines
 import ddp_core
+from commhooks.errors import MismatchError, RegistrationError, UnknownSchemeError
 from commhooks.hosts._process_group import SchemeGroup
-from tests.tools.harness import run_ranks
-from tests.tools.training import batch, gradients, mlp, outcome
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import batch, equal_on_all_ranks, gradients, mlp, relative_error
 
 STEPS = 5
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -52,6 +54,10 @@ def local_means(model: nn.Module, rank: int) -> list[Tensor]:
     return means
 
 
+def worst_error(means: list[Tensor], exact: list[Tensor]) -> float:
+    return max(map(relative_error, means, exact))
+
+
 def wrapped(group: Any = None, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(mlp(32, 4), process_group=group, **{**SMALL, **options})
 
@@ -59,81 +65,65 @@ def wrapped(group: Any = None, **options: Any) -> DistributedDataParallel:
 # ---- what passes
 
 
-def _passes(rank: int, world_size: int) -> dict[str, Any]:
-    group = commhooks.process_group("int8", least=100)
-    outcomes: dict[str, Any] = {
-        "backend": dist.get_backend(group) == "commhooks",
-        "ranks": dist.get_process_group_ranks(group) == list(range(world_size)),
-        "size": (group.rank(), group.size()) == (rank, world_size),
-        "name": group.group_name != dist.group.WORLD.group_name,
-        "mesh": init_device_mesh("cpu", (world_size,)).get_group() is dist.group.WORLD,
-    }
+def _all_reduced(tensor: Tensor, place: Any, **options: Any) -> Tensor:
+    dist.all_reduce(tensor, group=place, **options)
+    return tensor
+
+
+def _broadcast(tensor: Tensor, place: Any) -> Tensor:
+    dist.broadcast(tensor, 0, group=place)
+    return tensor
+
+
+def _gathered(tensor: Tensor, place: Any) -> Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor, group=place)
+    return torch.cat(parts)
+
+
+def _all_to_all(tensor: Tensor, place: Any) -> Tensor:
+    into = torch.empty(dist.get_world_size() * 100)
+    dist.all_to_all_single(into, tensor[: len(into)].clone(), group=place)
+    return into
+
+
+def _sent(tensor: Tensor, place: Any) -> Tensor:
+    if dist.get_rank() == 0:
+        dist.send(tensor, 1, group=place)
+    elif dist.get_rank() == 1:
+        dist.recv(tensor, 0, group=place)
+    return tensor
+
+
+@on_ranks(2, 3)
+def test_all_but_large_sums_of_floats_passes_as_it_is(rank: int, world_size: int) -> None:
+    group, world = commhooks.process_group("int8", least=100), dist.group.WORLD
+    assert dist.get_backend(group) == "commhooks"
+    assert dist.get_process_group_ranks(group) == list(range(world_size))
+    assert (group.rank(), group.size()) == (rank, world_size)
+    assert group.group_name != world.group_name
+    assert init_device_mesh("cpu", (world_size,)).get_group() is world
     inputs = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
-
-    def both(call: Any) -> bool:
-        results = []
-        for place in (group, None):
-            tensor = inputs.clone()
-            results.append(call(tensor, place))
-        return torch.equal(*results)
-
-    def reduced(tensor: Tensor, place: Any, **options: Any) -> Tensor:
-        dist.all_reduce(tensor, group=place, **options)
-        return tensor
-
-    def broadcast(tensor: Tensor, place: Any) -> Tensor:
-        dist.broadcast(tensor, 0, group=place)
-        return tensor
-
-    def gathered(tensor: Tensor, place: Any) -> Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(world_size)]
-        dist.all_gather(parts, tensor, group=place)
-        return torch.cat(parts)
-
-    def all_to_all(tensor: Tensor, place: Any) -> Tensor:
-        into, n = torch.empty(world_size * 100), world_size * 100
-        dist.all_to_all_single(into, tensor[:n].clone(), group=place)
-        return into
-
-    def sent(tensor: Tensor, place: Any) -> Tensor:
-        if rank == 0:
-            dist.send(tensor, 1, group=place)
-        elif rank == 1:
-            dist.recv(tensor, 0, group=place)
-        return tensor
-
-    outcomes |= {
-        "max": both(lambda t, g: reduced(t, g, op=dist.ReduceOp.MAX)),
-        "whole": both(lambda t, g: reduced((t * 100).long(), g)),
-        "small": both(lambda t, g: reduced(t[:99].clone(), g)),
-        "broadcast": both(broadcast),
-        "all_gather": both(gathered),
-        "all_to_all": both(all_to_all),
-        "send": both(sent),
-    }
+    for call, given in (
+        (partial(_all_reduced, op=dist.ReduceOp.MAX), inputs),
+        (_all_reduced, (inputs * 100).long()),
+        (_all_reduced, inputs[:99]),
+        *((call, inputs) for call in (_broadcast, _gathered, _all_to_all, _sent)),
+    ):
+        assert torch.equal(call(given.clone(), group), call(given.clone(), world)), call
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, {"rank": rank}, group=group)
-    outcomes["objects"] = everyone == [{"rank": value} for value in range(world_size)]
+    assert everyone == [{"rank": value} for value in range(world_size)]
     dist.barrier(group=group)
-    outcomes["nothing compressed"] = group.hook.calls == 0
+    assert group.hook.calls == 0
 
-    plain, ours = inputs.clone(), inputs.clone()
-    dist.all_reduce(plain)
-    work = dist.all_reduce(ours, group=group, async_op=True)
-    outcomes["waits"] = work.wait()
-    outcomes["compressed"] = 0 < float((plain - ours).norm() / plain.norm()) < 0.02
-    mean = reduced(inputs.clone(), group, op=dist.ReduceOp.AVG)
-    outcomes["mean"] = float((plain / world_size - mean).norm() / mean.norm()) < 0.02
-    outcomes["ledger"] = (
-        group.hook.calls == 2 and group.hook.ledger.dense_bytes == 2 * inputs.nbytes
-    )
-    return outcomes
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_but_large_sums_of_floats_passes_as_it_is(ranks: int) -> None:
-    for results in run_ranks(_passes, ranks):
-        assert all(results.values()), results
+    plain, ours = _all_reduced(inputs.clone(), world), inputs.clone()
+    assert dist.all_reduce(ours, group=group, async_op=True).wait()
+    assert 0 < relative_error(ours, plain) < 0.02
+    mean = _all_reduced(inputs.clone(), group, op=dist.ReduceOp.AVG)
+    assert relative_error(mean, plain / world_size) < 0.02
+    assert group.hook.calls == 2
+    assert group.hook.ledger.dense_bytes == 2 * inputs.nbytes
 
 
 class _Complex(nn.Module):
@@ -149,7 +139,8 @@ class _Complex(nn.Module):
         return (inputs.to(torch.complex64) @ self.first).abs() @ self.second
 
 
-def _complex(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_complex_numbers_travel_exactly(rank: int, world_size: int) -> None:
     """Compares complex numbers, as torch hands them to a group, with those of a plain group."""
     tensor = torch.randn(3000, dtype=torch.complex64, generator=torch.Generator().manual_seed(rank))
 
@@ -163,15 +154,11 @@ def _complex(rank: int, world_size: int) -> dict[str, bool]:
         scatter(part, given, group=place)
         return part
 
-    def all_reduced(given: Tensor, place: Any) -> Tensor:
-        dist.all_reduce(given, group=place)
-        return given
-
     calls = {
-        "all_reduce": lambda place: all_reduced(tensor.clone(), place),
-        "slice": lambda place: all_reduced(tensor.clone().view(50, 60)[3:47], place),
-        "inference": torch.inference_mode()(lambda place: all_reduced(tensor.clone(), place)),
-        "of reals": lambda place: all_reduced(
+        "all_reduce": lambda place: _all_reduced(tensor.clone(), place),
+        "slice": lambda place: _all_reduced(tensor.clone().view(50, 60)[3:47], place),
+        "inference": torch.inference_mode()(lambda place: _all_reduced(tensor.clone(), place)),
+        "of reals": lambda place: _all_reduced(
             torch.view_as_complex(torch.view_as_real(tensor).clone()), place
         ),
         "reduce_scatter": lambda place: scattered(tensor.clone(), place),
@@ -191,37 +178,31 @@ def _complex(rank: int, world_size: int) -> dict[str, bool]:
 
         calls[name] = of_model
     group = commhooks.process_group("int8")
-    return {name: torch.equal(call(group), call(plain)) for name, call in calls.items()}
+    for name, call in calls.items():
+        assert torch.equal(call(group), call(plain)), name
 
 
-def test_complex_numbers_travel_exactly() -> None:
-    for results in run_ranks(_complex, 2):
-        assert all(results.values()), results
-
-
-def _subgroups(rank: int, world_size: int) -> list[Any]:
+@on_ranks(3)
+def test_a_group_of_some_ranks_is_made_again_and_again(rank: int) -> None:
     """Groups of groups, one after the other, and of ranks of which only some come."""
-    sums: list[Any] = []
     pairs = [dist.new_group([0, 1]), dist.new_group([2])]
     inside = pairs[rank // 2]
     for _ in range(3):
         group = commhooks.process_group("int8", inside)
         tensor = torch.full((2000,), rank + 1.0)
         dist.all_reduce(tensor, group=group)
-        sums.append(round(float(tensor.mean()), 1))
+        assert round(float(tensor.mean()), 1) == 3
         dist.destroy_process_group(group)
         lanes = [thread for thread in threading.enumerate() if thread.name == "commhooks-lanes"]
         for lane in lanes:
             lane.join(10)
-        sums.append(any(thread.is_alive() for thread in lanes))
-    return sums
+        assert not any(lane.is_alive() for lane in lanes)
 
 
-def test_a_group_of_some_ranks_is_made_again_and_again() -> None:
-    assert run_ranks(_subgroups, 3) == [[3.0, False] * 3] * 3
-
-
-def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(2)
+def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group(
+    rank: int, world_size: int
+) -> None:
     """Runs a function, a ``Collectives`` and a hook over a group that compresses."""
     group: Any = commhooks.process_group("int8", least=1)
     inputs = torch.randn(5000, generator=torch.Generator().manual_seed(rank))
@@ -237,117 +218,74 @@ def _own_scheme(rank: int, world_size: int) -> dict[str, bool]:
         model = fully_shard(mlp(32, 4), mesh=mesh)
         commhooks.register(model, "none")
         means.append(local_means(model, rank))
-    return {
-        "function": torch.equal(by_function, total),
-        "collectives": torch.equal(by_object, total),
-        "hook": all(map(torch.equal, *means)),
-        "alone": group.hook.calls == 0,
-    }
-
-
-def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group() -> None:
-    for results in run_ranks(_own_scheme, 2):
-        assert all(results.values()), results
+    assert torch.equal(by_function, total)
+    assert torch.equal(by_object, total)
+    assert all(map(torch.equal, *means))
+    assert group.hook.calls == 0
 
 
 # ---- DistributedDataParallel without a hook
 
 
-STATELESS: dict[str, dict[str, Any]] = {
-    "int8": {"rounding": "nearest", "error_feedback": False},
-    "fp16": {},
-    "bf16": {"fp32_sum": True},
-    "fp8": {"format": "mx_e4m3", "error_feedback": False},
+# The options of a scheme, and how far its means may be from a hook's: a group does not know the
+# parameters, where the hook's blocks begin.
+STATELESS: dict[str, tuple[dict[str, Any], float]] = {
+    "int8": ({"rounding": "nearest", "error_feedback": False}, 0.05),
+    "fp16": ({}, 1e-9),
+    "bf16": ({"fp32_sum": True}, 1e-9),
+    "fp8": ({"format": "mx_e4m3", "error_feedback": False}, 0.05),
 }
 
 
-BLOCKS = ("int8", "fp8")
-
-
-def _stateless(rank: int, world_size: int) -> dict[str, Any]:
-    results: dict[str, Any] = {}
-    for name, options in STATELESS.items():
+@on_ranks(2)
+def test_two_ranks_without_a_hook_get_what_a_hook_gives(rank: int) -> None:
+    for name, (options, most) in STATELESS.items():
         model = wrapped(commhooks.process_group(name, least=1, **options))
         other = wrapped()
         commhooks.register(other, name, **options)
-        pairs = list(zip(train(model, rank), train(other, rank), strict=True))
-        # A group does not know the parameters, where the hook's blocks begin.
-        apart = [float((left - right).norm() / right.norm()) for left, right in pairs]
-        results[name] = max(apart) < (0.05 if name in BLOCKS else 1e-9)
-    seeds = [
-        train(wrapped(commhooks.process_group("int8", least=1, seed=value)), rank, 1)
-        for value in (0, 0, 1)
-    ]
-    results["seed"] = torch.equal(seeds[0][0], seeds[1][0])
-    results["another seed"] = not torch.equal(seeds[0][0], seeds[2][0])
+        assert worst_error(train(model, rank), train(other, rank)) < most, name
+    first, again, another = (
+        train(wrapped(commhooks.process_group("int8", least=1, seed=seed)), rank, 1)[0]
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(first, again)
+    assert not torch.equal(first, another)
     model = wrapped(commhooks.process_group("int8", least=1))
     dense = train(wrapped(), rank)
-    results["near"] = all(
-        float((value - other).norm() / other.norm()) < 0.04
-        for value, other in zip(train(model, rank), dense, strict=True)
-    )
+    assert worst_error(train(model, rank), dense) < 0.04
     core = ddp_core.DistributedDataParallel(mlp(32, 4), process_group=model.process_group)
-    results["core"] = float((train(core, rank)[0] - dense[0]).norm() / dense[0].norm()) < 0.04
-    results["core calls"] = core.process_group is model.process_group
-    return results
-
-
-def test_two_ranks_without_a_hook_get_what_a_hook_gives() -> None:
-    for results in run_ranks(_stateless, 2):
-        assert all(results.values()), results
+    assert worst_error(train(core, rank, 1), dense[:1]) < 0.04
+    assert core.process_group is model.process_group
 
 
 # ---- what is refused
 
 
-def _refusals(rank: int, world_size: int) -> dict[str, Any]:
-    group = commhooks.process_group("int8")
+@on_ranks(2)
+def test_what_a_group_cannot_do_is_refused_with_what_to_do(rank: int) -> None:
+    make, group = commhooks.process_group, commhooks.process_group("int8")
     others = dist.new_group([0, 1])
-    results = {
-        "memory": outcome(commhooks.process_group, "topk"),
-        "switch": outcome(group.hook.switch, "topk"),
-        "hook": outcome(commhooks.register, wrapped(group), "int8"),
-        "twice": outcome(commhooks.process_group, "int8", group),
-        "own": outcome(dist.new_group, backend="commhooks"),
-        "least": outcome(commhooks.process_group, "int8", least=100 * (rank + 1)),
-        "unknown": outcome(commhooks.process_group, "int7"),
-    }
-    dist.barrier()  # a rank that ends closes what the other still connects
-    results["changed"] = outcome(group.hook.change_group, others)
-    return results
-
-
-EXPECTED = {
-    "memory": ("RegistrationError", "commhooks.register(model, scheme)"),
-    "switch": ("RegistrationError", "keeps state by parameter"),
-    "hook": ("RegistrationError", "runs a scheme already"),
-    "twice": ("RegistrationError", "runs in it already"),
-    "own": ("RegistrationError", "commhooks.process_group(scheme, group)"),
-    "least": ("MismatchError", "least"),
-    "unknown": ("UnknownSchemeError", "int8"),
-    "changed": ("RegistrationError", "process_group(scheme, group)"),
-}
-
-
-def test_what_a_group_cannot_do_is_refused_with_what_to_do() -> None:
-    for results in run_ranks(_refusals, 2):
-        for what, (kind, text) in EXPECTED.items():
-            assert results[what] is not None, what
-            assert results[what][0] == kind, (what, results[what])
-            assert text in results[what][1], (what, results[what])
+    for kind, text, call, *arguments in (
+        (RegistrationError, "commhooks.register(model, scheme)", make, "topk"),
+        (RegistrationError, "keeps state by parameter", group.hook.switch, "topk"),
+        (RegistrationError, "runs a scheme already", commhooks.register, wrapped(group), "int8"),
+        (RegistrationError, "runs in it already", make, "int8", group),
+        (RegistrationError, "commhooks.process_group(scheme, group)",
+         partial(dist.new_group, backend="commhooks")),
+        (MismatchError, "least", partial(make, least=100 * (rank + 1)), "int8"),
+        (UnknownSchemeError, "int8", make, "int7"),
+        (RegistrationError, "process_group(scheme, group)", group.hook.change_group, others),
+    ):  # fmt: skip
+        with pytest.raises(kind, match=re.escape(text)):
+            call(*arguments)
 
 
 # ---- data parallelism on FSDP2
 
 
-def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2, ignore_warnings=(".*is deprecated.*",))
+def test_replicas_on_fsdp2_average_by_a_scheme(rank: int, world_size: int) -> None:
     dense = train(DistributedDataParallel(mlp(32, 4)), rank)
-    results: dict[str, Any] = {}
-
-    def near(means: list[Tensor], allowed: float) -> bool:
-        pairs = zip(means, dense, strict=True)
-        return all(float((left - right).norm() / right.norm()) <= allowed for left, right in pairs)
-
     group = commhooks.process_group("int8", least=1)
     mesh = DeviceMesh.from_group(
         group, "cpu", mesh=list(range(world_size)), mesh_dim_names=("replicate",)
@@ -355,27 +293,17 @@ def _on_fsdp(rank: int, world_size: int) -> dict[str, Any]:
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    results["over the group"] = (
-        near(local_means(model, rank), 0.04) and group.hook.calls == 3 * STEPS
-    )
-
+    assert worst_error(local_means(model, rank), dense) <= 0.04
+    assert group.hook.calls == 3 * STEPS
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.fsdp.replicate(model, name, modules=[model[0], model[2]])
         means = local_means(model, rank)
-        results[name] = near(means, allowed) and (hook.step, hook.calls) == (STEPS, 3 * STEPS)
-        results.setdefault("bits", []).append(means[-1])
-    results["wrong mesh"] = outcome(commhooks.fsdp.replicate, mlp(), "none", mesh=mesh)
-    return results
-
-
-def test_replicas_on_fsdp2_average_by_a_scheme() -> None:
-    everyone = run_ranks(_on_fsdp, 2, ignore_warnings=(".*is deprecated.*",))
-    bits = [results.pop("bits") for results in everyone]
-    for local, outcomes in zip(bits, everyone, strict=True):
-        assert all(map(torch.equal, local, bits[0]))
-        assert outcomes.pop("wrong mesh")[0] == "RegistrationError"
-        assert all(outcomes.values()), outcomes
+        assert worst_error(means, dense) <= allowed, name
+        assert (hook.step, hook.calls) == (STEPS, 3 * STEPS)
+        assert equal_on_all_ranks(means[-1])
+    with pytest.raises(RegistrationError):
+        commhooks.fsdp.replicate(mlp(), "none", mesh=mesh)
 
 
 # ---- reduce-scatter, by which FSDP reduces
@@ -399,38 +327,27 @@ def test_every_call_of_torch_is_passed_on_in_python() -> None:
     assert called <= ours
 
 
-def _sharded(rank: int, world_size: int) -> dict[str, Any]:
-    ranks = list(range(world_size))
-
-    def model_over(group: Any, dtype: Any = None) -> nn.Module:
+@on_ranks(2, 3)
+def test_fully_shard_over_a_group_is_compressed(rank: int, world_size: int) -> None:
+    def means_over(group: Any, dtype: Any = None) -> list[Tensor]:
+        ranks = list(range(world_size))
         mesh = DeviceMesh.from_group(group, "cpu", mesh=ranks, mesh_dim_names=("shard",))
         model = mlp(32, 4)
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        return model
+        return local_means(model, rank)
 
-    dense, results = local_means(model_over(dist.group.WORLD), rank), {}
+    dense = means_over(dist.group.WORLD)
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
         group = commhooks.process_group(name, least=1)
-        means = local_means(model_over(group, dtype), rank)
-        errors = [
-            float((mean - exact).norm() / exact.norm())
-            for mean, exact in zip(means, dense, strict=True)
-        ]
-        near = max(errors) == 0 if name == "none" else 0 < min(errors) < max(errors) < 0.06
-        results[f"{name} {dtype}"] = near and group.hook.calls == 3 * STEPS
-    ledger = group.hook.ledger
-    results["bytes"] = ledger.wire_bytes < 0.4 * ledger.dense_bytes
-    return results
+        errors = list(map(relative_error, means_over(group, dtype), dense))
+        assert max(errors) == 0 if name == "none" else 0 < min(errors) < max(errors) < 0.06, name
+        assert group.hook.calls == 3 * STEPS
+    assert group.hook.ledger.wire_bytes < 0.4 * group.hook.ledger.dense_bytes
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_fully_shard_over_a_group_is_compressed(ranks: int) -> None:
-    for results in run_ranks(_sharded, ranks):
-        assert all(results.values()), results
-
-
-def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_reduce_scatter_that_is_not_compressed_is_told_once(world_size: int) -> None:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
 
     def told(name: str, **options: Any) -> list[str]:
@@ -442,43 +359,34 @@ def _not_scattered(rank: int, world_size: int) -> dict[str, Any]:
         assert part.tolist() == [world_size if options.get("op") != dist.ReduceOp.MAX else 1] * 2000
         return [str(warning.message) for warning in caught]
 
-    results = {name: told(name) for name in ("qsgd", "terngrad", "none")}
-    results["largest"] = told("int8", op=dist.ReduceOp.MAX)
+    assert told("none") == told("int8", op=dist.ReduceOp.MAX) == []
+    texts = {name: told(name) for name in ("qsgd", "terngrad")}
     group = commhooks.process_group("int8")
     parts = list(whole.view(world_size, -1))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             dist.reduce_scatter(part, parts, group=group)
-    results["list"] = [str(warning.message) for warning in caught]
+    texts["list"] = [str(warning.message) for warning in caught]
+    for name, (text,) in texts.items():
+        call = "reduce_scatter" if name == "list" else "reduce_scatter_tensor"
+        assert text.startswith(f"{call} of 4000 entries")
+        assert "is sent uncompressed" in text
+        assert "commhooks.register(model, scheme)" in text
     small = torch.empty(10)
     scatter(small, whole[: 10 * world_size], group=group)
-    results["compressed"] = group.hook.calls
+    assert group.hook.calls == 0
     # ``least`` is of the input, not of this rank's part.
     groups = [commhooks.process_group("int8", least=whole.numel() + more) for more in (0, 1)]
     for group in groups:
         scatter(part, whole, group=group)
-    results["large enough"] = [group.hook.calls for group in groups]
-    return results
+    assert [group.hook.calls for group in groups] == [1, 0]
 
 
-def test_a_reduce_scatter_that_is_not_compressed_is_told_once() -> None:
-    for results in run_ranks(_not_scattered, 2):
-        assert results["none"] == results["largest"] == []
-        for name in ("qsgd", "terngrad", "list"):
-            (text,) = results[name]
-            call = "reduce_scatter" if name == "list" else "reduce_scatter_tensor"
-            assert text.startswith(f"{call} of 4000 entries")
-            assert "is sent uncompressed" in text
-            assert "commhooks.register(model, scheme)" in text
-        assert results["compressed"] == 0
-        assert results["large enough"] == [1, 0]
-
-
-def _switched(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2)
+def test_a_group_runs_the_scheme_that_it_was_switched_to(world_size: int) -> None:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
     group = commhooks.process_group("int8")
-    results: dict[str, Any] = {}
     scatter(part, whole, group=group)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -488,48 +396,34 @@ def _switched(rank: int, world_size: int) -> dict[str, Any]:
         work = scatter(part, whole, group=group, async_op=True)
         work.wait()
         group.allreduce_coalesced([whole], opts=dist.AllreduceCoalescedOptions()).wait()
-    results["told"] = [str(warning.message).split(" of ")[0] for warning in caught]
-    results["calls"] = group.hook.calls
-    results["value"] = [value.shape for value in work.get_future().value()]
-    return results
+    told = [str(warning.message).split(" of ")[0] for warning in caught]
+    assert told == ["reduce_scatter_tensor", "allreduce_coalesced"]
+    assert group.hook.calls == 2  # with int8 and bf16
+    assert [value.shape for value in work.get_future().value()] == [torch.Size([2000])]
 
 
-def test_a_group_runs_the_scheme_that_it_was_switched_to() -> None:
-    for results in run_ranks(_switched, 2):
-        assert results["told"] == ["reduce_scatter_tensor", "allreduce_coalesced"]
-        assert results["calls"] == 2  # with int8 and bf16
-        assert results["value"] == [torch.Size([2000])]
+@pytest.mark.parametrize("steps_before", [0, 1])
+@on_ranks(2)
+def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward(
+    rank: int, steps_before: int
+) -> None:
+    model, plain = composable(mlp(32, 4), **SMALL), wrapped()
+    train(model, rank, steps_before)
+    hook, other = (commhooks.register(value, "topk", ratio=0.1) for value in (model, plain))
+    if not steps_before:
+        with pytest.raises(RegistrationError, match="already has a hook"):
+            commhooks.register(model, "topk")
+    same = all(map(torch.equal, train(model, rank), train(plain, rank)))
+    # Buckets after the first step, from which the hook may begin here, are others.
+    assert same or steps_before
+    assert hook.step == other.step == STEPS
+    assert hook.residual("0.weight") is not None
+    with pytest.raises(RegistrationError, match="already has a hook"):
+        commhooks.register(model, "topk")
 
 
-def _composable(rank: int, world_size: int) -> dict[str, bool]:
-    results = {}
-    for when in ("before", "after"):
-        model = composable(mlp(32, 4), **SMALL)
-        if when == "after":
-            train(model, rank, 1)
-        hook = commhooks.register(model, "topk", ratio=0.1)
-        plain = wrapped()
-        other = commhooks.register(plain, "topk", ratio=0.1)
-        pairs = [train(model, rank), train(plain, rank)]
-        near = [float((left - right).norm()) for left, right in zip(*pairs, strict=True)]
-        # Buckets after the first step, from which the hook may begin here, are others.
-        results[when] = max(near) == 0 if when == "before" else hook.step == STEPS
-        results[f"{when} kept"] = (hook.residual("0.weight") is not None) and other.step == STEPS
-        again = outcome(commhooks.register, model, "topk")
-        results[f"{when} twice"] = again is not None and "already has a hook" in again[1]
-    model = composable(mlp(32, 4))
-    commhooks.register(model, "topk")
-    again = outcome(commhooks.register, model, "topk")
-    results["twice before the first step"] = again is not None and "already has a hook" in again[1]
-    return results
-
-
-def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward() -> None:
-    for results in run_ranks(_composable, 2):
-        assert all(results.values()), results
-
-
-def _unfrozen(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_parameter_that_replicate_does_not_average_is_told_once(rank: int) -> None:
     module = mlp(32, 4)
     module.get_parameter("2.bias").requires_grad_(False)
     model = composable(module)
@@ -540,37 +434,19 @@ def _unfrozen(rank: int, world_size: int) -> list[str]:
         warnings.simplefilter("always")
         for _ in range(2):
             model(batch(0, rank, 8, 32))
-    return [str(warning.message) for warning in caught]
+    assert [str(warning.message).split(" did not")[0] for warning in caught] == ["2.bias"]
 
 
-def test_a_parameter_that_replicate_does_not_average_is_told_once() -> None:
-    for result in run_ranks(_unfrozen, 2):
-        assert [value.split(" did not")[0] for value in result] == ["2.bias"]
-
-
-def _composable_among_some(rank: int, world_size: int) -> dict[str, bool]:
+@on_ranks(4)
+def test_a_module_of_replicate_averages_over_its_mesh_or_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
     group = mesh.get_group("dp")
     dense = train(wrapped(group), rank, 2)
-    results = {}
-    for name, ranks in {
-        "mesh": {"device_mesh": mesh["dp"]},
-        "group": {"process_group": group},
-    }.items():
+    for ranks in ({"device_mesh": mesh["dp"]}, {"process_group": group}):
         model = composable(mlp(32, 4), **SMALL, **ranks)
         hook = commhooks.register(model, "int8")
-        means = train(model, rank, 2)
-        near = [
-            float((mean - exact).norm() / exact.norm())
-            for mean, exact in zip(means, dense, strict=True)
-        ]
-        results[name] = 0 < max(near) < 0.04 and hook.world_size == 2
-    return results
-
-
-def test_a_module_of_replicate_averages_over_its_mesh_or_group() -> None:
-    for results in run_ranks(_composable_among_some, 4):
-        assert all(results.values()), results
+        assert 0 < worst_error(train(model, rank, 2), dense) < 0.04
+        assert hook.world_size == 2
 
 
 def _connects(rank: int, world_size: int) -> list[str]:
@@ -589,7 +465,8 @@ def test_the_backends_of_the_group_inside_are_not_connected_again() -> None:
     assert run_ranks(_connects, 2) == [[], []]
 
 
-def _elsewhere(rank: int, world_size: int) -> Tensor:
+@on_ranks(2)
+def test_replicas_may_be_made_before_their_parameters(rank: int) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(40, 64), nn.Linear(64, 8))
     hook = commhooks.fsdp.replicate(model, "int8", modules=model)
@@ -600,9 +477,4 @@ def _elsewhere(rank: int, world_size: int) -> Tensor:
     model(torch.full((2, 40), rank + 1.0)).sum().backward()
     assert hook.step == 1
     grad: Any = model[1].bias.grad
-    return grad.full_tensor()  # type: ignore[no-any-return]
-
-
-def test_replicas_may_be_made_before_their_parameters() -> None:
-    for results in run_ranks(_elsewhere, 2):
-        torch.testing.assert_close(results, torch.full((8,), 2.0))
+    torch.testing.assert_close(grad.full_tensor(), torch.full((8,), 2.0))

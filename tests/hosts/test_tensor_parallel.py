@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,7 +32,8 @@ import commhooks
 from commhooks.errors import CheckpointError
 from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of
-from tests.tools.harness import run_cases, run_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import through_file
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 NAMES = ["module.0.weight", "module.0.bias", "module.2.weight", "module.2.bias"]
@@ -54,7 +55,9 @@ def _train(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in optimizer.param_groups[0]["params"]]
 
 
-def _run(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", ["none", "int8", "powersgd"])
+@on_ranks(4)
+def test_shards_are_averaged_and_names_stay(name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     theirs = TorchDDP(_build(mesh), device_mesh=mesh["dp"])
     ours = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
@@ -72,10 +75,6 @@ def _run(rank: int, world_size: int, name: str) -> None:
     again = commhooks.register(DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"]), name)
     again.load_state_dict(state)
     assert again.step == 3
-
-
-def test_shards_are_averaged_and_names_stay() -> None:
-    run_cases(_run, 4, [("none",), ("int8",), ("powersgd",)])
 
 
 class _Tied(nn.Module):
@@ -101,7 +100,8 @@ class _Tied(nn.Module):
         return (inputs @ weights[0].t() + 2 * inputs @ weights[1].t()).square()
 
 
-def _tied(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_shared_uneven_and_frozen_parameters_stay_what_they_are() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     replica, place = mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()
     model: Any = DistributedDataParallel(_Tied(mesh["tp"]), device_mesh=mesh["dp"])
@@ -120,11 +120,8 @@ def _tied(rank: int, world_size: int) -> None:
     torch.testing.assert_close(model.module.first.weight.grad, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_shared_uneven_and_frozen_parameters_stay_what_they_are() -> None:
-    run_ranks(_tied, 4)
-
-
-def _raises(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_forward_pass_that_raised_leaves_no_old_tensors() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     with pytest.raises(RuntimeError):
@@ -132,10 +129,6 @@ def _raises(rank: int, world_size: int) -> None:
     assert not any(isinstance(value, DTensor) for value in vars(model.module[0]).values())
     backward(model, 0, 0)
     assert all(parameter.grad is not None for parameter in model.parameters())
-
-
-def test_a_forward_pass_that_raised_leaves_no_old_tensors() -> None:
-    run_ranks(_raises, 2)
 
 
 class _Recomputed(nn.Module):
@@ -150,7 +143,8 @@ class _Recomputed(nn.Module):
         return checkpoint(self.inner, inputs, use_reentrant=again)  # type: ignore[no-any-return]
 
 
-def _recomputes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     results = []
     for how in ("not", "other", "reentrant"):
@@ -163,10 +157,6 @@ def _recomputes(rank: int, world_size: int) -> None:
         assert all(
             torch.equal(value, wanted) for value, wanted in zip(results[0], other, strict=True)
         )
-
-
-def test_activation_checkpointing_finds_the_shards_of_its_layers() -> None:
-    run_ranks(_recomputes, 2)
 
 
 class _Net(nn.Module):
@@ -238,7 +228,9 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tens
     return y.detach()  # type: ignore[no-any-return]
 
 
-def _saves(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(4)
+def test_a_checkpoint_is_the_same_on_every_mesh(rank: int, tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model, optimizer = _laid_out("2 x 2", 0)
     hook = commhooks.register(model, "topk", ratio=0.5)
     for step in range(3):
@@ -294,11 +286,8 @@ def _saves(rank: int, world_size: int, folder: str) -> None:
         torch.testing.assert_close(y, wanted[0], msg=layout)
 
 
-def test_a_checkpoint_is_the_same_on_every_mesh(tmp_path: Any) -> None:
-    run_ranks(_saves, 4, str(tmp_path))
-
-
-def _files(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_files_of_each_rank_load_with_shards_or_dtensors(rank: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
 
     def built(seed: int) -> tuple[Any, torch.optim.Optimizer]:
@@ -310,10 +299,7 @@ def _files(rank: int, world_size: int) -> None:
     model, optimizer = built(0)
     for step in range(2):
         _step(model, optimizer, step)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    state = torch.load(file, weights_only=True)
+    state = through_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     # What earlier releases wrote, a file for each rank: shards.
     plain = {name: value.to_local().clone() for name, value in model.state_dict().items()}
     older = copy.deepcopy(optimizer.state_dict())
@@ -350,15 +336,8 @@ def _files(rank: int, world_size: int) -> None:
         assert torch.equal(y, wanted[0])
 
 
-def test_files_of_each_rank_load_with_shards_or_dtensors() -> None:
-    run_ranks(_files, 2)
-
-
+@on_ranks(2)
 def test_an_optimizer_with_values_of_a_shard_of_another_shape_says_so() -> None:
-    run_ranks(_factored, 2)
-
-
-def _factored(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     optimizer = torch.optim.Adafactor(model.parameters())

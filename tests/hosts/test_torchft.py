@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from commhooks.errors import RegistrationError
 from commhooks.hosts import torchft as host
-from tests.tools.harness import run_cases, run_ranks
-from tests.tools.training import batch, equal_bits, flat, gradients, mlp, residuals
+from tests.tools.harness import on_ranks, run_ranks
+from tests.tools.training import batch, equal_bits, everyone, flat, gradients, mlp, residuals
 
 SCHEMES = {"int8": {}, "topk": {"ratio": 0.2}, "powersgd": {"rank": 1}}
 
@@ -91,7 +91,9 @@ def _mean(manager: Manager, value: torch.Tensor) -> torch.Tensor:
     return total / manager._pg._pg.size()
 
 
-def _quorums(rank: int, world_size: int, scheme: str) -> Any:
+@pytest.mark.parametrize("scheme", SCHEMES)
+@on_ranks(3, timeout=90, pg_timeout=20)
+def test_a_hook_follows_the_quorum(rank: int, scheme: str) -> None:
     manager, model = Manager(rank), _model(rank)
     hook = host.register(model, manager, scheme, **SCHEMES[scheme])
     results = []
@@ -147,25 +149,15 @@ def _quorums(rank: int, world_size: int, scheme: str) -> Any:
     manager.start_quorum(3, [0, 1, 2])
     results.append(_step(model, 7, rank))
     hook.close()
-    dist.barrier()
-    return results
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_hook_follows_the_quorum(scheme: str) -> None:
-    results = run_ranks(_quorums, 3, scheme, timeout=90, pg_timeout=20)
-    for number, grads in enumerate(zip(*results, strict=True)):
+    for number, grads in enumerate(zip(*everyone(results), strict=True)):
         assert equal_bits([grad for grad in grads if grad.dim()]), number
 
 
-def _refused(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_that_averages_itself_is_refused(rank: int) -> None:
     over_all = DistributedDataParallel(mlp())
     with pytest.raises(RegistrationError, match=r"ProcessGroupDummy\(0, 1\)"):
         host.register(over_all, Manager(rank), "int8")
-
-
-def test_a_model_that_averages_itself_is_refused() -> None:
-    run_ranks(_refused, 2)
 
 
 def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(
@@ -185,9 +177,13 @@ def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(
     assert limits == [(print, timedelta(seconds=7))]
 
 
-def _never_called(rank: int, world_size: int, how: str) -> None:
+@pytest.mark.parametrize("how", ["beside", "through"])
+@on_ranks(2)
+def test_a_loss_computed_beside_the_wrapper_warns_at_the_end(
+    rank: int, world_size: int, how: str
+) -> None:
     manager, model = Manager(rank), _model(rank)
-    manager.start_quorum(len(how), list(range(world_size)))  # each in a store of its own
+    manager.start_quorum(len(how), list(range(world_size)))
     hook = host.register(model, manager, "int8")
     for number in range(3):
         module = model.module if how == "beside" else model
@@ -202,10 +198,6 @@ def _never_called(rank: int, world_size: int, how: str) -> None:
         str(warning.message) for warning in caught if "never called" in str(warning.message)
     ]
     assert len(messages) == (how == "beside")
-
-
-def test_a_loss_computed_beside_the_wrapper_warns_at_the_end() -> None:
-    run_cases(_never_called, 2, [("beside",), ("through",)])
 
 
 # ---- torchft itself

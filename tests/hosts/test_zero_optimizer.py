@@ -36,12 +36,15 @@ from tests.hosts.zero_training import (
     values,
     wrapped,
 )
-from tests.tools.harness import run_ranks
+from tests.tools.harness import on_ranks
+from tests.tools.training import everyone
 
 # ---- the bits of plain training
 
 
-def _plain_bits(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(1, 2, 3)
+def test_shards_train_as_a_plain_optimizer_does(rank: int, world_size: int, name: str) -> None:
     kind, settings = OPTIMIZERS[name]
     for in_backward in (False, True):
         plain, ours = (wrapped(model_of(), gradient_as_bucket_view=name == "sgd") for _ in range(2))
@@ -55,17 +58,8 @@ def _plain_bits(rank: int, world_size: int, name: str) -> None:
         differ_by(plain, ours, 1e-5, rtol=1e-4)  # the order of the sum
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_two_ranks_have_the_bits_of_plain_training(name: str) -> None:
-    run_ranks(_plain_bits, 2, name)
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_other_ranks_train_as_without_shards(world_size: int) -> None:
-    run_ranks(_plain_bits, world_size, "adamw")
-
-
-def _own_memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_scheme_may_return_the_mean_in_memory_of_its_own(rank: int) -> None:
     kind, settings = OPTIMIZERS["sgd"]
     for in_backward in (False, True):
         plain, ours = wrapped(model_of()), wrapped(model_of())
@@ -74,10 +68,6 @@ def _own_memory(rank: int, world_size: int) -> None:
         train(plain, theirs, rank, 0, 2)
         train(ours, zero, rank, 0, 2)
         assert same(plain, ours), in_backward
-
-
-def test_a_scheme_may_return_the_mean_in_memory_of_its_own() -> None:
-    run_ranks(_own_memory, 2)
 
 
 FEATURES = (
@@ -151,7 +141,15 @@ def _pair(rank: int, features: Collection[str]) -> None:
         assert same(plain, ours), features
 
 
-def _pairs(rank: int, world_size: int, first: str) -> None:
+@pytest.mark.parametrize(
+    "first",
+    [
+        pytest.param(name, marks=() if name in AT_EVERY_RUN else pytest.mark.slow)
+        for name in FEATURES
+    ],
+)
+@on_ranks(2)
+def test_pairs_of_features_have_the_bits_of_plain_training(rank: int, first: str) -> None:
     for second in FEATURES[FEATURES.index(first) :]:
         features = {first, second}
         if features in REFUSED:
@@ -161,18 +159,8 @@ def _pairs(rank: int, world_size: int, first: str) -> None:
             _pair(rank, features)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        pytest.param(name, marks=() if name in AT_EVERY_RUN else pytest.mark.slow)
-        for name in FEATURES
-    ],
-)
-def test_pairs_of_features_have_the_bits_of_plain_training(first: str) -> None:
-    run_ranks(_pairs, 2, first)
-
-
-def _clip(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_clipping_by_the_norm_over_all_shards(rank: int) -> None:
     for norm_type in (2.0, math.inf):
         (plain, theirs), (ours, zero) = both_with("adamw")
         for step, most in enumerate((0.005, 0.005, 100.0)):
@@ -187,10 +175,6 @@ def _clip(rank: int, world_size: int) -> None:
                 optimizer.zero_grad()
         agree(ours)
         differ_by(plain, ours, 1e-5, rtol=1e-4)
-
-
-def test_clipping_by_the_norm_over_all_shards() -> None:
-    run_ranks(_clip, 3)
 
 
 class _Images(nn.Module):
@@ -248,20 +232,31 @@ def _sixteen_bits(rank: int, world_size: int, gather: str) -> None:
     assert far < 0.5 * moved
 
 
-def _formats(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_memory_format_and_16_bits_are_stepped_in_order_and_in_float32(
+    rank: int, world_size: int
+) -> None:
     for gather in ("none", "int8"):
         _channels_last(rank, world_size, gather)
         _sixteen_bits(rank, world_size, gather)
 
 
-def test_another_memory_format_and_16_bits_are_stepped_in_order_and_in_float32() -> None:
-    run_ranks(_formats, 2)
-
-
 # ---- codecs
 
 
-def _codec(rank: int, world_size: int, gathers: tuple[str, ...]) -> None:
+# "none", a codec in backward and one of bits at every run.
+@pytest.mark.parametrize(
+    "gathers",
+    [
+        ("none", "int8", "onebit"),
+        pytest.param(("bf16", "fp16", "int4", "fp8", "eden", "topk"), marks=pytest.mark.slow),
+    ],
+    ids=["some", "others"],
+)
+@on_ranks(3)
+def test_all_ranks_have_equal_parameters_after_every_step(
+    rank: int, gathers: tuple[str, ...]
+) -> None:
     for name in gathers:
         model = wrapped(model_of())
         gather: Any = commhooks.make("eden", bits=4) if name == "eden" else name
@@ -276,20 +271,8 @@ def _codec(rank: int, world_size: int, gathers: tuple[str, ...]) -> None:
         assert collectives == {"all_to_all", "all_gather"}, name
 
 
-# "none", a codec in backward and one of bits at every run.
-@pytest.mark.parametrize(
-    "gathers",
-    [
-        ("none", "int8", "onebit"),
-        pytest.param(("bf16", "fp16", "int4", "fp8", "eden", "topk"), marks=pytest.mark.slow),
-    ],
-    ids=["some", "others"],
-)
-def test_all_ranks_have_equal_parameters_after_every_step(gathers: tuple[str, ...]) -> None:
-    run_ranks(_codec, 3, gathers)
-
-
-def _beside_pieces(rank: int, world_size: int) -> None:
+@on_ranks(4, ignore_warnings=(".*TypedStorage",))
+def test_beside_tensor_parallelism_what_is_not_cut_stays_equal(rank: int) -> None:
     """Parameters that tensor parallelism does not cut stay equal on its ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     plan: Any = {"0": ColwiseParallel(), "2": RowwiseParallel()}
@@ -315,10 +298,6 @@ def _beside_pieces(rank: int, world_size: int) -> None:
         assert torch.equal(*everyone)
 
 
-def test_beside_tensor_parallelism_what_is_not_cut_stays_equal() -> None:
-    run_ranks(_beside_pieces, 4, ignore_warnings=(".*TypedStorage",))
-
-
 class _Linear(nn.Module):
     """Its gradients do not depend on its parameters."""
 
@@ -342,7 +321,15 @@ def _exact_and_held(rank: int, gather: str) -> tuple[Tensor, Tensor]:
     return exact, values(model)[0]
 
 
-def _nothing_is_lost(rank: int, world_size: int, gathers: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "gathers",
+    [("eden", "topk"), pytest.param(("int8", "int4", "onebit"), marks=pytest.mark.slow)],
+    ids=["some", "others"],
+)
+@on_ranks(2)
+def test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters(
+    rank: int, gathers: tuple[str, ...]
+) -> None:
     wanted, _ = _exact_and_held(rank, "none")
     start = _Linear().weight.detach()
     for gather in gathers:
@@ -353,22 +340,12 @@ def _nothing_is_lost(rank: int, world_size: int, gathers: tuple[str, ...]) -> No
         assert 0 < unsent < {"int8": 0.01, "int4": 0.1}.get(gather, 0.9) * moved, gather
 
 
-@pytest.mark.parametrize(
-    "gathers",
-    [("eden", "topk"), pytest.param(("int8", "int4", "onebit"), marks=pytest.mark.slow)],
-    ids=["some", "others"],
-)
-def test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters(
-    gathers: tuple[str, ...],
-) -> None:
-    run_ranks(_nothing_is_lost, 2, gathers)
-
-
 # ---- memory and bytes
 
 
-def _counts(rank: int, world_size: int) -> tuple[int, int, int, float, float]:
-    model = wrapped(model_of())
+@on_ranks(2)
+def test_state_is_divided_and_bytes_are_two_halves(rank: int) -> None:
+    model, other = wrapped(model_of()), wrapped(model_of())
     zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
     train(model, zero, rank, 0, 1)
     kept = sum(
@@ -376,67 +353,55 @@ def _counts(rank: int, world_size: int) -> tuple[int, int, int, float, float]:
     )
     exact = sum(piece.value.numel() for piece in zero._shards.pieces())
     total = sum(parameter.numel() for parameter in model.parameters())
-    wire, dense = zero.hook.ledger.wire_bytes, zero.hook.ledger.dense_wire_bytes
-    other = wrapped(model_of())
+    assert sum(everyone(kept)) == 2 * total  # two moments
+    assert sum(everyone(exact)) == total
+    # Shards are multiples of 64 entries in each of the buckets.
+    assert abs(kept - total) <= 2 * 64 * 4
+    # Reduce-scatter and gather: as many bytes as an all-reduce, but for rows filled up.
+    dense = zero.hook.ledger.dense_wire_bytes
+    assert 1.0 <= zero.hook.ledger.wire_bytes / dense < 1.1
     small = ZeroOptimizer(other, torch.optim.AdamW, scheme="int8", gather="int8", lr=1e-2)
     train(other, small, rank, 0, 1)
-    return kept, exact, total, wire / dense, small.hook.ledger.wire_bytes / dense
-
-
-def test_state_is_divided_and_bytes_are_two_halves() -> None:
-    ranks = run_ranks(_counts, 2)
-    total = ranks[0][2]
-    assert sum(kept for kept, *_ in ranks) == 2 * total  # two moments
-    assert sum(exact for _, exact, *_ in ranks) == total
-    for kept, _, _, whole, small in ranks:
-        # Shards are multiples of 64 entries in each of the buckets.
-        assert abs(kept - total) <= 2 * 64 * 4
-        # Reduce-scatter and gather: as many bytes as an all-reduce, but for rows filled up.
-        assert 1.0 <= whole < 1.1
-        assert small < 0.35  # one byte and some scales for four, in buckets of few blocks
+    # One byte and some scales for four, in buckets of few blocks.
+    assert small.hook.ledger.wire_bytes / dense < 0.35
 
 
 # ---- training
 
 
-def _characters(rank: int, world_size: int, how: str, steps: int) -> float:
+@pytest.mark.slow
+@on_ranks(2)
+def test_a_transformer_trains_as_with_bf16(rank: int, world_size: int) -> None:
     from experiments.tools.tasks import characters
 
-    task = characters(world_size, length=32)
-    torch.manual_seed(0)
-    model = DistributedDataParallel(task.model())
-    if how == "bf16":
-        commhooks.register(model, "bf16")
-        optimizer: torch.optim.Optimizer = task.optimizer(model)
-    else:
-        optimizer = ZeroOptimizer(
-            model, torch.optim.AdamW, scheme=how, gather=how, in_backward=True, lr=task.lr
-        )
-    for step in range(steps):
-        inputs, target = task.batch(rank, step)
-        task.loss(model(inputs), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return task.evaluate(model.module)[0]
-
-
-@pytest.mark.slow
-def test_a_transformer_trains_as_with_bf16() -> None:
-    losses = {how: run_ranks(_characters, 2, how, 40)[0] for how in ("bf16", "int8")}
+    task, losses = characters(world_size, length=32), {}
+    for how in ("bf16", "int8"):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(task.model())
+        if how == "bf16":
+            commhooks.register(model, "bf16")
+            optimizer: torch.optim.Optimizer = task.optimizer(model)
+        else:
+            optimizer = ZeroOptimizer(
+                model, torch.optim.AdamW, scheme=how, gather=how, in_backward=True, lr=task.lr
+            )
+        for step in range(40):
+            inputs, target = task.batch(rank, step)
+            task.loss(model(inputs), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        losses[how] = task.evaluate(model.module)[0]
     assert losses["bf16"] < 3.6  # of log(128) = 4.85
     assert abs(losses["int8"] - losses["bf16"]) < 0.05
 
 
-def _compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_compiled_model_trains_in_the_same_buckets(rank: int) -> None:
     both = both_with("adamw")
     for model, optimizer in both:
         train(torch.compile(model, backend="eager"), optimizer, rank, 0, 3)
     agree(both[1][0])
     assert same(both[0][0], both[1][0])
-
-
-def test_a_compiled_model_trains_in_the_same_buckets() -> None:
-    run_ranks(_compiled, 2)
 
 
 # ---- devices and types
@@ -477,7 +442,8 @@ def test_numbers_of_a_state_go_where_optimizers_keep_them(
     assert home_of(key, torch.device("meta"), settings).type == ("meta" if there else "cpu")
 
 
-def _narrow_default(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_another_default_dtype_changes_nothing(rank: int) -> None:
     runs, inputs = [], [inputs_of(step, rank) for step in range(3)]
     for dtype in (torch.float32, torch.bfloat16):
         runs.append(wrapped(model_of()))
@@ -489,7 +455,3 @@ def _narrow_default(rank: int, world_size: int) -> None:
                 zero.step()
                 zero.zero_grad()
     assert same(*runs)
-
-
-def test_another_default_dtype_changes_nothing() -> None:
-    run_ranks(_narrow_default, 2)

@@ -23,7 +23,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,6 +31,8 @@ from multiprocessing import connection, get_context
 from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 _PRELOAD = ["tests.tools.preloaded"]
 _ENVIRONMENT = {
@@ -199,12 +201,13 @@ def _ranks_for(module: str, world_size: int) -> list[_Rank]:
     return [_start_rank(rank) for rank in range(world_size)]
 
 
-def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
+def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]], Any]:
     """Makes a test of a function that every rank runs and that leaves no process in another state.
 
     The function takes ``rank``, ``world_size`` or both, beside what pytest passes to the test.
 
     Args:
+        world_sizes: the number of ranks; the test runs once for each of several.
         options: as of ``run_ranks``, but for ``may_die``.
     """
 
@@ -212,7 +215,7 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
         names = inspect.signature(function).parameters
         assert not hasattr(function, "pytestmark"), "put on_ranks below the marks of pytest"
 
-        def test(**arguments: Any) -> None:
+        def test(world_size: int = world_sizes[0], **arguments: Any) -> None:
             ranks = _ranks_for(test.__module__, world_size)
             try:
                 _run_on(ranks, test, (arguments,), **options, stays=True)
@@ -231,45 +234,18 @@ def on_ranks(world_size: int, **options: Any) -> Callable[[Callable[..., None]],
             assert not left, f"the test has left other values to the next test: {left}"
 
         passed = [p for name, p in names.items() if name not in ("rank", "world_size")]
+        if len(world_sizes) > 1:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            passed.append(inspect.Parameter("world_size", kind))
         test.__name__, test.__qualname__ = function.__name__, function.__qualname__
         test.__module__, test.__doc__ = function.__module__, function.__doc__
         test.__signature__ = inspect.Signature(passed)  # type: ignore[attr-defined]
         test.on_rank = on_rank  # type: ignore[attr-defined]
+        if len(world_sizes) > 1:
+            return pytest.mark.parametrize("world_size", world_sizes)(test)  # type: ignore[no-any-return]
         return test
 
     return test_of
-
-
-def run_cases(
-    worker: Callable[..., Any],
-    world_size: int,
-    cases: Iterable[tuple[Any, ...]],
-    **options: Any,
-) -> list[list[Any]]:
-    """Calls ``worker`` for one case after the other in the same processes, as ``run_ranks`` does.
-
-    Args:
-        cases: arguments of each call.
-        options: of ``run_ranks``.
-
-    Returns:
-        For each case the values of all ranks.
-    """
-    ranks = run_ranks(_each, world_size, worker, list(cases), **options)
-    return [list(values) for values in zip(*ranks, strict=True)]
-
-
-def _each(
-    rank: int, world_size: int, worker: Callable[..., Any], cases: list[tuple[Any, ...]]
-) -> list[Any]:
-    values = []
-    for case in cases:
-        try:
-            values.append(worker(rank, world_size, *case))
-        except BaseException as error:
-            error.add_note(f"case {case}")
-            raise
-    return values
 
 
 _server_runs = False

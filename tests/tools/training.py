@@ -123,6 +123,29 @@ def averaged(tensor: Tensor) -> Tensor:
     return mean / dist.get_world_size()
 
 
+def relative_error(tensor: Tensor, exact: Tensor) -> float:
+    """How far a tensor is from another, by the norm of that one."""
+    return float((tensor - exact).norm() / exact.norm())
+
+
+def everyone(value: Any, group: Any = None) -> list[Any]:
+    """What each rank of a group has."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal; of tensors, also inside, all numbers."""
+    if isinstance(left, Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    return bool(left == right)
+
+
 def equal_bits(tensors: list[Tensor]) -> bool:
     """Whether all are the same, bit for bit."""
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)

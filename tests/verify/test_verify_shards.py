@@ -23,7 +23,7 @@ from commhooks.core._dense import Dense
 from commhooks.errors import VerificationError
 from commhooks.wrappers import AveragedFeedback, Guard
 from commhooks.wrappers._base import Wrapper
-from tests.fsdp.test_fsdp1 import QUIET, _unit
+from tests.fsdp.test_fsdp1 import QUIET, unit
 from tests.fsdp.test_fsdp2 import backward, equal, gradients, model_of, sharded
 from tests.tools.harness import on_ranks
 from tests.tools.training import row_of
@@ -45,7 +45,7 @@ INSIDE: dict[str, Any] = {
 
 def _model(host: str) -> tuple[nn.Module, dict[str, Any]]:
     if host == "fsdp1":
-        return _unit("FULL_SHARD"), {}
+        return unit("FULL_SHARD"), {}
     if host == "fsdp2":
         return sharded(model_of()), {}
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,161 @@
+"""Schemes obey the laws of the fuzzer in the modes of DistributedDataParallel and on every host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.fuzz.case import Case
+from tests.fuzz.hosts import HOSTS
+from tests.fuzz.runner import Runner
+from tests.fuzz.schemes import SCHEMES as NAMED
+from tests.fuzz.schemes import build
+
+pytestmark = pytest.mark.distributed
+
+UNUSED = {"find_unused_parameters": True}
+SKIPS = {**UNUSED, "skip_all_reduce_unused_params": True}
+STATIC, VIEW = {"static_graph": True}, {"gradient_as_bucket_view": True}
+# A step that has raised is over, so that it can be saved.
+RAISED: dict[str, Any] = {
+    "events": ((2, "raise", "middle"), (3, "save"), (4, "raise", "last"), (5, "save")),
+    "steps": 7,
+}
+HOLD: dict[str, Any] = {"setting": ("hold",), "micro": 2}
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "unused by rank": {"model": ("branches",), "use": "ranks", "ddp": UNUSED},
+    "unused": {"model": ("front",), "use": "alternate", "ddp": UNUSED},
+    "unused, zeros": {"model": ("front",), "use": "alternate", "ddp": UNUSED, "zero": "zeros"},
+    "unused, view": {
+        "model": ("branches",), "use": "alternate", "ddp": {**UNUSED, **VIEW}, "zero": "zeros",
+    },
+    "raised": RAISED,
+    "raised, unused": {**RAISED, "ddp": UNUSED},
+    "raised, static graph": {**RAISED, "ddp": STATIC},
+    "raised, view": {**RAISED, "ddp": VIEW},
+    "late": {"setting": ("late",)},
+    "poison": {"events": ((1, "poison", "middle", "inf"), (3, "poison", "first", "nan"))},
+    "unregistered": {"events": ((3, "unregister"),), "steps": 6},
+    "hold": {**HOLD, "micro": 3},
+    "hold, raised": {**RAISED, **HOLD},
+    "hold, delayed": {**HOLD, "setting": ("hold", "delayed")},
+    "hold, in backward": {**HOLD, "setting": ("hold", "in_backward")},
+    "hold, compiled": {**HOLD, "setting": ("compiled", "hold")},
+    "hold, join": {**HOLD, "join": 3, "steps": 8},
+    "hold, precision": {**HOLD, "ddp": {"mixed_precision": "bf16_f32"}},
+    "last bucket skipped": {"model": ("front",), "use": "once", "ddp": SKIPS},
+    "first bucket skipped": {"model": ("branches",), "use": "once", "ddp": SKIPS},
+    "static graph": {"ddp": STATIC},
+    "static graph of two dtypes": {"ddp": STATIC, "model": ("f64",)},
+    "static graph, never used": {"ddp": STATIC, "model": ("never",)},
+    "inner backward": {"ddp": STATIC, "model": ("reentrant", "twice")},
+    "inner backward first": {"model": ("reentrant",)},
+    "view": {"ddp": VIEW},
+    "no_sync": {"micro": 4},
+    "no_sync, view": {"micro": 4, "ddp": VIEW},
+    "sparse": {"model": ("sparse",)},
+    "frozen": {"model": ("frozen",)},
+    "channels last": {"model": ("conv",)},
+    "half": {"model": ("f16",)},
+    "bfloat16": {"model": ("all_bf16",)},
+    "complex": {"model": ("complex",)},
+    "three ranks, unused": {"world": 3, "model": ("branches",), "use": "ranks", "ddp": UNUSED},
+    "three ranks, static graph": {"world": 3, "ddp": STATIC},
+    "three ranks, no_sync": {"world": 3, "micro": 4},
+    "three ranks, sparse": {"world": 3, "model": ("sparse",)},
+    "join": {"join": 3, "steps": 8},
+    "loaded": {"legs": (2,)},
+    "loaded on other ranks": {"legs": (3, 2, 1)},
+}  # fmt: skip
+SCHEMES: dict[str, dict[str, Any]] = {
+    **{name: {"scheme": name} for name in NAMED if name != "noop"},
+    "powersgd, late": {"scheme": "powersgd", "options": {"start_step": 3}},
+    "powersgd, fp16": {"scheme": "powersgd", "options": {"wire_dtype": "fp16"}},
+    "powersgd, coalesced": {"scheme": "powersgd", "options": {"coalesce": True}},
+    "topk, coalesced": {"scheme": "topk", "options": {"coalesce": True}},
+    "topk, cut": {"scheme": "topk", "wrap": ("cut",)},
+    "fp16, feedback": {"scheme": "fp16", "options": {"error_feedback": True}},
+    "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
+}
+# They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
+SOME = (
+    *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
+    *("topk, coalesced", "topk, cut"),
+)
+THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
+
+
+# At every run; the others before a release.
+QUICK = {
+    *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
+    *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
+    *(("torch", mode) for mode in ("unused, zeros", "half", "sparse", "poison")),
+    *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero"),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    runner = Runner()
+    yield runner
+    runner.restart()
+
+
+# Torch's class has no ``hold``, keeps its hook, and ends where a step raises.
+CASES = [("core", mode) for mode in MODES] + [
+    ("torch", mode) for mode in MODES if not mode.startswith(("raised", "hold", "unregistered"))
+]
+
+
+@pytest.mark.parametrize(
+    ("host", "mode"),
+    [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
+)
+def test_schemes_obey_the_laws_in_every_mode(host: str, mode: str, runner: Runner) -> None:
+    for name in SCHEMES if mode in THOROUGH else SOME:
+        options = {"bucket_cap_mb": 0.0005, **MODES[mode].get("ddp", {})}
+        verdict = runner.run(Case(**{"host": host, **MODES[mode], **SCHEMES[name], "ddp": options}))
+        assert verdict.status == "ok", (name, verdict)
+
+
+PLACES = {
+    " ".join((host, *setting)): (host, setting)
+    for host, kind in HOSTS.items()
+    for setting in dict.fromkeys(kind.settings)
+}
+EVENTS = (
+    *((1, "poison", "middle", "inf"), (2, "save"), (3, "poison", "first", "nan")),
+    *((4, "resume", "gathered"), (5, "switch", "int4", {"block": 64})),
+)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in PLACES],
+)
+def test_schemes_obey_the_laws_on_every_host(place: str, runner: Runner) -> None:
+    """A step that is not finite on one rank is counted, and changes no memory on any."""
+    host, setting = PLACES[place]
+    kind = HOSTS[host]
+    for name in ("none", "int8", "int4", "onebit", "topk", "powersgd"):
+        if not kind.takes(build(name, {}, ()), setting):
+            continue
+        # Steps that are skipped are counted where nothing is loaded or switched.
+        left_out = ("save", "switch") if name in ("int4", "topk") else ()
+        events = [event for event in EVENTS if event[1] in kind.happens]
+        world = 3 if 3 in kind.worlds else 4  # shards of uneven sizes
+        model = tuple(name for name in ("frozen", "checkpoint") if name in kind.models)
+        case = Case(
+            host=host,
+            setting=setting,
+            world=world,
+            scheme=name,
+            model=model,
+            steps=7,
+            events=tuple(event for event in events if event[1] not in left_out),
+        )
+        verdict = runner.run(case)
+        assert verdict.status == "ok", (name, verdict)
