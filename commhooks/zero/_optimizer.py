@@ -401,7 +401,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if pieces is None:
             return {}
         groups = saving.groups(self.param_groups, self._groups, self.hook.target.names)
-        state = {"hook": hook, "groups": groups, "pieces": pieces}
+        state = {"hook": hook, "groups": groups, "pieces": pieces, "unit": self._shards.unit}
         return saving.add_version(state, self.hook.parameters.placement)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -418,7 +418,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         saving.check(state_dict, present, known)
         self.hook.load_state_dict(state_dict["hook"])
         self._model.reducer.rebuild()  # the saved run's buckets
-        self._shards.cut()
+        self._shards.cut(state_dict.get("unit"))  # states of earlier releases have none
         self.state.clear()
         self.zero_grad()
         rows = zip(self.param_groups, self._groups, state_dict["groups"], strict=True)

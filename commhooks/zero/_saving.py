@@ -140,6 +140,12 @@ def check(state: object, groups: Sequence[Mapping[str, Any]], known: Parameters)
             f"ZeroOptimizer.load_state_dict: version {state['version']!r} of the format, this "
             f"release reads up to {_VERSION}: update commhooks"
         )
+    unit = state.get("unit", 1)
+    if not isinstance(unit, int) or unit < 1:
+        raise CheckpointError(
+            f"ZeroOptimizer.load_state_dict: 'unit' is a number of entries, got {unit!r}; the "
+            f"checkpoint is damaged"
+        )
     placement = state.get("placement", [] if state["version"] == _VERSION else None)
     check_placement("ZeroOptimizer.load_state_dict", placement, known.placement, known.find)
     shapes = known.shapes

@@ -128,6 +128,7 @@ class Shards:
 
     Attributes:
         optimizer: steps the pieces.
+        unit: shards of a bucket begin at multiples of this number of entries.
         finite: whether all gradients since ``zero_grad`` were finite, on all ranks.
         overflow_probe: a one-element parameter that is never stepped; its gradient is NaN after an
             overflow, so that a GradScaler sees that on ranks without a shard, too.
@@ -142,13 +143,20 @@ class Shards:
         self.overflow_probe = nn.Parameter(torch.zeros(1, device=model.reducer.device))
         self.cut()
 
-    def cut(self) -> None:
-        """Cuts the model's present buckets into shards, which begin with its parameters."""
+    def cut(self, unit: int | None = None) -> None:
+        """Cuts the model's present buckets into shards, which begin with its parameters.
+
+        Args:
+            unit: that of a saved run, whose scheme may have been another one when it began. None:
+                the unit that fits the hook's scheme.
+        """
         hook, group = self._hook, self._model.process_group
         known = hook.parameters
-        codecs = [codec for codec in walk(hook.scheme) if isinstance(codec, PackedCodec)]
-        # 64: vector instructions then take all entries of a parameter as they do without a cut.
-        unit = math.lcm(64, *(codec.granularity for codec in codecs))
+        if unit is None:
+            codecs = [codec for codec in walk(hook.scheme) if isinstance(codec, PackedCodec)]
+            # 64: vector instructions then take all entries of a parameter as without a cut.
+            unit = math.lcm(64, *(codec.granularity for codec in codecs))
+        self.unit = unit
 
         def flat(name: str, value: Tensor) -> Tensor:
             return known.in_memory_order(name, value).reshape(-1)

@@ -128,7 +128,7 @@ PLACES = {
 }
 EVENTS = (
     *((1, "poison", "middle", "inf"), (2, "save"), (3, "poison", "first", "nan")),
-    *((4, "resume", "gathered"), (5, "switch", "int4", {"block": 64})),
+    *((4, "switch", "int4", {"block": 64}), (5, "resume", "gathered")),
 )
 
 
