@@ -18,6 +18,7 @@
 #include <tuple>
 #include <utility>
 #include <vector>
+#include <signal.h>
 #include <sys/mman.h>
 #if defined(RESIDENT)
 #include <condition_variable>
@@ -329,11 +330,25 @@ static int run_blocks(dim3 grid) {
 }
 #endif
 
+static void on_fault(int) {
+    fail("a kernel touches memory beyond its arguments, after a collective", fibers[current].line);
+}
+
 static int run(dim3 grid, dim3 block, void (*function)(void*), void* argument) {
     error.clear();
     block_size = block, grid_size = grid, body = function, body_argument = argument;
     threads = (int)(block.x * block.y * block.z);
+#if defined(__SANITIZE_ADDRESS__)  // which reports it better
     return run_blocks(grid);
+#else
+    struct sigaction before, now = {};
+    now.sa_handler = on_fault;
+    now.sa_flags = SA_NODEFER;  // `fail` leaves the handler, and it may be called again
+    sigaction(SIGSEGV, &now, &before);
+    const int failed = run_blocks(grid);
+    sigaction(SIGSEGV, &before, nullptr);
+    return failed;
+#endif
 }
 
 template <class... A, size_t... I>

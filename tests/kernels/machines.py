@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -58,11 +60,13 @@ class GpuRunner(Runner):
     Args:
         device_type: of the kernel.
         device: where the copies are; "cpu" to test this class.
+        paged: the copies, on the CPU, end where memory begins that nobody may touch. This shows
+            reads as well.
     """
 
-    def __init__(self, device_type: str, device: str = "cuda") -> None:
+    def __init__(self, device_type: str, device: str = "cuda", *, paged: bool = False) -> None:
         super().__init__(device_type)
-        self._device = device
+        self._device, self._guarded = device, _Paged if paged else _Guarded
 
     def __call__(self, op: Op, *args: Any) -> None:
         arguments = getattr(torch.ops.commhooks, op.name).default._schema.arguments
@@ -70,7 +74,7 @@ class GpuRunner(Runner):
         # One tensor that is given twice stays one. Tables of places are read by the host; that of
         # levels, which are numbers, by the kernel.
         copies = {
-            id(value): _Guarded(value, self._device)
+            id(value): self._guarded(value, self._device)
             for argument, value in named
             if isinstance(value, torch.Tensor)
             and (argument.name not in ("table", "tails") or value.is_floating_point())
@@ -105,18 +109,36 @@ class _Guarded:
     BYTES, VALUE = 256, 0xA5  # before and behind
 
     def __init__(self, tensor: torch.Tensor, device: str) -> None:
-        begin = self.BYTES + tensor.data_ptr() % 64
-        size = tensor.numel() * tensor.element_size()
-        room = torch.full(
-            (begin + size + self.BYTES,), self.VALUE, dtype=torch.uint8, device=device
-        )
+        size = tensor.nbytes
+        room, begin = self.room(tensor, size, device)
         self.copy = room[begin : begin + size].view(tensor.dtype).view(tensor.shape)
         self.copy.copy_(tensor)
         self._guards = room[:begin], room[begin + size :]
 
+    def room(self, tensor: torch.Tensor, size: int, device: str) -> tuple[torch.Tensor, int]:
+        """Memory for the copy and its guards, and where the copy begins."""
+        begin = self.BYTES + tensor.data_ptr() % 64
+        room = torch.full(
+            (begin + size + self.BYTES,), self.VALUE, dtype=torch.uint8, device=device
+        )
+        return room, begin
+
     def check(self, name: str) -> None:
         for guard, place in zip(self._guards, ("before", "behind"), strict=True):
             assert bool((guard == self.VALUE).all()), f"a kernel writes {place} {name}"
+
+
+class _Paged(_Guarded):
+    """Copies a tensor to the end of a page, behind which lies one that nobody may touch."""
+
+    def room(self, tensor: torch.Tensor, size: int, device: str) -> tuple[torch.Tensor, int]:
+        end = -(-(size + self.BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
+        memory = mmap.mmap(-1, end + mmap.PAGESIZE)  # is kept by the tensor
+        room = torch.frombuffer(memory, dtype=torch.uint8)
+        assert ctypes.CDLL(None).mprotect(
+            ctypes.c_void_p(room.data_ptr() + end), ctypes.c_size_t(mmap.PAGESIZE), 0
+        ) == 0  # fmt: skip
+        return room[:end].fill_(self.VALUE), end - size
 
 
 @contextmanager
@@ -133,7 +155,7 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
             yield GpuRunner("cpu", "cpu")
         elif machine.startswith("emulator"):
             stack.enter_context(emulated(cuda_kernels, int(machine.rpartition(" ")[2])))
-            yield Runner("cuda")
+            yield GpuRunner("cuda", "cpu", paged=True)
         else:
             stack.enter_context(mock.patch.object(cpu, "_function", functions_of(machine)))
             yield Runner("cpu")
