@@ -1,26 +1,51 @@
-"""NVRTC compiles every CUDA kernel for the architectures in use, without spilling registers."""
+"""NVRTC compiles every CUDA kernel for the architectures in use.
+
+No register is spilled, and the blocks that are launched find registers.
+"""
 
 from __future__ import annotations
 
+import random
 import re
+from functools import cache
+from typing import Any
+from unittest import mock
 
 import pytest
 
 import commhooks
-from commhooks.kernels.runtime import nvrtc
+from commhooks.kernels.runtime import cuda, nvrtc
 from tests.kernels.fuzz import FAMILIES
+from tests.kernels.machines import Runner
 
 # Every file at every run, but of what is instantiated in it, one in four.
 ARCHITECTURES = (
     ("90", 4),
     *(pytest.param(number, 1, marks=pytest.mark.slow) for number in ("80", "90", "100")),
 )
+MOST_REGISTERS, MOST_THREADS = 65536, 1024  # of a block
 KERNELS = {name: names for family in FAMILIES for name, names in family.KERNELS.items()}
+
+
+@cache
+def most_threads() -> dict[str, int]:
+    """The threads of the largest block that ops launch, by file."""
+    most: dict[str, int] = {}
+
+    def launch(source: str, *others: Any, threads: int = cuda._THREADS) -> None:
+        most[source] = max(threads, most.get(source, 0))
+
+    rng = random.Random(0)
+    with mock.patch.object(cuda, "launch", launch):
+        for family in FAMILIES:
+            for _ in range(10):
+                family.fuzz(Runner("cuda"), rng)
+    return most
 
 
 @pytest.mark.parametrize(("architecture", "every"), ARCHITECTURES)
 @pytest.mark.parametrize("source", KERNELS)
-def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
+def test_every_kernel_compiles_and_can_be_launched(source, architecture, every):
     names = KERNELS[source][::every]
     cubin = nvrtc.compile_cubin(source, names, architecture)
     assert cubin.code[:4] == b"\x7fELF"
@@ -31,6 +56,12 @@ def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
     assert set(spills) == {"0"}, cubin.log
     stacks = re.findall(r"(\d+) bytes stack frame", cubin.log)
     assert set(stacks) == {"0"}, cubin.log
+    registers = [int(number) for number in re.findall(r"Used (\d+) registers", cubin.log)]
+    assert len(registers) >= len(names)
+    threads = most_threads()[source]
+    assert threads <= MOST_THREADS
+    # Registers are given out in eights.
+    assert -(-max(registers) // 8) * 8 * threads <= MOST_REGISTERS, cubin.log
 
 
 def test_there_is_no_kernel_file_that_is_not_compiled():
