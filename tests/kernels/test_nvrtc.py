@@ -1,13 +1,9 @@
-"""NVRTC compiles every CUDA kernel for the architectures in use.
-
-No register is spilled, and the blocks that are launched find registers.
-"""
+"""NVRTC compiles every CUDA kernel for the architectures in use, without spilling registers."""
 
 from __future__ import annotations
 
 import random
 import re
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -23,29 +19,12 @@ ARCHITECTURES = (
     ("90", 4),
     *(pytest.param(number, 1, marks=pytest.mark.slow) for number in ("80", "90", "100")),
 )
-MOST_REGISTERS, MOST_THREADS = 65536, 1024  # of a block
 KERNELS = {name: names for family in FAMILIES for name, names in family.KERNELS.items()}
-
-
-@cache
-def most_threads() -> dict[str, int]:
-    """The threads of the largest block that ops launch, by file."""
-    most: dict[str, int] = {}
-
-    def launch(source: str, *others: Any, threads: int = cuda._THREADS) -> None:
-        most[source] = max(threads, most.get(source, 0))
-
-    rng = random.Random(0)
-    with mock.patch.object(cuda, "launch", launch):
-        for family in FAMILIES:
-            for _ in range(10):
-                family.fuzz(Runner("cuda"), rng)
-    return most
 
 
 @pytest.mark.parametrize(("architecture", "every"), ARCHITECTURES)
 @pytest.mark.parametrize("source", KERNELS)
-def test_every_kernel_compiles_and_can_be_launched(source, architecture, every):
+def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
     names = KERNELS[source][::every]
     cubin = nvrtc.compile_cubin(source, names, architecture)
     assert cubin.code[:4] == b"\x7fELF"
@@ -56,12 +35,29 @@ def test_every_kernel_compiles_and_can_be_launched(source, architecture, every):
     assert set(spills) == {"0"}, cubin.log
     stacks = re.findall(r"(\d+) bytes stack frame", cubin.log)
     assert set(stacks) == {"0"}, cubin.log
-    registers = [int(number) for number in re.findall(r"Used (\d+) registers", cubin.log)]
-    assert len(registers) >= len(names)
-    threads = most_threads()[source]
-    assert threads <= MOST_THREADS
-    # Registers are given out in eights.
-    assert -(-max(registers) // 8) * 8 * threads <= MOST_REGISTERS, cubin.log
+
+
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_large_blocks_find_registers(architecture):
+    most: dict[str, int] = {}
+
+    def launch(source: str, *others: Any, threads: int = cuda._THREADS) -> None:
+        most[source] = max(threads, most.get(source, 0))
+
+    rng = random.Random(0)
+    with mock.patch.object(cuda, "launch", launch):
+        for family in FAMILIES:
+            for _ in range(5):
+                family.fuzz(Runner("cuda"), rng)
+    assert most.keys() == KERNELS.keys()
+    for source, threads in most.items():
+        if threads <= 256:  # no thread has more than 255 registers, and a block may have 2^16
+            continue
+        assert threads <= 1024
+        log = nvrtc.compile_cubin(source, KERNELS[source], architecture).log
+        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+        assert len(registers) == len(KERNELS[source])
+        assert -(-max(registers) // 8) * 8 * threads <= 2**16, log  # they are given out in eights
 
 
 def test_there_is_no_kernel_file_that_is_not_compiled():
