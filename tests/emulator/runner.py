@@ -24,6 +24,8 @@ KERNELS = HERE.parents[1] / "kernels"
 MAX_BLOCKS = 3
 # Several blocks at once, in turns that a seed decides.
 RESIDENT = ("-DRESIDENT=4", "-pthread")
+# Threads of the host in place of fibers, and what reports their races.
+THREADS = ("-DTHREADS", "-pthread", "-g", "-fsanitize=thread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
@@ -52,6 +54,13 @@ def build(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> ctyp
 
 @cache
 def _loaded(source: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(compiled(source, names, flags)))
+    loaded.emulator_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def compiled(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> Path:
+    """The file of the library that ``build`` loads."""
     table = "\n".join(
         f'    if (!strcmp(name, "{name}"))'
         f" return emulator::launch({name}, arguments, *grid, *block);"
@@ -68,6 +77,9 @@ extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* b
 extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
 extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
 extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
+#if defined(THREADS)
+extern "C" void emulator_skip(const char* place) {{ emulator::skipped = place; }}
+#endif
 """
 
     def compile_to(library: Path) -> None:
@@ -83,9 +95,7 @@ extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
             raise RuntimeError(f"{source.name} does not compile for the emulator:\n{done.stderr}")
 
     key = _hash(text, source.read_text(), *flags)
-    loaded = ctypes.CDLL(str(built(f"{source.stem}-{key}.so", compile_to)))
-    loaded.emulator_error.restype = ctypes.c_char_p
-    return loaded
+    return built(f"{source.stem}-{key}.so", compile_to)
 
 
 def launch_on(
