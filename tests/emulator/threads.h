@@ -14,17 +14,27 @@ extern "C" void AnnotateIgnoreSyncEnd(const char* file, int line);
 
 namespace emulator {
 
+// Threads meet at two barriers by turns: what a thread that is ahead releases at the next one is then
+// not acquired by a thread that is about to leave this one.
+struct Meeting {
+    pthread_barrier_t barriers[2];
+
+    void prepare(int count) {
+        for (auto& one : barriers) pthread_barrier_init(&one, nullptr, (unsigned)count);
+    }
+    void wait(uint32_t& turn) { pthread_barrier_wait(&barriers[turn++ & 1]); }
+};
 struct Warp {
-    pthread_barrier_t barrier;
+    Meeting meeting;
     uint64_t slot[2][32];
 };
 
 static Warp warps[32];
-static pthread_barrier_t barrier_of_block;
+static Meeting of_block;
 static uint3 block_index;
 static std::string skipped;  // "file:line" of a barrier that is passed without waiting
 static thread_local int current;
-static thread_local uint32_t generation;
+static thread_local uint32_t turn_of_block, turn_of_warp;
 
 [[noreturn]] static void fail(const char* what, int line) {
     fprintf(stderr, "%s at line %d, thread %d\n", what, line, current);
@@ -37,20 +47,20 @@ static bool is_skipped(const char* file, int line) {
     return skipped == std::string(name ? name + 1 : file) + ":" + std::to_string(line);
 }
 static void barrier(int line, const char* file = __builtin_FILE()) {
-    if (!is_skipped(file, line)) pthread_barrier_wait(&barrier_of_block);
+    if (!is_skipped(file, line)) of_block.wait(turn_of_block);
 }
 static void barrier_of_warp(int line, const char* file = __builtin_FILE()) {
-    if (!is_skipped(file, line)) pthread_barrier_wait(&warps[current / 32].barrier);
+    if (!is_skipped(file, line)) warps[current / 32].meeting.wait(turn_of_warp);
 }
 
 // Meets the other lanes; returns which of the two buffers holds every lane's value.
 static int meet(uint32_t mask, uint64_t value, int line) {
     if (mask != 0xffffffffu) fail("a warp collective leaves lanes out", line);
     Warp& warp = warps[current / 32];
-    const int buffer = (int)(generation++ & 1);
+    const int buffer = (int)(turn_of_warp & 1);
     __atomic_store_n(&warp.slot[buffer][current % 32], value, __ATOMIC_RELAXED);
     AnnotateIgnoreSyncBegin(__FILE__, __LINE__);
-    pthread_barrier_wait(&warp.barrier);
+    warp.meeting.wait(turn_of_warp);
     AnnotateIgnoreSyncEnd(__FILE__, __LINE__);
     return buffer;
 }
@@ -68,12 +78,12 @@ static void interrupt(bool waits, int line) {
 
 static int run_block(uint3 index) {
     block_index = index;
-    pthread_barrier_init(&barrier_of_block, nullptr, (unsigned)threads);
-    for (int w = 0; w < threads / 32; w++) pthread_barrier_init(&warps[w].barrier, nullptr, 32);
+    of_block.prepare(threads);
+    for (int w = 0; w < threads / 32; w++) warps[w].meeting.prepare(32);
     std::vector<std::thread> all;
     for (int i = 0; i < threads; i++)
         all.emplace_back([i] {
-            current = i, generation = 0;
+            current = i, turn_of_block = turn_of_warp = 0;
             body(body_argument);
         });
     for (std::thread& one : all) one.join();
