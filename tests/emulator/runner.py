@@ -76,6 +76,7 @@ extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* b
 }}
 extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
 extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
+extern "C" void emulator_ends(int only) {{ emulator::ends_only = only; }}
 extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
 #if defined(THREADS)
 extern "C" void emulator_skip(const char* place) {{ emulator::skipped = place; }}
@@ -122,6 +123,7 @@ def emulated(
     *,
     blocks: int = MAX_BLOCKS,
     seed: int = 0,
+    ends: bool = False,
 ) -> Iterator[None]:
     """Within it, ``cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
 
@@ -130,6 +132,7 @@ def emulated(
         flags: of g++.
         blocks: of a grid, at most.
         seed: of the turns of blocks, where several are resident; see ``RESIDENT``.
+        ends: a grid has all blocks that have work, of which the first and the last few run.
     """
 
     def launch(
@@ -145,8 +148,10 @@ def emulated(
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
         library.emulator_seed(seed)
+        library.emulator_ends(ends)
         values = [as_ctypes(argument) for argument in arguments]
-        grid = (min(-(-work * 32 // threads), blocks), rows)
+        work_blocks = -(-work * 32 // threads)
+        grid = (work_blocks if ends else min(work_blocks, blocks), rows)
         launch_on(library, name, grid, threads, values)
 
     with mock.patch.object(cuda, "launch", launch):

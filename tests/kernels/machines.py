@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,6 +15,7 @@ from commhooks.kernels.runtime import cpu, cuda
 from commhooks.kernels.runtime.op import Op
 from tests.emulator.runner import emulated
 from tests.kernels.inputs import same
+from tests.kernels.memory import PAGE, between_guards
 
 # Lanes in natural order, reversed, and mixed: a missing barrier shows in some order.
 ORDERS = (0, 31, 5)
@@ -132,13 +131,8 @@ class _Paged(_Guarded):
     """Copies a tensor to the end of a page, behind which lies one that nobody may touch."""
 
     def room(self, tensor: torch.Tensor, size: int, device: str) -> tuple[torch.Tensor, int]:
-        end = -(-(size + self.BYTES) // mmap.PAGESIZE) * mmap.PAGESIZE
-        memory = mmap.mmap(-1, end + mmap.PAGESIZE)  # is kept by the tensor
-        room = torch.frombuffer(memory, dtype=torch.uint8)
-        assert ctypes.CDLL(None).mprotect(
-            ctypes.c_void_p(room.data_ptr() + end), ctypes.c_size_t(mmap.PAGESIZE), 0
-        ) == 0  # fmt: skip
-        return room[:end].fill_(self.VALUE), end - size
+        end = -(-(size + self.BYTES) // PAGE) * PAGE
+        return between_guards(end, PAGE).fill_(self.VALUE), end - size
 
 
 @contextmanager
