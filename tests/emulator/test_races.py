@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,12 +29,9 @@ from tests.kernels import test_dct, test_parts, test_random_k, test_scatter, tes
 from tests.kernels.inputs import plain
 from tests.kernels.machines import Runner
 
-ROOT = runner.HERE.parents[1]
 # Behind a fence it orders blocks, of which one runs at a time here: tests/kernels/test_fences.py.
 BARRIER = re.compile(r"(__threadfence\(\);[\s}]*)?__sync(threads|warp)\(\);")
 RACE = 66  # ThreadSanitizer's exit code
-
-
 TICKETS = nvrtc.add_source(
     "tickets (inline)",
     """
@@ -53,8 +51,8 @@ class Case(NamedTuple):
     """A call of ops that passes every barrier of some files, most of them more than once.
 
     Attributes:
-        kernels: those that are launched, of the first of ``files``.
-        headers: other files whose barriers are passed.
+        kernels: of ``source``, which are launched.
+        headers: the other files.
     """
 
     source: str
@@ -66,11 +64,8 @@ class Case(NamedTuple):
 def affine_of_long_blocks(run: Any) -> None:
     block, blocks = 65 * 2048, 2
     x = plain(block * blocks)
-    levels, scale, zero = (
-        torch.zeros_like(x).byte(),
-        torch.zeros(blocks),
-        torch.zeros(blocks).byte(),
-    )
+    levels, zero = torch.zeros(len(x)).byte(), torch.zeros(blocks).byte()
+    scale = torch.zeros(blocks)
     run(affine.quantize_affine_op, x, levels, scale, zero, block)
 
 
@@ -142,9 +137,9 @@ def barriers(*files: str) -> list[str]:
     places = []
     for file in files:
         text = nvrtc.source_text(file)
-        for found in BARRIER.finditer(text):
-            if not found[1]:
-                places.append(f"{Path(file).name}:{text.count(chr(10), 0, found.start()) + 1}")
+        for match in BARRIER.finditer(text):
+            if not match[1]:
+                places.append(f"{Path(file).name}:{text.count(chr(10), 0, match.start()) + 1}")
     return places
 
 
@@ -155,14 +150,17 @@ def test_every_barrier_is_in_some_case() -> None:
 
 
 @cache
-def cannot() -> str:
-    """Why there is no ThreadSanitizer here."""
+def libtsan() -> str:
+    """The file of ThreadSanitizer; skips the test if it does not run here."""
     library = subprocess.check_output(["g++", "-print-file-name=libtsan.so"], text=True).strip()
     if not os.path.isabs(library):
-        return "g++ has no libtsan"
-    if subprocess.run(["setarch", "-R", "true"], check=False).returncode:
-        return "setarch may not turn off address randomisation, with which libtsan does not start"
-    return ""
+        pytest.skip("g++ has no libtsan")
+    if (
+        not shutil.which("setarch")
+        or subprocess.run(["setarch", "-R", "true"], check=False).returncode
+    ):
+        pytest.skip("no setarch that turns off random addresses, with which libtsan does not start")
+    return library
 
 
 def run_case(name: str) -> None:
@@ -184,22 +182,19 @@ def run_case(name: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", CASES)
 def test_threads_race_only_without_a_barrier(name: str) -> None:
-    if reason := cannot():
-        pytest.skip(reason)
-    case = CASES[name]
+    library, case = libtsan(), CASES[name]
     runner.compiled(runner.file_of(case.source), case.kernels, runner.THREADS)
     program = f"from tests.emulator.test_races import run_case; run_case({name!r})"
-    library = subprocess.check_output(["g++", "-print-file-name=libtsan.so"], text=True).strip()
     done = subprocess.run(
         ["setarch", "-R", sys.executable, "-c", program],
         env=os.environ
         | {"LD_PRELOAD": library, "OMP_NUM_THREADS": "1"}
-        | {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={RACE}:die_after_fork=0"},
+        | {"TSAN_OPTIONS": f"halt_on_error=1:exitcode={RACE}:die_after_fork=0:handle_segv=0"},
         capture_output=True,
         text=True,
         timeout=500,
         check=False,
-        cwd=ROOT,
+        cwd=runner.HERE.parents[1],
     )
     codes = dict(line.split() for line in done.stdout.splitlines())
     expected = dict.fromkeys(barriers(case.source, *case.headers), str(RACE))

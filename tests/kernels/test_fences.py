@@ -44,10 +44,10 @@ NAMES = {
 
 def accesses(ptx: str) -> list[str]:
     """What NAMES has a name for, in the order of the text; once where it is repeated."""
-    found = []
+    names = []
     for operation in re.findall(r"^\t(?:@\S+ )?([\w.]+)[\s;]", ptx, re.MULTILINE):
-        found += [name for form, name in NAMES.items() if re.fullmatch(form, operation)]
-    return [name for name, _ in groupby(found)]
+        names += [name for form, name in NAMES.items() if re.fullmatch(form, operation)]
+    return [name for name, _ in groupby(names)]
 
 
 @pytest.mark.parametrize("body", ORDERS)
