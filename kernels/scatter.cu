@@ -26,10 +26,10 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
     u32 largest = 0;
     for (i64 begin = (i64)blockIdx.x * kRange; begin < n; begin += (i64)gridDim.x * kRange) {
         const u32 count = n - begin < kRange ? (u32)(n - begin) : (u32)kRange;
+        // A thread clears what it writes to `out`, so that no other one waits for either.
         for (int i = thread; i < kRange; i += kThreads) sums[i] = 0.0f;
         for (i64 first = 0; first < payloads; first += kTogether) {
             const i64 some = payloads - first < kTogether ? payloads - first : kTogether;
-            __syncthreads();
             if (thread < 2 * some)
                 bounds[thread] = first_from(indices + (first + thread / 2) * indices_stride, k,
                                             (u64)begin + (thread % 2 ? count : 0));
@@ -55,16 +55,14 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
                         const u32 place = (u32)indices[row * indices_stride + i] - (u32)begin;
                         if (place < count) sums[place] += values[row * values_stride + i] * factor;
                     }
-                    __syncthreads();
+                    __syncthreads();  // behind the last one nobody reads `bounds`
                 }
             }
         }
-        __syncthreads();
         for (u32 i = (u32)thread; i < count; i += kThreads) {
             store(out + begin + i, sums[i]);
             largest = larger(largest, magnitude(rounded_to(T{}, sums[i])));
         }
-        __syncthreads();
     }
     if (largest_of_warp(largest) >= kInfinity && finite && lane() == 0) *finite = 0;
 }

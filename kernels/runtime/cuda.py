@@ -25,6 +25,7 @@ DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat
 _THREADS = 256
 _WARPS_PER_BLOCK = _THREADS // 32
 _CAPABILITY = (8, 0)  # reductions over a warp in one instruction
+_MOST_THREADS = 0  # CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
 _WARPS_PER_SM = 64  # resident on A100, H100 and B200; 48 on consumer GPUs
 
 
@@ -108,7 +109,7 @@ def launch(
         ]
     )
     grid = grid_for(work, index, rows, threads)
-    _function(source, name, index)(grid, (threads,), values, stream=stream)
+    _function(source, name, index, threads)(grid, (threads,), values, stream=stream)
 
 
 def grid_for(
@@ -158,7 +159,7 @@ _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
 
 
 @cache
-def _function(source: str, name: str, device_index: int) -> Any:
+def _function(source: str, name: str, device_index: int, threads: int) -> Any:
     import cupy
 
     # Machine code belongs to a context, so it is loaded once per device and process.
@@ -168,4 +169,11 @@ def _function(source: str, name: str, device_index: int) -> Any:
     with cupy.cuda.Device(device_index):
         module = cupy.cuda.function.Module()
         module.load(cubin.code)
-        return module.get_function(cubin.names[name])
+        function = module.get_function(cubin.names[name])
+        most = cupy.cuda.driver.funcGetAttribute(_MOST_THREADS, function.ptr)
+    if threads > most:
+        raise nvrtc.CudaCompileError(
+            f"{name} of {source} uses registers or shared memory for blocks of at most {most} "
+            f"threads on cuda:{device_index}, and is launched with {threads}"
+        )
+    return function

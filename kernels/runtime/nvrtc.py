@@ -39,7 +39,7 @@ OPTIONS = ("-std=c++17", "-fmad=false", "--ftz=false", "-Xptxas=-v")
 
 
 class CudaCompileError(Error, RuntimeError):
-    """Raised when NVRTC rejects a kernel; the message contains its log."""
+    """Raised when NVRTC rejects a kernel, or makes code that cannot be launched."""
 
 
 @dataclass(frozen=True)

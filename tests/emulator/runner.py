@@ -24,6 +24,8 @@ KERNELS = HERE.parents[1] / "kernels"
 MAX_BLOCKS = 3
 # Several blocks at once, in turns that a seed decides.
 RESIDENT = ("-DRESIDENT=4", "-pthread")
+# Threads of the host in place of fibers, and what reports their races.
+THREADS = ("-DTHREADS", "-pthread", "-g", "-fsanitize=thread")
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
@@ -52,6 +54,13 @@ def build(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> ctyp
 
 @cache
 def _loaded(source: Path, names: tuple[str, ...], flags: tuple[str, ...]) -> ctypes.CDLL:
+    loaded = ctypes.CDLL(str(compiled(source, names, flags)))
+    loaded.emulator_error.restype = ctypes.c_char_p
+    return loaded
+
+
+def compiled(source: Path, names: Sequence[str], flags: Sequence[str] = ()) -> Path:
+    """The file of the library that ``build`` loads."""
     table = "\n".join(
         f'    if (!strcmp(name, "{name}"))'
         f" return emulator::launch({name}, arguments, *grid, *block);"
@@ -67,7 +76,11 @@ extern "C" int emulator_launch(const char* name, const dim3* grid, const dim3* b
 }}
 extern "C" const char* emulator_error() {{ return emulator::error.c_str(); }}
 extern "C" void emulator_order(unsigned order) {{ emulator::lane_order = order & 31; }}
+extern "C" void emulator_ends(int only) {{ emulator::ends_only = only; }}
 extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
+#if defined(THREADS)
+extern "C" void emulator_skip(const char* place) {{ emulator::skipped = place; }}
+#endif
 """
 
     def compile_to(library: Path) -> None:
@@ -83,9 +96,7 @@ extern "C" void emulator_seed(unsigned seed) {{ emulator::seed = seed; }}
             raise RuntimeError(f"{source.name} does not compile for the emulator:\n{done.stderr}")
 
     key = _hash(text, source.read_text(), *flags)
-    loaded = ctypes.CDLL(str(built(f"{source.stem}-{key}.so", compile_to)))
-    loaded.emulator_error.restype = ctypes.c_char_p
-    return loaded
+    return built(f"{source.stem}-{key}.so", compile_to)
 
 
 def launch_on(
@@ -112,6 +123,7 @@ def emulated(
     *,
     blocks: int = MAX_BLOCKS,
     seed: int = 0,
+    ends: bool = False,
 ) -> Iterator[None]:
     """Within it, ``cuda.launch`` runs kernels on tensors of the CPU, lanes in that order.
 
@@ -120,6 +132,7 @@ def emulated(
         flags: of g++.
         blocks: of a grid, at most.
         seed: of the turns of blocks, where several are resident; see ``RESIDENT``.
+        ends: a grid has all blocks that have work, of which the first and the last few run.
     """
 
     def launch(
@@ -135,8 +148,10 @@ def emulated(
         library = build(file_of(source), names[source], flags)
         library.emulator_order(order)
         library.emulator_seed(seed)
+        library.emulator_ends(ends)
         values = [as_ctypes(argument) for argument in arguments]
-        grid = (min(-(-work * 32 // threads), blocks), rows)
+        work_blocks = -(-work * 32 // threads)
+        grid = (work_blocks if ends else min(work_blocks, blocks), rows)
         launch_on(library, name, grid, threads, values)
 
     with mock.patch.object(cuda, "launch", launch):

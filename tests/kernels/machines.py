@@ -15,6 +15,7 @@ from commhooks.kernels.runtime import cpu, cuda
 from commhooks.kernels.runtime.op import Op
 from tests.emulator.runner import emulated
 from tests.kernels.inputs import same
+from tests.kernels.memory import PAGE, between_guards
 
 # Lanes in natural order, reversed, and mixed: a missing barrier shows in some order.
 ORDERS = (0, 31, 5)
@@ -58,11 +59,13 @@ class GpuRunner(Runner):
     Args:
         device_type: of the kernel.
         device: where the copies are; "cpu" to test this class.
+        paged: the copies, on the CPU, end where memory begins that nobody may touch. This shows
+            reads as well.
     """
 
-    def __init__(self, device_type: str, device: str = "cuda") -> None:
+    def __init__(self, device_type: str, device: str = "cuda", *, paged: bool = False) -> None:
         super().__init__(device_type)
-        self._device = device
+        self._device, self._guarded = device, _Paged if paged else _Guarded
 
     def __call__(self, op: Op, *args: Any) -> None:
         arguments = getattr(torch.ops.commhooks, op.name).default._schema.arguments
@@ -70,7 +73,7 @@ class GpuRunner(Runner):
         # One tensor that is given twice stays one. Tables of places are read by the host; that of
         # levels, which are numbers, by the kernel.
         copies = {
-            id(value): _Guarded(value, self._device)
+            id(value): self._guarded(value, self._device)
             for argument, value in named
             if isinstance(value, torch.Tensor)
             and (argument.name not in ("table", "tails") or value.is_floating_point())
@@ -105,18 +108,31 @@ class _Guarded:
     BYTES, VALUE = 256, 0xA5  # before and behind
 
     def __init__(self, tensor: torch.Tensor, device: str) -> None:
-        begin = self.BYTES + tensor.data_ptr() % 64
-        size = tensor.numel() * tensor.element_size()
-        room = torch.full(
-            (begin + size + self.BYTES,), self.VALUE, dtype=torch.uint8, device=device
-        )
+        size = tensor.nbytes
+        room, begin = self.room(tensor, size, device)
         self.copy = room[begin : begin + size].view(tensor.dtype).view(tensor.shape)
         self.copy.copy_(tensor)
         self._guards = room[:begin], room[begin + size :]
 
+    def room(self, tensor: torch.Tensor, size: int, device: str) -> tuple[torch.Tensor, int]:
+        """Memory for the copy and its guards, and where the copy begins."""
+        begin = self.BYTES + tensor.data_ptr() % 64
+        room = torch.full(
+            (begin + size + self.BYTES,), self.VALUE, dtype=torch.uint8, device=device
+        )
+        return room, begin
+
     def check(self, name: str) -> None:
         for guard, place in zip(self._guards, ("before", "behind"), strict=True):
             assert bool((guard == self.VALUE).all()), f"a kernel writes {place} {name}"
+
+
+class _Paged(_Guarded):
+    """Copies a tensor to the end of a page, behind which lies one that nobody may touch."""
+
+    def room(self, tensor: torch.Tensor, size: int, device: str) -> tuple[torch.Tensor, int]:
+        end = -(-(size + self.BYTES) // PAGE) * PAGE
+        return between_guards(end, PAGE).fill_(self.VALUE), end - size
 
 
 @contextmanager
@@ -133,7 +149,7 @@ def on(machine: str, cuda_kernels: dict[str, Sequence[str]]) -> Iterator[Runner]
             yield GpuRunner("cpu", "cpu")
         elif machine.startswith("emulator"):
             stack.enter_context(emulated(cuda_kernels, int(machine.rpartition(" ")[2])))
-            yield Runner("cuda")
+            yield GpuRunner("cuda", "cpu", paged=True)
         else:
             stack.enter_context(mock.patch.object(cpu, "_function", functions_of(machine)))
             yield Runner("cpu")

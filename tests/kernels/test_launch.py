@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,13 +50,35 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(monkeypatch, device,
     machine, x = Machine(monkeypatch), torch.zeros(3)
     cuda.launch("file.cu", "kernel", torch.device(device), 9, (x, None, 7, True, -1, 0.5))
     ((which, current, grid, block, arguments, stream),) = machine.launches
-    assert which == ("file.cu", "kernel", index)
+    assert which == ("file.cu", "kernel", index, 256)
     assert (current, stream) == (index, 1000 + index)
     assert (grid, block) == ((2, 1), (256,))  # 9 warps are two blocks of 8
     assert arguments == (x.data_ptr(), 0, 7, 1, -1, 0.5)
     # CuPy passes int in 64 bits, as the kernels take them, but a Python float as a double.
     assert [type(value) for value in arguments] == [int] * 5 + [numpy.float32]
     assert machine.current == 0
+
+
+def test_a_kernel_that_has_too_many_registers_is_not_launched(monkeypatch):
+    class Module:
+        def load(self, code: bytes) -> None:
+            pass
+
+        def get_function(self, name: str) -> Any:
+            return SimpleNamespace(ptr=7)
+
+    driver = SimpleNamespace(funcGetAttribute=lambda attribute, ptr: {(0, 7): 512}[attribute, ptr])
+    parts = {"Device": nullcontext, "function": SimpleNamespace(Module=Module), "driver": driver}
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(**parts)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    cubin = nvrtc.Cubin(b"", {KERNEL: "mangled"}, "")
+    monkeypatch.setattr(nvrtc, "cached_cubin", lambda *which: cubin)
+    function = cuda._function.__wrapped__
+    assert function(SOURCE, KERNEL, 1, 512).ptr == 7
+    with pytest.raises(
+        nvrtc.CudaCompileError, match=r"finite<float> .* 512 threads on cuda:1.*1024"
+    ):
+        function(SOURCE, KERNEL, 1, 1024)
 
 
 def test_a_grid_is_at_most_twice_what_a_device_holds(monkeypatch):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import re
+from typing import Any
+from unittest import mock
 
 import pytest
 
 import commhooks
-from commhooks.kernels.runtime import nvrtc
+from commhooks.kernels.runtime import cuda, nvrtc
 from tests.kernels.fuzz import FAMILIES
+from tests.kernels.machines import Runner
 
 # Every file at every run, but of what is instantiated in it, one in four.
 ARCHITECTURES = (
@@ -31,6 +35,29 @@ def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
     assert set(spills) == {"0"}, cubin.log
     stacks = re.findall(r"(\d+) bytes stack frame", cubin.log)
     assert set(stacks) == {"0"}, cubin.log
+
+
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_large_blocks_find_registers(architecture):
+    most: dict[str, int] = {}
+
+    def launch(source: str, *others: Any, threads: int = cuda._THREADS) -> None:
+        most[source] = max(threads, most.get(source, 0))
+
+    rng = random.Random(0)
+    with mock.patch.object(cuda, "launch", launch):
+        for family in FAMILIES:
+            for _ in range(5):
+                family.fuzz(Runner("cuda"), rng)
+    assert most.keys() == KERNELS.keys()
+    for source, threads in most.items():
+        if threads <= 256:  # no thread has more than 255 registers, and a block may have 2^16
+            continue
+        assert threads <= 1024
+        log = nvrtc.compile_cubin(source, KERNELS[source], architecture).log
+        registers = [int(number) for number in re.findall(r"Used (\d+) registers", log)]
+        assert len(registers) == len(KERNELS[source])
+        assert -(-max(registers) // 8) * 8 * threads <= 2**16, log  # they are given out in eights
 
 
 def test_there_is_no_kernel_file_that_is_not_compiled():
