@@ -210,7 +210,7 @@ def send_join_flags(joinable: Any, replica: Replica, plans: JoinFlags) -> dist.W
     """
     work: dist.Work | None = Join.notify_join_context(joinable)
     if in_join(joinable):
-        flags = to_device(torch.tensor(plans, dtype=torch.float32), replica.device)
+        flags = to_device(torch.tensor(plans, dtype=torch.float32, device="cpu"), replica.device)
         dist.all_reduce(flags, group=replica.group, async_op=True)
     return work
 

@@ -140,11 +140,11 @@ def test_residuals_arrive_on_another_host(
     _check_equal(mean_residual(saved.gathered), mean_residual(loaded), **near)
     if before == after:  # each rank has its own
         for rank in range(before):
-            own, kept = (
+            present, kept = (
                 state[f"rank{rank}"]["memory"]["residual"] for state in (saved.gathered, loaded)
             )
             assert all(
-                torch.equal(value, kept[name]) for name, value in own.items() if "#" not in name
+                torch.equal(value, kept[name]) for name, value in present.items() if "#" not in name
             )
 
 

@@ -350,7 +350,7 @@ def test_fully_shard_over_a_group_is_compressed(rank: int, world_size: int) -> N
 def test_a_reduce_scatter_that_is_not_compressed_is_told_once(world_size: int) -> None:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
 
-    def told(name: str, **options: Any) -> list[str]:
+    def expected(name: str, **options: Any) -> list[str]:
         group = commhooks.process_group(name)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
@@ -359,8 +359,8 @@ def test_a_reduce_scatter_that_is_not_compressed_is_told_once(world_size: int) -
         assert part.tolist() == [world_size if options.get("op") != dist.ReduceOp.MAX else 1] * 2000
         return [str(warning.message) for warning in caught]
 
-    assert told("none") == told("int8", op=dist.ReduceOp.MAX) == []
-    texts = {name: told(name) for name in ("qsgd", "terngrad")}
+    assert expected("none") == expected("int8", op=dist.ReduceOp.MAX) == []
+    texts = {name: expected(name) for name in ("qsgd", "terngrad")}
     group = commhooks.process_group("int8")
     parts = list(whole.view(world_size, -1))
     with warnings.catch_warnings(record=True) as caught:
@@ -396,8 +396,8 @@ def test_a_group_runs_the_scheme_that_it_was_switched_to(world_size: int) -> Non
         work = scatter(part, whole, group=group, async_op=True)
         work.wait()
         group.allreduce_coalesced([whole], opts=dist.AllreduceCoalescedOptions()).wait()
-    told = [str(warning.message).split(" of ")[0] for warning in caught]
-    assert told == ["reduce_scatter_tensor", "allreduce_coalesced"]
+    expected = [str(warning.message).split(" of ")[0] for warning in caught]
+    assert expected == ["reduce_scatter_tensor", "allreduce_coalesced"]
     assert group.hook.calls == 2  # with int8 and bf16
     assert [value.shape for value in work.get_future().value()] == [torch.Size([2000])]
 
