@@ -396,8 +396,8 @@ def test_a_group_runs_the_scheme_that_it_was_switched_to(world_size: int) -> Non
         work = scatter(part, whole, group=group, async_op=True)
         work.wait()
         group.allreduce_coalesced([whole], opts=dist.AllreduceCoalescedOptions()).wait()
-    expected = [str(warning.message).split(" of ")[0] for warning in caught]
-    assert expected == ["reduce_scatter_tensor", "allreduce_coalesced"]
+    warned = [str(warning.message).split(" of ")[0] for warning in caught]
+    assert warned == ["reduce_scatter_tensor", "allreduce_coalesced"]
     assert group.hook.calls == 2  # with int8 and bf16
     assert [value.shape for value in work.get_future().value()] == [torch.Size([2000])]
 
