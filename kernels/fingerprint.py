@@ -1,8 +1,7 @@
 """Computes norms, hashes and sketches of the gradients of a bucket, and hashes of parameters.
 
-A sketch is some numbers that are linear in a vector and show its norm: the mean of the ranks' sketches
-is the sketch of their mean. So the norm of a mean is known, up to some percent, from a message that is
-a small fraction of the vectors.
+A sketch is some numbers that are linear in a vector and show its norm, up to some percent. The mean
+of the sketches of several ranks is the sketch of their mean.
 
 Source: the tug-of-war sketch of Alon, Matias and Szegedy (1996); in disjoint parts, as by Charikar,
 Chen and Farach-Colton (2002).
@@ -26,8 +25,8 @@ from .runtime.op import FLOATS, Entries, op, wide
 __all__ = ["ROWS", "fingerprint", "hash_parts", "pieces_of_sizes", "sketch_width"]
 
 # What is known of each parameter: squared norms of this rank's contribution, of the average, of its
-# residual (at most: twice those before and after) and of the contribution minus the average; and the
-# hash of the average.
+# residual (twice the sum of those before and after) and of the contribution minus the average; and
+# the hash of the average.
 ROWS = ("gradient", "mean", "residual", "difference", "hash")
 
 _WIDTHS = (1024, 512, 256, 128, 64)  # numbers of a sketch
@@ -51,15 +50,15 @@ class Pieces:
 
     Args:
         sizes: numbers of entries of the pieces.
-        owners: for each piece the number of its parameter; -1: none. By default each is a parameter.
+        owners: for each piece the number of its parameter; -1: none. Default: its own number.
 
     Attributes:
         numel, count, owner_count: numbers of entries, pieces and parameters.
         width, tasks, blocks: numbers of a sketch of all, of tasks of a warp, and of 32 numbers.
-        table: what kernels read: int64, with four columns. Its lines are (pieces, parameters, 0, 0);
-            for each piece, and once more at the end, the numbers of (entries, numbers, tasks, blocks)
-            before it; for each parameter, and once more, the number of pieces of those before it; and
-            these pieces.
+        table: what kernels read: int64, with four columns. Its lines are (pieces, parameters, 0,
+            0); for each piece, and once more at the end, the numbers of (entries, numbers, tasks,
+            blocks) before it; for each parameter, and once more, how many pieces those before it
+            have; and the pieces of each parameter.
 
     Example:
         >>> Pieces([300, 20]).table[1:4, 1].tolist()
@@ -76,9 +75,14 @@ class Pieces:
             raise ValueError(f"Pieces(owners): one per piece, -1 or more, got {self.owners}")
         widths = [sketch_width(size) for size in self.sizes]
         blocks = [-(-width // _LANES) for width in widths]
-        slices = [-(-size // (_SLICE * max(width, 1))) for size, width in zip(self.sizes, widths)]
-        tasks = [count * block for count, block in zip(slices, blocks)]
-        columns = [list(accumulate(each, initial=0)) for each in (self.sizes, widths, tasks, blocks)]
+        slices = [
+            -(-size // (_SLICE * max(width, 1)))
+            for size, width in zip(self.sizes, widths, strict=True)
+        ]
+        tasks = [count * block for count, block in zip(slices, blocks, strict=True)]
+        columns = [
+            list(accumulate(each, initial=0)) for each in (self.sizes, widths, tasks, blocks)
+        ]
         self.numel, self.width, self.tasks, self.blocks = (column[-1] for column in columns)
         owned: list[list[int]] = [[] for _ in range(self.owner_count)]
         for piece, owner in enumerate(self.owners):
@@ -98,7 +102,7 @@ class Pieces:
             return None
         count, owner_count = table[0, :2].tolist()
         first = count + 2  # of the lines of parameters
-        if not (0 <= count and 0 <= owner_count and first + owner_count < len(table)):
+        if count < 0 or not 0 <= owner_count < len(table) - first:
             return None
         ends, owned = table[first : first + owner_count + 1, 0].tolist(), table[:, 0].tolist()
         owners = [-1] * count
@@ -153,15 +157,15 @@ def fingerprint(
     """Compares this rank's gradient with the average, in one pass over all of them.
 
     With a residual that the scheme ``keeps``, the sketches are of gradient plus old residual minus
-    new residual minus average, of gradient minus average, and of the average. Otherwise residuals are
-    part of the gradient, and the first of these is left out. Kernels equal the definition bit for bit:
-    32 entries of a number are added one after the other, then these sums in turn.
+    new residual minus average, of gradient minus average, and of the average. Otherwise residuals
+    are part of the gradient, and the first of these is left out. Kernels equal the definition bit
+    for bit: 32 entries of a number are added one after the other, then these sums in turn.
 
     Args:
         gradient: float32 or float64, contiguous.
         mean: the average: float32, float16, bfloat16 or float64, contiguous; may be a part of it.
-        rows: float64, receives ``ROWS`` for each parameter; the hash has the bits of an integer.
-        sketches: of the gradient's dtype, two or three rows of ``pieces.width`` numbers; None: none.
+        rows: float64, receives ``ROWS`` of each parameter; a hash has the bits of an integer.
+        sketches: of the gradient's dtype, two or three rows of ``pieces.width`` numbers, or None.
         pieces: the pieces of the gradient.
         step: number of the step; other steps draw other signs.
         residuals: before the step and after it, of the gradient's dtype.
@@ -177,8 +181,8 @@ def fingerprint(
 
 
 @op(
-    "fingerprint(Tensor gradient, Tensor mean, Tensor? before, Tensor? after, Tensor table, int begin,"
-    " float factor, bool keeps, int step, Tensor(a!) rows, Tensor(b!)? sketches) -> ()",
+    "fingerprint(Tensor gradient, Tensor mean, Tensor? before, Tensor? after, Tensor table,"
+    " int begin, float factor, bool keeps, int step, Tensor(a!) rows, Tensor(b!)? sketches) -> ()",
     takes={
         "table": pieces_of,
         "step": range(2**32),
@@ -186,7 +190,9 @@ def fingerprint(
         "mean": Entries((*FLOATS, torch.float64)),
         "before": Entries(wide("gradient"), n="gradient"),
         "after": Entries(wide("gradient"), n="gradient"),
-        "rows": Entries(torch.float64, n=lambda table: len(ROWS) * pieces_of(table, "").owner_count),
+        "rows": Entries(
+            torch.float64, n=lambda table: len(ROWS) * pieces_of(table, "").owner_count
+        ),
         "sketches": Entries(
             wide("gradient"), n=lambda table, keeps: (2 + keeps) * pieces_of(table, "").width
         ),
@@ -213,18 +219,19 @@ def fingerprint_op(
     total, ours = flat + old - new, averaged * factor
     own = flat if keeps else total
     # Norms and the hash.
-    found, vectors = rows.view(len(ROWS), -1), (own, averaged, own - ours, old, new)
-    squares = [places.owned(vector.double().square()) for vector in vectors]
-    found[0], found[1], found[2], found[3] = *squares[:2], 2 * (squares[3] + squares[4]), squares[2]
+    found = rows.view(len(ROWS), -1)
+    contribution, average, difference, *residuals = (
+        places.owned(vector.double().square()) for vector in (own, averaged, own - ours, old, new)
+    )
+    found[0], found[1], found[3] = contribution, average, difference
+    found[2] = 2 * (residuals[0] + residuals[1])
     hashes = _hashes_of(averaged.float(), places.within)
     outside = torch.ones_like(flat, dtype=torch.bool)
     outside[begin : begin + mean.numel()] = False
     found[4] = places.counted(hashes.masked_fill(outside, 0)).view(torch.float64)
     # Sketches.
     if sketches is not None:
-        vectors = [own - ours, ours]
-        if keeps:
-            vectors.insert(0, total - ours)
+        vectors = [total - ours] * keeps + [own - ours, ours]
         for sketch, vector in zip(sketches.view(len(vectors), -1), vectors, strict=True):
             sketch.copy_(places.sketch(vector))
 
@@ -238,7 +245,7 @@ class _Places:
             return values.repeat_interleave(repeats).to(device)
 
         sizes = torch.tensor(pieces.sizes, dtype=torch.int64, device="cpu")
-        begins, numbers, tasks, blocks = pieces.table[1 : pieces.count + 2].T.diff()
+        _, numbers, tasks, blocks = pieces.table[1 : pieces.count + 2].T.diff()
         firsts = pieces.table[1 : pieces.count + 1].T
         self._pieces = pieces
         self.within = torch.arange(pieces.numel, device=device) - each(firsts[0].tolist(), sizes)
@@ -293,8 +300,8 @@ def _check_place(mean: Tensor, table: Tensor, begin: int) -> None:
     numel = pieces_of(table, "fingerprint").numel
     if not 0 <= begin <= numel - mean.numel():
         raise ValueError(
-            f"fingerprint(begin): {mean.numel()} entries of the mean are within {numel} from there on, "
-            f"got {begin}"
+            f"fingerprint(begin): {mean.numel()} entries of the mean are within {numel} from there "
+            f"on, got {begin}"
         )
 
 
