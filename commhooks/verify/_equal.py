@@ -31,8 +31,7 @@ __all__ = [
 
 # Entries of small tensors that are hashed together: a copy of them stays in a CPU's cache, and in
 # its heap; on a GPU launches are few.
-_TOGETHER = {"cpu": 2**17}
-_ON_A_GPU = 2**20
+_IN_CACHE, _ON_A_GPU = 2**17, 2**20
 
 
 def keeps_equal(scheme: Scheme) -> bool:
@@ -77,30 +76,30 @@ def _hashes_of_a_kind(tensors: Sequence[Tensor]) -> Tensor:
     hashes = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
     if tensors[0].is_complex():
         tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
-    begin = 0
-    for flat, sizes in _joined(tensors):
+    for begin, flat, sizes in _joined([tensor.reshape(-1) for tensor in tensors]):
         bits, zero = _bits_of(flat)
         hash_parts(bits, hashes[begin : begin + len(sizes)], sizes, zero=zero)
-        begin += len(sizes)
     return hashes
 
 
-def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
-    """Yields the entries of successive tensors, one after the other, and their numbers."""
+def _joined(flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
+    """Yields entries of some tensors from a place on, and how many each has among them."""
     waiting: list[Tensor] = []
-    most = room = _TOGETHER.get(tensors[0].device.type, _ON_A_GPU)
-    for tensor in tensors:
-        large = tensor.numel() >= most  # by itself: it is not copied
-        if waiting and (large or tensor.numel() > room):
-            yield torch.cat(waiting), tuple(map(len, waiting))
-            waiting, room = [], most
-        if large:
-            yield tensor.reshape(-1).contiguous(), (tensor.numel(),)
-        else:
-            waiting.append(tensor.reshape(-1))
-            room -= tensor.numel()
+    sizes: list[int] = []
+    most = room = _IN_CACHE if flats[0].is_cpu else _ON_A_GPU
+    for place, flat in enumerate(flats):
+        if len(flat) >= most:  # by itself: it is not copied
+            yield place, flat.contiguous(), (len(flat),)
+            sizes.append(0)
+            continue
+        if len(flat) > room:
+            yield place - len(sizes), torch.cat(waiting), tuple(sizes)
+            waiting, sizes, room = [], [], most
+        waiting.append(flat)
+        sizes.append(len(flat))
+        room -= len(flat)
     if waiting:
-        yield torch.cat(waiting), tuple(map(len, waiting))
+        yield len(flats) - len(sizes), torch.cat(waiting), tuple(sizes)
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
