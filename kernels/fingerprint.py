@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ ROWS = ("gradient", "mean", "residual", "difference", "hash")
 _WIDTHS = (1024, 512, 256, 128, 64)  # numbers of a sketch
 _ENTRIES = 64  # per number, at least, in all but the narrowest
 _SLICE, _LANES = 32, 32  # lines that are added up one after the other; columns of a task
+Number = TypeVar("Number", int, Tensor)
 _SQUARES = 5  # sums of squares of a task
 _WORD = 0xFFFFFFFF
 
@@ -240,37 +242,37 @@ class _Places:
     """Says for each entry where it is added up."""
 
     def __init__(self, pieces: Pieces, step: int, device: torch.device) -> None:
-        def each(numbers: Sequence[int], repeats: Tensor) -> Tensor:
-            values = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-            return values.repeat_interleave(repeats).to(device)
-
-        sizes = torch.tensor(pieces.sizes, dtype=torch.int64, device="cpu")
-        _, numbers, tasks, blocks = pieces.table[1 : pieces.count + 2].T.diff()
-        firsts = pieces.table[1 : pieces.count + 1].T
         self._pieces = pieces
-        self.within = torch.arange(pieces.numel, device=device) - each(firsts[0].tolist(), sizes)
-        width, block_count = each(numbers.tolist(), sizes), each(blocks.tolist(), sizes)
-        line = self.within // width
-        key = _mixed(torch.tensor(step + 0x632BE5AB, device="cpu") & _WORD).item()
-        turn_key = int(_mixed(torch.tensor(~int(key) & _WORD, device="cpu")))
-        turn = torch.where(line > 0, _mixed((line + turn_key) & _WORD), 0)
+        lines, count = on_device(pieces.table, device), pieces.count
+
+        def each(numbers: Tensor, total: int) -> Tensor:
+            """Returns how often each piece is there, as its number."""
+            places = torch.arange(len(numbers), device=device)
+            return places.repeat_interleave(numbers, output_size=total)
+
+        # Of entries: the column of the sketch in which each is, and its sign.
+        first, size = lines[1 : count + 1], lines[1 : count + 2].diff(dim=0)
+        of = each(size[:, 0], pieces.numel)
+        self.within = torch.arange(pieces.numel, device=device) - first[of, 0]
+        width, blocks = size[of, 1], size[of, 3]
+        line, key = self.within // width, _mixed((step + 0x632BE5AB) & _WORD)
+        turn = _mixed((line + _mixed(~key & _WORD)) & _WORD).where(line > 0, 0)
         column = (self.within % width + turn) & (width.clamp_min(64) - 1)
-        block = column // _LANES
-        words = _mixed((line * block_count + block + int(key)) & _WORD)
+        words = _mixed((line * blocks + column // _LANES + key) & _WORD)
         self._signs = 1 - 2 * (words >> column % _LANES & 1)
-        task = each(firsts[2].tolist(), sizes) + line // _SLICE * block_count + block
+        task = first[of, 2] + line // _SLICE * blocks + column // _LANES
         self._sums = task * _LANES + column % _LANES
-        # Of tasks: their parameter's lanes, and where their sums belong in the sketch.
-        of_piece = torch.arange(pieces.count, device="cpu").repeat_interleave(tasks)
-        index = torch.arange(pieces.tasks, device="cpu") - firsts[2][of_piece]
-        owners = torch.tensor(pieces.owners, dtype=torch.int64, device="cpu")[of_piece]
-        lanes = owners.mul(_LANES).add(index % _LANES)
-        self._lanes = lanes.where(owners >= 0, pieces.owner_count * _LANES).to(device)
-        number = index % blocks[of_piece] * _LANES
-        number = number[:, None] + torch.arange(_LANES, device="cpu")
-        place = number + firsts[1][of_piece][:, None]
-        place = place.where(number < numbers[of_piece][:, None], pieces.width)
-        self._numbers = place.view(-1).to(device)
+        # Of tasks: the lanes of their parameter, and where their sums belong in the sketches.
+        of = each(size[:, 2], pieces.tasks)
+        number = torch.arange(pieces.tasks, device=device) - first[of, 2]
+        ends = lines[count + 2 : count + 3 + pieces.owner_count, 0]
+        owned = lines[count + 3 + pieces.owner_count :, 0]
+        owners = torch.full_like(first[:, 0], pieces.owner_count)
+        owners[owned] = each(ends.diff(), len(owned))
+        self._lanes = owners[of] * _LANES + number % _LANES
+        column = (number % size[of, 3] * _LANES)[:, None] + torch.arange(_LANES, device=device)
+        place = (column + first[of, 1, None]).where(column < size[of, 1, None], pieces.width)
+        self._numbers = place.view(-1)
 
     def _tasks(self, values: Tensor) -> Tensor:
         """Returns what the lanes of each task add up."""
@@ -350,8 +352,8 @@ def _hashes_of(values: Tensor, places: Tensor) -> Tensor:
     return _mixed((bits + places * 0x9E3779B9) & _WORD)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """Mixes 32 bits, in int64.
+def _mixed(x: Number) -> Number:
+    """Mixes 32 bits of an integer, or of integers of 64 bits.
 
     Reference: Wellons, Prospecting for Hash Functions, 2018 (lowbias32).
     """
