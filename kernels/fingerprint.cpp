@@ -5,19 +5,20 @@
 
 namespace {
 
-template <class T> struct Compared {
-    const float* gradient;
+// G is float, or double.
+template <class G, class T> struct Compared {
+    const G* gradient;
     const T* mean;
     i64 begin, end;  // of the average, in the gradient
     float factor;
-    const float *before, *after;
+    const G *before, *after;
     bool keeps;
 };
 
 // What the columns of a slice add up to.
-struct Sums {
+template <class G> struct Sums {
     double squares[kSquares][kWidest];
-    float sketches[3][kWidest];
+    G sketches[3][kWidest];
 };
 
 // 32 columns of a line, of which the first is `column` and the line's first entry is at `at`.
@@ -79,7 +80,8 @@ INLINE void add_signed(const Floats (&row)[kVectors], u32 word, float* sums) {
 
 // Adds 32 columns of a line; returns their hash.
 template <class T>
-INLINE u64 add_columns(const Compared<T>& x, const Place& place, i64 end, u32 word, i64 number, Sums& sums) {
+INLINE u64 add_columns(const Compared<float, T>& x, const Place& place, i64 end, u32 word, i64 number,
+                       Sums<float>& sums) {
     Floats own[kVectors], mean[kVectors], old[kVectors], total[kVectors];
     load_columns(x.gradient, place, 0, end, own);
     load_columns(x.mean, place, x.begin, x.end, mean);
@@ -111,6 +113,28 @@ INLINE u64 add_columns(const Compared<T>& x, const Place& place, i64 end, u32 wo
     return hash;
 }
 
+// The same in float64, entry by entry.
+u64 add_columns(const Compared<double, double>& x, const Place& place, i64, u32 word, i64 number,
+                Sums<double>& sums) {
+    u64 hash = 0;
+    for (u32 l = 0; l < kRow; ++l) {
+        const i64 column = (place.column + l) & place.mask, at = place.at + column, i = number + l;
+        if (column >= place.count) continue;
+        const bool has_mean = at >= x.begin && at < x.end;
+        const double mean = has_mean ? x.mean[at - x.begin] : 0.0, ours = mean * x.factor;
+        const double before = x.before ? x.before[at] : 0.0, after = x.after ? x.after[at] : 0.0;
+        const double total = x.gradient[at] + before - after, own = x.keeps ? x.gradient[at] : total;
+        const double values[kSquares] = {own, mean, own - ours, before, after};
+        for (int s = 0; s < kSquares; ++s) sums.squares[s][i] += values[s] * values[s];
+        if (has_mean) hash += hash_of_entry(canonical_bits(mean), (u32)(place.place + column));
+        const double sign = word >> l & 1 ? -1.0 : 1.0;
+        sums.sketches[0][i] += (own - ours) * sign;
+        sums.sketches[1][i] += ours * sign;
+        sums.sketches[2][i] += (total - ours) * sign;
+    }
+    return hash;
+}
+
 // Adds halves to halves.
 INLINE double folded(const double* from) {
     double sums[kRow];
@@ -127,14 +151,14 @@ struct Tasks {
     u64* hashes;
 };
 
-template <class T>
-void add_slice(const Compared<T>& x, const Piece& piece, const Draw& draw, i64 first, i64 end, Sums& sums,
-               const Tasks& tasks) {
+template <class G, class T>
+void add_slice(const Compared<G, T>& x, const Piece& piece, const Draw& draw, i64 first, i64 end,
+               Sums<G>& sums, const Tasks& tasks) {
     const i64 last = first + Draw::lines(draw, first), task = piece.task + first / kSlice * draw.blocks;
     for (i64 s = 0; s < kSquares; ++s)
         for (i64 i = 0; i < draw.blocks * kRow; ++i) sums.squares[s][i] = 0.0;
     for (auto& sketch : sums.sketches)
-        for (i64 i = 0; i < draw.blocks * kRow; ++i) sketch[i] = 0.0f;
+        for (i64 i = 0; i < draw.blocks * kRow; ++i) sketch[i] = 0;
     for (i64 block = 0; block < draw.blocks; ++block) tasks.hashes[task + block] = 0;
     for (i64 line = first; line < last; ++line) {
         const i64 place = line * draw.width, left = draw.n - place;
@@ -171,33 +195,44 @@ void write_row(Table table, i64 owner, const Tasks& tasks, double* rows) {
     store_as(rows + 4 * owners + owner, hash);
 }
 
-}  // namespace
-
-EXPORT(fingerprint)(i64 dtype, const float* gradient, const void* mean, i64 begin, i64 end, float factor,
-                    const float* before, const float* after, i64 keeps, i64 step, const i64* lines,
-                    i64 count, double* squares, u64* hashes, double* rows, float* sketches) {
-    const Table table = {lines};
-    const Tasks tasks = {count, squares, hashes};
+template <class G, class T>
+void compare(const Compared<G, T>& x, u32 step, Table table, const Tasks& tasks, G* sketches) {
     const i64 pieces = Table::pieces(table), width = Table::piece(table, pieces)->sketch;
-    with_dtype((int)dtype, [&](auto number) {
-        using T = decltype(number);
-        const Compared<T> x = {gradient, (const T*)mean, begin, end, factor, before, after, keeps != 0};
-        Sums sums;
-        for (i64 p = 0; p < pieces; ++p) {
-            const Piece* piece = Table::piece(table, p);
-            const Draw draw = Draw::of(piece[0], piece[1], (u32)step);
-            float* to = sketches ? sketches + piece->sketch : nullptr;
-            for (i64 s = 0; s < 2 + keeps && to; ++s)
-                for (i64 i = 0; i < draw.width; ++i) to[s * width + i] = 0.0f;
-            for (i64 line = 0; line * draw.width < draw.n; line += kSlice) {
-                add_slice(x, *piece, draw, line, piece[1].begin, sums, tasks);
-                for (i64 s = 0; s < 2 + keeps && to; ++s) {
-                    const float* from = sums.sketches[keeps ? (s + 2) % 3 : s];
-                    for (i64 i = 0; i < draw.width; ++i) to[s * width + i] += from[i];
-                }
+    const i64 kinds = sketches ? 2 + x.keeps : 0;
+    Sums<G> sums;
+    for (i64 p = 0; p < pieces; ++p) {
+        const Piece* piece = Table::piece(table, p);
+        const Draw draw = Draw::of(piece[0], piece[1], step);
+        G* to = sketches + (sketches ? piece->sketch : 0);
+        for (i64 s = 0; s < kinds; ++s)
+            for (i64 i = 0; i < draw.width; ++i) to[s * width + i] = 0;
+        for (i64 line = 0; line * draw.width < draw.n; line += kSlice) {
+            add_slice(x, *piece, draw, line, piece[1].begin, sums, tasks);
+            for (i64 s = 0; s < kinds; ++s) {
+                const G* from = sums.sketches[x.keeps ? (s + 2) % 3 : s];
+                for (i64 i = 0; i < draw.width; ++i) to[s * width + i] += from[i];
             }
         }
-    });
+    }
+}
+
+}  // namespace
+
+// dtype 3: all are float64.
+EXPORT(fingerprint)(i64 dtype, const void* gradient, const void* mean, i64 begin, i64 end, float factor,
+                    const void* before, const void* after, i64 keeps, i64 step, const i64* lines,
+                    i64 count, double* squares, u64* hashes, double* rows, void* sketches) {
+    const Table table = {lines};
+    const Tasks tasks = {count, squares, hashes};
+    const auto run = [&](auto entry, auto number) {
+        using G = decltype(entry);
+        using T = decltype(number);
+        const Compared<G, T> x = {(const G*)gradient, (const T*)mean, begin, end, factor,
+                                  (const G*)before, (const G*)after, keeps != 0};
+        compare(x, (u32)step, table, tasks, (G*)sketches);
+    };
+    if (dtype == 3) run(double{}, double{});
+    else with_dtype((int)dtype, [&](auto number) { run(float{}, number); });
     for (i64 owner = 0; owner < Table::owners(table); ++owner) write_row(table, owner, tasks, rows);
 }
 

@@ -13,13 +13,15 @@ template <class N> INLINE N added_up(N x) {
     return x;
 }
 
-INLINE void add_square(double& sum, float x) { sum += (double)x * (double)x; }
+template <class T> INLINE auto wide(T x) { return to_float(x); }
+INLINE double wide(double x) { return x; }
+INLINE void add_square(double& sum, double x) { sum += x * x; }
 
-// A warp takes 32 columns of a slice, one per lane, and reads every tensor once.
-template <class T>
-__global__ void fingerprint(const float* gradient, const T* mean, i64 begin, i64 end, float factor,
-                            const float* before, const float* after, i64 keeps, i64 step,
-                            const i64* lines, i64 tasks, double* squares, u64* hashes, float* sums) {
+// A warp takes 32 columns of a slice, one per lane, and reads every tensor once. G is float or double.
+template <class G, class T>
+__global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end, float factor,
+                            const G* before, const G* after, i64 keeps, i64 step, const i64* lines,
+                            i64 tasks, double* squares, u64* hashes, G* sums) {
     const Table table = {lines};
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Piece* piece = piece_with(table, &Piece::task, task);
@@ -27,7 +29,7 @@ __global__ void fingerprint(const float* gradient, const T* mean, i64 begin, i64
         const i64 number = task - piece->task, slice = number / draw.blocks, block = number % draw.blocks;
         const u32 column = (u32)block * kLanes + lane();
         double square[kSquares] = {};
-        float sent = 0.0f, difference = 0.0f, averaged = 0.0f;
+        G sent = 0, difference = 0, averaged = 0;
         u64 hash = 0;
         const i64 first = slice * kSlice, last = first + Draw::lines(draw, first);
 #pragma unroll 4
@@ -35,17 +37,18 @@ __global__ void fingerprint(const float* gradient, const T* mean, i64 begin, i64
             const i64 place = line * draw.width + ((column - Draw::turn(draw, line)) & draw.mask);
             const i64 at = piece->begin + place;
             const bool has = place < draw.n, has_mean = has && at >= begin && at < end;
-            const float g = has ? gradient[at] : 0.0f, m = has_mean ? to_float(mean[at - begin]) : 0.0f;
-            const float b = has && before ? before[at] : 0.0f, a = has && after ? after[at] : 0.0f;
-            const float all = g + b - a, own = keeps ? g : all, ours = m * factor, d = own - ours;
-            const float values[kSquares] = {own, m, d, b, a};
+            const G g = has ? gradient[at] : (G)0, m = has_mean ? wide(mean[at - begin]) : (G)0;
+            const G b = has && before ? before[at] : (G)0, a = has && after ? after[at] : (G)0;
+            const G all = g + b - a, own = keeps ? g : all, ours = m * factor, d = own - ours;
+            const G values[kSquares] = {own, m, d, b, a};
 #pragma unroll
             for (int s = 0; s < kSquares; ++s) add_square(square[s], values[s]);
-            if (has_mean) hash += hash_of(canonical_bits(m), (u32)place);
-            const u32 sign = Draw::signs(draw, line, block) << (kLanes - 1 - lane()) & 0x80000000u;
-            sent += float_of(bits_of(all - ours) ^ sign);
-            difference += float_of(bits_of(d) ^ sign);
-            averaged += float_of(bits_of(ours) ^ sign);
+            if (has_mean) hash += hash_of_entry(canonical_bits(m), (u32)place);
+            const bool negative = Draw::signs(draw, line, block) >> lane() & 1;
+            const G rest = all - ours;
+            sent += negative ? -rest : rest;
+            difference += negative ? -d : d;
+            averaged += negative ? -ours : ours;
         }
         for (int s = 0; s < kSquares; ++s) {
             const double sum = added_up(square[s]);
@@ -54,7 +57,7 @@ __global__ void fingerprint(const float* gradient, const T* mean, i64 begin, i64
         hash = added_up(hash);
         if (lane() == 0) hashes[task] = hash;
         if (!sums) continue;
-        float* to = sums + task * kLanes + lane();
+        G* to = sums + task * kLanes + lane();
         if (keeps) *to = sent;
         to += keeps ? tasks * kLanes : 0;
         *to = difference;
@@ -89,8 +92,9 @@ INLINE void write_row(Table table, i64 owner, i64 tasks, const double* squares, 
 }
 
 // A warp takes an owner, or 32 numbers of all sketches.
+template <class G>
 __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squares, const u64* hashes,
-                                 const float* sums, i64 count, double* rows, float* sketches) {
+                                 const G* sums, i64 count, double* rows, G* sketches) {
     const Table table = {lines};
     const i64 owners = Table::owners(table), pieces = Table::pieces(table);
     const Piece& ends = *Table::piece(table, pieces);
@@ -104,7 +108,7 @@ __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squa
         const i64 block = work - owners - piece->block, blocks = piece[1].block - piece->block;
         const i64 number = block * kLanes + lane(), width = piece[1].sketch - piece->sketch;
         for (i64 s = 0; s < count; ++s) {
-            float sum = 0.0f;
+            G sum = 0;
 #pragma unroll 8
             for (i64 task = piece->task + block; task < piece[1].task; task += blocks)
                 sum += sums[(s * tasks + task) * kLanes + lane()];

@@ -165,7 +165,8 @@ def fingerprint(
 
     Args:
         gradient: float32 or float64, contiguous.
-        mean: the average: float32, float16, bfloat16 or float64, contiguous; may be a part of it.
+        mean: the average, contiguous: float32, float16 or bfloat16, or float64 with such a
+            gradient; may be a part of it.
         rows: float64, receives ``ROWS`` of each parameter; a hash has the bits of an integer.
         sketches: of the gradient's dtype, two or three rows of ``pieces.width`` numbers, or None.
         pieces: the pieces of the gradient.
@@ -227,7 +228,7 @@ def fingerprint_op(
     )
     found[0], found[1], found[3] = contribution, average, difference
     found[2] = 2 * (residuals[0] + residuals[1])
-    hashes = _hashes_of(averaged.float(), places.within)
+    hashes = _hashes_of(averaged, places.within)
     outside = torch.ones_like(flat, dtype=torch.bool)
     outside[begin : begin + mean.numel()] = False
     found[4] = places.counted(hashes.masked_fill(outside, 0)).view(torch.float64)
@@ -298,18 +299,17 @@ class _Places:
 
 
 @fingerprint_op.check
-def _check_place(mean: Tensor, table: Tensor, begin: int) -> None:
+def _check(gradient: Tensor, mean: Tensor, table: Tensor, begin: int) -> None:
+    if (gradient.dtype == torch.float64) != (mean.dtype == torch.float64):
+        raise TypeError(
+            f"fingerprint(mean): float64 if the gradient is, got {mean.dtype} and {gradient.dtype}"
+        )
     numel = pieces_of(table, "fingerprint").numel
     if not 0 <= begin <= numel - mean.numel():
         raise ValueError(
             f"fingerprint(begin): {mean.numel()} entries of the mean are within {numel} from there "
             f"on, got {begin}"
         )
-
-
-@fingerprint_op.beyond_kernels
-def _is_double(gradient: Tensor, mean: Tensor, *_: object) -> bool:
-    return gradient.dtype == torch.float64 or mean.dtype == torch.float64
 
 
 # ---- parameters
@@ -342,13 +342,20 @@ def hash_parts_op(x: Tensor, table: Tensor, zero: int, out: Tensor) -> None:
     sizes = parts_of(table, "hash_parts").sizes
     for index, part in enumerate(bits.split([size * words for size in sizes])):
         places = torch.arange(len(part), device=x.device)
-        out.view(-1)[index] += _mixed((part + places * 0x9E3779B9) & _WORD).sum()
+        out.view(-1)[index] += _hash(part, places).sum()
 
 
 def _hashes_of(values: Tensor, places: Tensor) -> Tensor:
-    """Returns the hash of each float32 number at its place, as int64."""
-    values = values.masked_fill(values == 0, 0.0)
-    bits = values.view(torch.int32).masked_fill(values.isnan(), 0x7FC00000).long()
+    """Returns the hash of each number of 32 or 64 bits at its place, as int64."""
+    wide = values.dtype == torch.float64
+    bits = values.masked_fill(values == 0, 0.0).view(torch.int64 if wide else torch.int32).long()
+    bits = bits.masked_fill(values.isnan(), 0x7FF8 << 48 if wide else 0x7FC00000)
+    if not wide:
+        return _hash(bits, places)
+    return _hash(bits, 2 * places) + _hash(bits >> 32, 2 * places + 1)
+
+
+def _hash(bits: Tensor, places: Tensor) -> Tensor:
     return _mixed((bits + places * 0x9E3779B9) & _WORD)
 
 
@@ -363,6 +370,10 @@ def _mixed(x: Number) -> Number:
 
 
 # Kernels --------------------------------------------------------------------------------------
+
+
+_DTYPES = {**cpu.DTYPES, torch.float64: 3}
+_NAMES = {**cuda.DTYPES, torch.float64: "double"}
 
 
 @fingerprint_op.kernel("cpu")
@@ -383,7 +394,7 @@ def _fingerprint_cpu(
     squares = torch.empty(_SQUARES * tasks, dtype=torch.float64, device="cpu")
     hashes = torch.empty(tasks, dtype=torch.int64, device="cpu")
     place = (begin, begin + mean.numel(), factor, before, after, keeps, step)
-    settings = (cpu.DTYPES[mean.dtype], gradient, mean, *place, table)
+    settings = (_DTYPES[mean.dtype], gradient, mean, *place, table)
     cpu.call("fingerprint", *settings, tasks, squares, hashes, rows, sketches)
 
 
@@ -407,15 +418,16 @@ def _fingerprint_cuda(
     hashes = torch.empty(tasks, dtype=torch.int64, device=device)
     sums = None
     if sketches is not None:
-        sums = torch.empty(count * tasks * _LANES, dtype=torch.float32, device=device)
+        sums = torch.empty(count * tasks * _LANES, dtype=gradient.dtype, device=device)
     place = (begin, begin + mean.numel(), factor, before, after, keeps, step)
     found = (lines, tasks, squares, hashes, sums)
-    kernel = f"fingerprint<{cuda.DTYPES[mean.dtype]}>"
+    wide = _NAMES[gradient.dtype]
+    kernel = f"fingerprint<{wide}, {_NAMES[mean.dtype]}>"
     cuda.launch("fingerprint.cu", kernel, device, tasks, (gradient, mean, *place, *found))
     count = 0 if sketches is None else count
     work = pieces.owner_count + (pieces.blocks if count else 0)
     results = (*found, count, rows, sketches)
-    cuda.launch("fingerprint.cu", "fingerprint_sums", device, work, results)
+    cuda.launch("fingerprint.cu", f"fingerprint_sums<{wide}>", device, work, results)
 
 
 @hash_parts_op.kernel("cpu")

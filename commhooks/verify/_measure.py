@@ -117,7 +117,7 @@ class Measurement:
         sketches = gradient.new_empty((kinds, pieces.width)) if self._averages else None
         fingerprint(
             gradient,
-            mean.detach().contiguous(),  # a scheme's own view may have gaps
+            _taken(mean, gradient),
             self.rows,
             sketches,
             pieces,
@@ -167,6 +167,12 @@ class Measurement:
         sizes, (*sent, error) = self.layout.sizes, sketches
         balance = _norms(sent[0], sizes) if self._keeps_residual else None
         return Errors(_norms(error, sizes), balance, _norms(error + self._mean.cpu(), sizes))
+
+
+def _taken(mean: Tensor, gradient: Tensor) -> Tensor:
+    mean = mean.detach().contiguous()  # a scheme's own view may have gaps
+    wide = torch.float64 in (mean.dtype, gradient.dtype)
+    return mean.to(gradient.dtype) if wide else mean
 
 
 def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:

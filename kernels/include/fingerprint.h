@@ -26,7 +26,7 @@ template <class V> INLINE V mixed(V x) {
 // Returns the hash of 32 bits at a place; a tensor's is the sum of all.
 template <class V> INLINE V hash_of(V bits, V place) { return mixed(bits + place * 0x9e3779b9u); }
 
-// All zeros are equal, and so are all NaN.
+// Bits of a number, or of a vector of float32. All zeros are equal, and so are all NaN.
 template <class V> INLINE auto canonical_bits(V x) {
     const auto bits = bits_of(x), size = magnitude(x);
     const auto other = size > kInfinity ? (size & 0u) + kNaN : bits;
@@ -58,6 +58,16 @@ struct Draw {
         return mixed(draw.key + (u32)(line * draw.blocks + block));
     }
 };
+
+INLINE u64 canonical_bits(double x) {
+#if defined(__CUDACC_RTC__)
+    const u64 bits = (u64)__double_as_longlong(x);
+#else
+    u64 bits;
+    __builtin_memcpy(&bits, &x, 8);
+#endif
+    return x == 0.0 ? 0 : x != x ? 0x7ff8000000000000ull : bits;
+}
 
 INLINE u64 hash_of_entry(u64 bits, u32 place) {
     return (u64)hash_of((u32)bits, 2 * place) + hash_of((u32)(bits >> 32), 2 * place + 1);

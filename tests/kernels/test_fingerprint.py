@@ -17,8 +17,9 @@ from tests.kernels.machines import assert_agree, machines
 
 KERNELS = {
     "fingerprint.cu": [
-        "fingerprint_sums",
-        *(f"fingerprint<{t}>" for t in CPP.values()),
+        *(f"fingerprint_sums<{t}>" for t in ("float", "double")),
+        *(f"fingerprint<float, {t}>" for t in CPP.values()),
+        "fingerprint<double, double>",
         *(f"hash_parts<{word}>" for word in ("u8", "u16", "u32", "u64")),
     ]
 }
@@ -43,9 +44,10 @@ def outputs(
     step: int = 5,
 ) -> list[Tensor]:
     pieces = Pieces(sizes, owners)
-    gradient = plain(pieces.numel)
+    wide = torch.float64 if mean.dtype == torch.float64 else torch.float32
+    gradient = plain(pieces.numel).to(wide)
     rows = torch.full((len(ROWS), pieces.owner_count), 7.0, dtype=torch.float64)
-    sketches = torch.full((2 + keeps, pieces.width), 7.0) if sketched else None
+    sketches = torch.full((2 + keeps, pieces.width), 7.0).to(wide) if sketched else None
     place = (pieces.table, begin, factor, keeps, step)
     run(fingerprint_op, gradient, mean, *residuals, *place, rows, sketches)
     # A NaN has no sign that all machines agree on, but the hashes are integers.
@@ -57,6 +59,8 @@ def test_kernels_equal_the_definition():
         n = sum(sizes)
         for make, dtype in ((tricky, DTYPES[0]), (unaligned, DTYPES[1]), (plain, DTYPES[2])):
             assert_agree(KERNELS, outputs, make(n, dtype), sizes)
+        wide = (tricky(n).double(), plain(n).double() / 3)
+        assert_agree(KERNELS, outputs, tricky(n).double() / 3, sizes, keeps=True, residuals=wide)
         residuals = (unaligned(n, torch.float32), tricky(n, torch.float32))
         for keeps in (False, True):
             for some in (residuals, (None, residuals[1]), (residuals[0], None)):
@@ -130,6 +134,8 @@ def test_wrong_arguments_are_named():
         fingerprint(x, x, rows, sketches, pieces, 0, keeps=True)
     with pytest.raises(ValueError, match=r"fingerprint\(begin\): 13 entries of the mean"):
         fingerprint(x, x, rows, sketches, pieces, 0, begin=1)
+    with pytest.raises(TypeError, match=r"fingerprint\(mean\): float64 if the gradient is"):
+        fingerprint(x, x.double(), rows, sketches, pieces, 0)
     for line, column in ((0, 1), (2, 2), (5, 0), (7, 0)):
         table = pieces.table.clone()
         table[line, column] += 1
@@ -148,6 +154,11 @@ def fuzz(run: Any, rng: random.Random) -> None:
     options: dict[str, Any] = {"begin": begin, "residuals": residuals, "factor": 2.0}
     options |= {"keeps": rng.random() < 0.5, "sketched": rng.random() < 0.8}
     owners = tuple(rng.randrange(-1, 3) for _ in sizes)
-    outputs(run, mean.to(rng.choice(DTYPES))[1:], sizes, owners, **options)
+    if rng.random() < 0.2:
+        options["residuals"] = tuple(x if x is None else x.double() for x in residuals)
+        outputs(run, mean.double()[1:], sizes, owners, **options)
+    outputs(
+        run, mean.to(rng.choice(DTYPES))[1:], sizes, owners, **options | {"residuals": residuals}
+    )
     x = torch.randint(0, 2, (n + 1,)).to(rng.choice(INTEGERS))[1:]
     run(hash_parts_op, x, Parts(sizes).table, 1, torch.zeros(4, dtype=torch.int64))
