@@ -60,7 +60,7 @@ class Verification:
             every rank. A gradient that is not finite is always a warning, as loss scalers want it.
         history: number of parameters' rows, and of findings, that are kept.
 
-    Errors of parameters of up to 61 entries are exact. Those of others are estimates, from sketches
+    Errors of parameters of up to 64 entries are exact. Those of others are estimates, from sketches
     of a small part of the gradient's bytes, with a standard deviation of 9 % (up to 8,000 entries)
     to 2 % (from 65,000 on).
 
