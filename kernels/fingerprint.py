@@ -220,21 +220,22 @@ def fingerprint_op(
     averaged[begin : begin + mean.numel()] = mean.view(-1).to(flat.dtype)
     old, new = (torch.zeros_like(flat) if x is None else x.view(-1) for x in (before, after))
     total, ours = flat + old - new, averaged * factor
-    own = flat if keeps else total
+    contributed = flat if keeps else total
     # Norms and the hash.
-    found = rows.view(len(ROWS), -1)
+    row = rows.view(len(ROWS), -1)
     contribution, average, difference, *residuals = (
-        places.owned(vector.double().square()) for vector in (own, averaged, own - ours, old, new)
+        places.owned(vector.double().square())
+        for vector in (contributed, averaged, contributed - ours, old, new)
     )
-    found[0], found[1], found[3] = contribution, average, difference
-    found[2] = 2 * (residuals[0] + residuals[1])
+    row[0], row[1], row[3] = contribution, average, difference
+    row[2] = 2 * (residuals[0] + residuals[1])
     hashes = _hashes_of(averaged, places.within)
     outside = torch.ones_like(flat, dtype=torch.bool)
     outside[begin : begin + mean.numel()] = False
-    found[4] = places.counted(hashes.masked_fill(outside, 0)).view(torch.float64)
+    row[4] = places.counted(hashes.masked_fill(outside, 0)).view(torch.float64)
     # Sketches.
     if sketches is not None:
-        vectors = [total - ours] * keeps + [own - ours, ours]
+        vectors = [total - ours] * keeps + [contributed - ours, ours]
         for sketch, vector in zip(sketches.view(len(vectors), -1), vectors, strict=True):
             sketch.copy_(places.sketch(vector))
 
@@ -420,14 +421,14 @@ def _fingerprint_cuda(
     if sketches is not None:
         sums = torch.empty(count * tasks * _LANES, dtype=gradient.dtype, device=device)
     place = (begin, begin + mean.numel(), factor, before, after, keeps, step)
-    found = (lines, tasks, squares, hashes, sums)
+    results = (lines, tasks, squares, hashes, sums)
     wide = _NAMES[gradient.dtype]
     kernel = f"fingerprint<{wide}, {_NAMES[mean.dtype]}>"
-    cuda.launch("fingerprint.cu", kernel, device, tasks, (gradient, mean, *place, *found))
+    cuda.launch("fingerprint.cu", kernel, device, tasks, (gradient, mean, *place, *results))
     count = 0 if sketches is None else count
     work = pieces.owner_count + (pieces.blocks if count else 0)
-    results = (*found, count, rows, sketches)
-    cuda.launch("fingerprint.cu", f"fingerprint_sums<{wide}>", device, work, results)
+    arguments = (*results, count, rows, sketches)
+    cuda.launch("fingerprint.cu", f"fingerprint_sums<{wide}>", device, work, arguments)
 
 
 @hash_parts_op.kernel("cpu")

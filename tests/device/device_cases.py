@@ -329,9 +329,9 @@ def verified(device: str, name: str, group: Any = None) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it tells of what is asserted here
             verification.latest(wait=True)
-            found = [(finding.kind, finding.parameter) for finding in verification.findings]
+            findings = [(finding.kind, finding.parameter) for finding in verification.findings]
             several = hook.world_size > 1
-            assert found == [("parameters differ", "weights.2")] * several, found
+            assert findings == [("parameters differ", "weights.2")] * several, findings
             hook.close()
 
 

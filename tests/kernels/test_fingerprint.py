@@ -111,15 +111,15 @@ def test_norms_are_those_of_the_parameters(dtype: torch.dtype) -> None:
         sketches = torch.empty(2 + keeps, pieces.width, dtype=dtype)
         residuals = (before, after)
         fingerprint(gradient, mean, rows, sketches, pieces, 0, residuals=residuals, keeps=keeps)
-        own = gradient if keeps else gradient + before - after
-        expected = {"gradient": own, "mean": mean, "difference": own - mean}
+        contributed = gradient if keeps else gradient + before - after
+        expected = {"gradient": contributed, "mean": mean, "difference": contributed - mean}
         for name, vector in expected.items():
             parts = vector.double().split(sizes)
             norms = torch.stack([torch.cat([parts[0], parts[2]]).norm(), parts[1].norm()])
             torch.testing.assert_close(_row(rows, name).sqrt(), norms, rtol=1e-12, atol=0)
         both = before[300:320].double().square() + after[300:320].double().square()
         torch.testing.assert_close(_row(rows, "residual")[1], 2 * both.sum(), rtol=1e-12, atol=0)
-        for sketch, vector in zip(sketches[keeps:], (own - mean, mean), strict=True):
+        for sketch, vector in zip(sketches[keeps:], (contributed - mean, mean), strict=True):
             # Up to 64 entries are all there.
             begin = sketch_width(300)
             torch.testing.assert_close(sketch[begin : begin + 20].abs(), vector[300:320].abs())
