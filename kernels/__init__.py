@@ -10,7 +10,8 @@
 # dct                       demo
 # votes                     signsgd
 # cast                      fp16 and bf16 with float32 sums
-# parts                     averaged error feedback; squared norms, for verification
+# parts                     averaged error feedback; squared norms
+# fingerprint               norms, hashes and sketches, for verification
 # affine                    torch's quantization hooks, by minimum and maximum
 # norms, shared             schemes of commhooks.research.baselines
 # finite, restore           whether a step is finite, and what its commit keeps
@@ -22,6 +23,7 @@ from .affine import dequantize_affine, quantize_affine
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, segments_for
 from .cast import scaled_cast
 from .dct import dct
+from .fingerprint import fingerprint, hash_parts, pieces_of_sizes, sketch_width
 from .finite import all_finite
 from .hadamard import hadamard
 from .levels import dequantize_levels, level_bytes, quantize_levels
@@ -63,8 +65,10 @@ __all__ = [
     "dequantize_parts",
     "dequantize_rotated",
     "dequantize_shared",
+    "fingerprint",
     "gather_random",
     "hadamard",
+    "hash_parts",
     "implementations",
     "largest_magnitudes",
     "level_bytes",
@@ -75,6 +79,7 @@ __all__ = [
     "pack_votes",
     "part_bytes",
     "payload_bytes",
+    "pieces_of_sizes",
     "quantize",
     "quantize_affine",
     "quantize_levels",
@@ -89,6 +94,7 @@ __all__ = [
     "scatter_random",
     "scatter_sum",
     "segments_for",
+    "sketch_width",
     "squared_norms",
     "subtract_low_rank",
     "tail_table",

@@ -4,16 +4,6 @@
 #include "include/blockwise.h"
 #include "include/cuda.h"
 
-// Returns the part that a block or a chunk is of: the last that begins there or before.
-INLINE i64 part_of(const Part* parts, i64 count, i64 Part::*first, i64 task) {
-    i64 low = 0, high = count;
-    while (high - low > 1) {
-        const i64 middle = (low + high) / 2;
-        (parts[middle].*first <= task ? low : high) = middle;
-    }
-    return low;
-}
-
 // A block of a part, and where its codes and its scale are in a payload.
 struct Place {
     i64 at;     // of the first entry
@@ -23,7 +13,7 @@ struct Place {
 };
 
 INLINE Place place_of(const Part* parts, i64 count, i64 block) {
-    const i64 p = part_of(parts, count, &Part::block, block);
+    const i64 p = row_with(parts, count, &Part::block, block);
     const Part here = parts[p], next = parts[p + 1];
     const i64 index = block - here.block, codes_at = ((next.block - here.block) * 4 + 15) / 16 * 16;
     const i64 at = here.begin + index * kBlock;
@@ -79,7 +69,7 @@ INLINE double sum_of_warp(double x) {
 template <class T> __global__ void squares(const T* x, const Part* parts, i64 count, double* sums) {
     const i64 chunks = parts[count].chunk;
     for (i64 chunk = warp(); chunk < chunks; chunk += warps()) {
-        const i64 p = part_of(parts, count, &Part::chunk, chunk), part_end = parts[p + 1].begin;
+        const i64 p = row_with(parts, count, &Part::chunk, chunk), part_end = parts[p + 1].begin;
         i64 at = parts[p].begin + (chunk - parts[p].chunk) * kChunk;
         const i64 end = part_end - at < kChunk ? part_end : at + kChunk;
         double sum = 0.0;

@@ -4,7 +4,6 @@
 #
 # _verification  Verification, and the collectives of a verified step
 # _measure       one bucket on one rank
-# _sketch        norms of differences from a few numbers
 # _judge         error bounds of schemes, and their violations
 # _equal         equality of values across ranks
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch import Tensor
 
 from commhooks.core._scheme import Scheme, walk
 from commhooks.errors import RegistrationError, VerificationError
+from commhooks.kernels import hash_parts
 from ddp_core.exchange._errors import ranks_in_words
 
 __all__ = [
     "check_equal",
     "describe_others",
-    "hashes",
     "hashes_of",
     "keeps_equal",
     "local_part",
@@ -30,7 +29,9 @@ __all__ = [
     "state_of",
 ]
 
-_CHUNK = 2**17  # integers that are hashed at a time: they stay in a CPU's cache, and in its heap
+# Entries of small tensors that are hashed together: a copy of them stays in a CPU's cache, and in
+# its heap; on a GPU launches are few.
+_IN_CACHE, _ON_A_GPU = 2**17, 2**20
 
 
 def keeps_equal(scheme: Scheme) -> bool:
@@ -43,100 +44,73 @@ def keeps_equal(scheme: Scheme) -> bool:
 
 
 def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Hashes each tensor, of any dtype and strides, to an integer on the first one's device."""
+    """Hashes each tensor, of any dtype and strides, to an integer on the first one's device.
+
+    Every bit and every position counts; zero has two forms, which are equal.
+    """
+    if not tensors:
+        return torch.zeros(0, dtype=torch.int64, device="cpu")
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, tensor in enumerate(tensors):
         kinds.setdefault((tensor.dtype, tensor.device), []).append(place)
-    hashed: list[Tensor] = []
-    for places in kinds.values():
-        some = [tensors[place].detach() for place in places]
-        hashed += [hashes(*joined) for joined in _joined(some)]
-    if not hashed:
-        return torch.zeros(0, dtype=torch.int64, device="cpu")
+    hashed = [
+        _hashes_of_a_kind([tensors[place].detach() for place in places])
+        for places in kinds.values()
+    ]
+    if len(kinds) == 1:
+        return hashed[0]
     device = tensors[0].device
     together = torch.cat([part.to(device, non_blocking=True) for part in hashed])
-    if len(kinds) == 1:
-        return together
-    order = torch.tensor([place for places in kinds.values() for place in places], device="cpu")
-    return together[order.argsort().to(device)]
+    return together[_order(tuple(place for places in kinds.values() for place in places), device)]
 
 
-def _joined(tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, list[int]]]:
-    """Yields the entries of successive tensors of one dtype, one after the other, and sizes."""
-    waiting: list[Tensor] = []
-    room = _CHUNK
-    for tensor in tensors:
-        large = tensor.numel() >= _CHUNK  # by itself: it is not copied
-        if waiting and (large or tensor.numel() > room):
-            yield torch.cat(waiting), [tensor.numel() for tensor in waiting]
-            waiting, room = [], _CHUNK
-        if large:
-            yield tensor.reshape(-1), [tensor.numel()]
-        else:
-            waiting.append(tensor.reshape(-1))
-            room -= tensor.numel()
-    if waiting:
-        yield torch.cat(waiting), [tensor.numel() for tensor in waiting]
-
-
-def hashes(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Hashes successive parts of a flat tensor; every bit and position counts."""
-    # In 32 bits, modulo 2^32: six times as fast as in 64. An odd multiplier per place, so that a
-    # change of one entry changes the sum. An entry of 64 bits counts as two.
-    words = max(1, flat.element_size() // 4)
-    integer = {1: torch.uint8, 2: torch.int16}.get(flat.element_size(), torch.int32)
-    # Zero has two forms, which count as equal. There is no sum of floating numbers of 8 bits.
-    inexact = flat.element_size() > 1 and (flat.is_floating_point() or flat.is_complex())
-    low, high = _multipliers(flat.device)
-    sums: list[Tensor] = []
-    owners: list[int] = []
-    parameter, left = 0, sizes[0] if sizes else 0
-    for number, chunk in enumerate(flat.split(_CHUNK // max(2, words))):
-        spans = []
-        room = chunk.numel()
-        while room:
-            while not left:
-                parameter, left = parameter + 1, sizes[parameter + 1]
-            taken = min(room, left)
-            spans.append((parameter, taken))
-            room, left = room - taken, left - taken
-        if not spans:
-            continue
-        # A copy in any case: the next lines write to it.
-        copy = chunk.add(0.0) if inexact else chunk.clone()
-        bits = copy.view(integer).to(torch.int32)
-        upper = bits >> 16 if integer == torch.int32 else None
-        bits.mul_(low[: len(bits)])
-        if upper is not None:
-            # An odd multiple of the sign bit is the sign bit again, so that every second pair of
-            # signs would cancel: the upper bits count a second time, further down.
-            bits.add_(upper.mul_(high[: len(bits)]))
-        owners += [owner for owner, _ in spans]
-        span_sums = _sums_of_spans(bits, [taken * words for _, taken in spans])
-        sums.append(span_sums.mul_(2 * number + 1))
-    if not sums:
-        return torch.zeros(len(sizes), dtype=torch.int64, device=flat.device)
-    places = torch.tensor(owners, dtype=torch.int64, device=flat.device)
-    return sums[0].new_zeros(len(sizes)).index_add_(0, places, torch.cat(sums))
-
-
-@lru_cache(maxsize=8)
-def _multipliers(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Returns odd numbers, one per place in a chunk, for the lower and the upper bits."""
+@lru_cache(maxsize=64)
+def _order(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Returns the positions of ``0, 1, 2 ...`` among these."""
     # A copy from the host is over when it returns: any stream of a GPU may read what is kept.
-    places = torch.arange(_CHUNK, dtype=torch.int32, device="cpu")
-    low = places.mul(0x4C957F2D & ~1).add_(0x2545F491)
-    return low.to(device), places.mul_(0x5851F42D & ~1).add_(0x14057B7F).to(device)
+    return torch.tensor(places, device="cpu").argsort().to(device)
 
 
-def _sums_of_spans(values: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns the sum in 64 bits of each of successive spans of integers."""
-    if len(sizes) == 1:
-        return values.sum(dtype=torch.int64).view(1)
-    # One pass over all of them, and exact: integers wrap around.
-    ends = torch.tensor([*accumulate(sizes)], device=values.device)
-    sums = values.cumsum(0, dtype=torch.int64)[ends - 1]
-    return sums.diff(prepend=sums.new_zeros(1))
+def _hashes_of_a_kind(tensors: Sequence[Tensor]) -> Tensor:
+    """Hashes tensors of one dtype on one device."""
+    hashes = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    if tensors[0].is_complex():
+        tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
+    for begin, flat, sizes in _joined([tensor.reshape(-1) for tensor in tensors]):
+        bits, zero = _bits_of(flat)
+        hash_parts(bits, hashes[begin : begin + len(sizes)], sizes, zero=zero)
+    return hashes
+
+
+def _joined(flats: Sequence[Tensor]) -> Iterator[tuple[int, Tensor, tuple[int, ...]]]:
+    """Yields entries of some tensors from a place on, and how many each has among them."""
+    waiting: list[Tensor] = []
+    sizes: list[int] = []
+    most = room = _IN_CACHE if flats[0].is_cpu else _ON_A_GPU
+    for place, flat in enumerate(flats):
+        if len(flat) >= most:  # by itself: it is not copied
+            yield place, flat.contiguous(), (len(flat),)
+            sizes.append(0)
+            continue
+        if len(flat) > room:
+            yield place - len(sizes), torch.cat(waiting), tuple(sizes)
+            waiting, sizes, room = [], [], most
+        waiting.append(flat)
+        sizes.append(len(flat))
+        room -= len(flat)
+    if waiting:
+        yield len(flats) - len(sizes), torch.cat(waiting), tuple(sizes)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits_of(flat: Tensor) -> tuple[Tensor, int]:
+    """Returns entries as integers, and the one that counts as zero."""
+    integer = _INTEGERS[flat.element_size()]
+    # -0 has the bits of the smallest integer; floats of 8 bits differ in that.
+    inexact = flat.is_floating_point() and flat.element_size() > 1
+    return flat.view(integer), torch.iinfo(integer).min if inexact else 0
 
 
 # ---- who differs

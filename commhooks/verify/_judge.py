@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from commhooks.core._scheme import Scheme, children, walk
+from commhooks.kernels.fingerprint import ROWS
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.verify._equal import describe_others, minority_ranks
-from commhooks.verify._measure import ROW_FIELDS, Measurement, ShardMeasurement
+from commhooks.verify._measure import Measurement, ShardMeasurement
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import ErrorFeedback, Feedback, keeps_residual, unwrap_flush
 from commhooks.wrappers._make import short_repr
@@ -179,13 +180,11 @@ def judge(
         bound: bound of the scheme.
         step: number of the step.
         measured: the bucket's measurement.
-        ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROW_FIELDS), parameters)``.
+        ranks: the rows of all ranks, float64 of shape ``(ranks, len(ROWS), parameters)``.
         sketches: mean over ranks of the bucket's sketches.
     """
     bucket, layout, dtype = measured.bucket, measured.layout, measured.dtype
-    gradients, mean, differences, residuals = (
-        ranks[:, ROW_FIELDS.index(row)] for row in ROW_FIELDS[:4]
-    )
+    gradients, mean, residuals, differences = ranks[:, :-1].sqrt().unbind(1)
     findings: list[Finding] = []
 
     def find(position: int, kind: str, which: list[int], text: str) -> None:
@@ -233,7 +232,7 @@ def judge_shards(
         ranks: the rows of all ranks, float64 of shape ``(ranks, rows, parameters)``.
         sketches: mean over ranks of the bucket's sketches.
     """
-    gradients, residuals, mean, *_ = ranks.unbind(1)
+    gradients, mean, residuals = ranks.sqrt().unbind(1)
     findings: list[Finding] = []
 
     def find(name: str, kind: str, which: list[int], text: str) -> None:
@@ -360,7 +359,7 @@ def _differing_averages(ranks: Tensor, mean: Tensor) -> list[tuple[int, list[int
 
     An average that is finite nowhere has no bits to compare.
     """
-    hashes = ranks[:, ROW_FIELDS.index("hash")].contiguous().view(torch.int64)
+    hashes = ranks[:, ROWS.index("hash")].contiguous().view(torch.int64)
     differ = (hashes != hashes[0]).any(0) & mean.isfinite().any(0)
     positions = differ.nonzero().view(-1).tolist()
     return [(position, minority_ranks(hashes[:, position].tolist())) for position in positions]

@@ -1,4 +1,8 @@
-"""Measures one bucket of a verified step on one rank: differences, norms, hashes and sketches."""
+"""Measures one bucket of a verified step on one rank: norms, a hash and sketches of differences.
+
+The mean of the ranks' sketches is the sketch of their mean. So the norm of a mean is known, up to
+some percent, from a message that is a small fraction of the gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +12,23 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from commhooks._torch import foreach_norms
 from commhooks.core._layout import Layout, Span
 from commhooks.core._memory import Memory, staged_in
 from commhooks.core._names import is_padding, parameter_name
 from commhooks.core._scheme import Scheme
-from commhooks.kernels import squared_norms
-from commhooks.verify._equal import hashes
-from commhooks.verify._sketch import dots_of, sketches_of
+from commhooks.kernels import fingerprint, pieces_of_sizes, sketch_width
+from commhooks.kernels.fingerprint import ROWS
 from commhooks.wrappers._feedback import RESIDUAL, keeps_residual
 from commhooks.wrappers._schedules import running_at
 
 __all__ = [
-    "ROW_FIELDS",
     "Errors",
     "Measurement",
     "Observer",
     "ShardErrors",
     "ShardMeasurement",
-    "norms_of",
+    "dots_of",
 ]
-
-# A rank sends the others, for each parameter: norms of its gradient, of the averaged gradient,
-# of their difference and of its residual, and the hash of the averaged gradient.
-ROW_FIELDS = ("gradient", "mean", "difference", "residual", "hash")
 
 
 class Observer(Protocol):
@@ -62,13 +59,12 @@ class Measurement:
     """Compares the averaged gradient of one bucket with this rank's own.
 
     The mean over ranks of the gradient minus the average is the error of the averaged gradient: the
-    dense mean minus the result of the exchange. One tensor thus serves as the copy of the gradient
-    and as what the ranks sketch; they average the sketches.
+    dense mean minus the result of the exchange. The ranks average sketches of it.
 
     Attributes:
         bucket: the bucket's number in the ledger.
         layout: the bucket's parameters.
-        rows: float64 of shape ``(len(ROW_FIELDS), parameters)``; hashes have the bits of integers.
+        rows: what :func:`fingerprint` finds of each parameter, which a rank sends the others.
         sketches: a row for each kind of vector whose mean over ranks is wanted.
         dtype: dtype of the gradient.
     """
@@ -81,10 +77,11 @@ class Measurement:
         scheme: Scheme,
         step: int = 0,
     ) -> None:
+        self.rows: Tensor
         self.sketches: Tensor
         self.bucket, self.layout, self.dtype = bucket, layout, gradient.dtype
         # Now, since the exchange may write its result over the gradient.
-        self._difference = gradient.detach().to(_wide(gradient), copy=True).view(-1)
+        self._gradient = gradient.detach().to(_wide(gradient), copy=True).view(-1)
         self._step = step
         running = running_at(scheme, step)
         self._averages = running.traits.returns == "mean"  # otherwise there is no error to sketch
@@ -97,72 +94,69 @@ class Measurement:
             mean: the averaged gradient.
             memory: with the residual before this step, and the one that the step has staged.
         """
-        flat, sizes = mean.detach().view(-1), self.layout.sizes
-        averaged, bits = norms_of(flat, sizes), hashes(flat, sizes)
-        gradient, residual, sent = self._sent(memory)
-        self._difference.sub_(flat)
-        difference = norms_of(self._difference, sizes)
-        self.rows = torch.stack(
-            [gradient, averaged, difference, residual, bits.view(torch.float64)]
-        )
-        if not self._averages:
-            self._keep([])
-            return
-        # What the ranks have sent minus the average has a mean of zero, but for rounding.
-        flats = [] if sent is None else [sent.sub_(flat)]
-        self._keep([*flats, self._difference, flat.to(self._difference.dtype)])
+        sketches = self._compare(mean, memory)
         # All ranks have the average: its sketch is not sent.
-        self.sketches, self._mean = self.sketches[:-1], self.sketches[-1]
+        self.sketches, self._mean = sketches[:-1], sketches[-1]
 
-    def _sent(self, memory: Memory) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns norms of this rank's contribution and of residuals, and the tensor that was sent.
+    def _compare(
+        self,
+        mean: Tensor,
+        memory: Memory,
+        owners: tuple[int, ...] | None = None,
+        begin: int = 0,
+        factor: float = 1.0,
+    ) -> Tensor:
+        """Fills the rows, frees the copy of the gradient, and returns the sketches.
 
-        The tensor is None for a scheme that keeps no residual.
+        These are of what the ranks have sent minus the average, which has a mean of zero but for
+        rounding, if the scheme keeps a residual; of gradient minus average; and of the average.
         """
-        if not self._keeps_residual:
+        pieces = pieces_of_sizes(tuple(self.layout.sizes), owners)
+        gradient, kinds = self._gradient, 2 + self._keeps_residual
+        self.rows = gradient.new_empty((len(ROWS), pieces.owner_count), dtype=torch.float64)
+        sketches = gradient.new_empty((kinds, pieces.width)) if self._averages else None
+        fingerprint(
+            gradient,
+            _taken(mean, gradient),
+            self.rows,
+            sketches,
+            pieces,
+            self._step,
+            residuals=self._residuals(memory),
             # A residual that is flushed in this step is part of what the ranks have to average.
-            residual = self._add_residual(self._difference, memory)
-            return norms_of(self._difference, self.layout.sizes), residual, None
-        sent = self._difference.clone()
-        residual = self._add_residual(sent, memory)
-        return norms_of(self._difference, self.layout.sizes), residual, sent
-
-    def _add_residual(self, values: Tensor, memory: Memory) -> Tensor:
-        """Adds the old residual, subtracts the new one, and returns the norms of both."""
-        norms = values.new_zeros(len(self.layout), dtype=torch.float64)
-        positions = {name: position for position, name in enumerate(self.layout.names)}
-        for layout, *before_and_after in staged_in(memory, RESIDUAL):
-            if layout.names[0] not in positions:  # of another bucket
-                continue
-            for flat, sign in zip(before_and_after, (1, -1), strict=True):
-                if flat is None:
-                    continue
-                flat = flat.view(-1)
-                sizes = norms_of(flat, layout.sizes)
-                if layout.names == self.layout.names:
-                    values.add_(flat, alpha=sign)
-                    norms += sizes
-                    continue
-                views = self._views(values)  # a wrapper exchanges some of the bucket's parameters
-                for name, part, size in zip(
-                    layout.names, flat.split(layout.sizes), sizes, strict=True
-                ):
-                    views[positions[name]].add_(part, alpha=sign)
-                    norms[positions[name]] += size
-        return norms
-
-    def _views(self, flat: Tensor) -> Sequence[Tensor]:
-        views: Sequence[Tensor] = flat.split(self.layout.sizes)
-        return views
-
-    def _keep(self, flats: list[Tensor]) -> None:
-        """Stores the sketches, and frees the copy of the gradient."""
-        self.sketches = (
-            sketches_of(flats, self.layout.sizes, self._step)
-            if flats
-            else self.rows.new_zeros((0, 0))
+            keeps=self._keeps_residual,
+            begin=begin,
+            factor=factor,
         )
-        del self._difference
+        del self._gradient
+        return gradient.new_empty((kinds, 0)) if sketches is None else sketches
+
+    def _residuals(self, memory: Memory) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the residuals of the whole bucket before the step, and after it."""
+        names = set(self.layout.names)
+        staged = [each for each in staged_in(memory, RESIDUAL) if each[0].names[0] in names]
+        if len(staged) == 1 and staged[0][0].names == self.layout.names:
+            return self._whole(staged[0][1]), self._whole(staged[0][2])
+        # A wrapper exchanges some of the bucket's parameters.
+        before, after = (
+            self._joined([(layout, both[place]) for layout, *both in staged]) for place in (0, 1)
+        )
+        return before, after
+
+    def _whole(self, flat: Tensor | None) -> Tensor | None:
+        return None if flat is None else flat.view(-1).to(self._gradient.dtype)
+
+    def _joined(self, residuals: Sequence[tuple[Layout, Tensor | None]]) -> Tensor | None:
+        """Joins residuals of some parameters; the others have none."""
+        parts: dict[str, Tensor] = {}
+        for layout, flat in residuals:
+            if flat is not None:
+                parts |= zip(layout.names, flat.view(-1).split(layout.sizes), strict=True)
+        if not parts:
+            return None
+        zeros = self._gradient.new_zeros(max(self.layout.sizes))
+        pairs = zip(self.layout.names, self.layout.sizes, strict=True)
+        return self._whole(torch.cat([parts.get(name, zeros[:size]) for name, size in pairs]))
 
     def errors(self, sketches: Tensor) -> Errors:
         """Returns norms of the error, of the lost part and of the dense mean.
@@ -175,22 +169,28 @@ class Measurement:
         return Errors(_norms(error, sizes), balance, _norms(error + self._mean.cpu(), sizes))
 
 
+def _taken(mean: Tensor, gradient: Tensor) -> Tensor:
+    mean = mean.detach().contiguous()  # a scheme's own view may have gaps
+    wide = torch.float64 in (mean.dtype, gradient.dtype)
+    return mean.to(gradient.dtype) if wide else mean
+
+
 def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:
     return dots_of(sketches, sketches, sizes).sqrt()
 
 
-def norms_of(flat: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Returns the norms of successive parts of a flat tensor, in float64.
+def dots_of(sketches: Tensor, others: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the scalar products of vectors by their sketches, in float64, on the CPU.
 
-    Squares of float64 entries above 1e154 overflow; no others do.
+    Args:
+        sketches, others: sketches of :func:`fingerprint`, or sums of them.
+        sizes: numbers of entries of the vectors.
     """
-    # A loop over parts, each with calls of its own, took most of the time of a verified step.
-    if flat.device.type != "cpu" or flat.dtype == torch.float64:
-        return torch.stack(foreach_norms(flat.split(list(sizes)), 2, dtype=torch.float64))
-    squares = torch.empty(len(sizes), dtype=torch.float64, device="cpu")
-    # A scheme's own view may have gaps, which kernels do not know of.
-    squared_norms(flat.contiguous(), squares, tuple(sizes))
-    return squares.sqrt_()
+    products = sketches.double() * others.double()
+    # Not differences of one running sum, in which small products behind large ones are lost.
+    widths = torch.tensor([sketch_width(size) for size in sizes], device="cpu")
+    owners = torch.arange(len(sizes), device="cpu").repeat_interleave(widths)
+    return products.new_zeros(len(sizes)).index_add_(0, owners, products)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:
@@ -200,9 +200,8 @@ def _wide(tensor: Tensor) -> torch.dtype:
 # ---- where each rank has its shard of the mean alone
 
 
-# The same where each rank has its shard of the mean alone: norms of its gradient and residual, and
-# of the averaged gradient in its shard.
-_SHARD_ROW_FIELDS = ("gradient", "residual", "mean")
+# Of which rows a rank sends the others: averages are of other entries on each rank.
+_SHARD_ROWS = ROWS[:3]
 
 
 class ShardErrors(NamedTuple):
@@ -249,63 +248,15 @@ class ShardMeasurement(Measurement):
         names = [parameter_name(name) for name in layout.names if not is_padding(name)]
         self.names = [*dict.fromkeys(names)]
         numbers = {name: number for number, name in enumerate(self.names)}
-        self._owners = {
-            piece: numbers[parameter_name(name)]
-            for piece, name in enumerate(layout.names)
-            if not is_padding(name)
-        }
+        self._owners = tuple(
+            -1 if is_padding(name) else numbers[parameter_name(name)] for name in layout.names
+        )
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
-        flat = mean.detach().view(-1)
-        (begin, end), ranks = self.shards[self._rank], len(self.shards)
-        gradient, residual, sent = self._sent(memory)
-        self.rows = gradient.new_zeros(len(_SHARD_ROW_FIELDS), len(self.names))
-        everywhere = range(len(self.layout))
-        self._fill("gradient", everywhere, gradient)
-        self._fill("residual", everywhere, residual)
-        self._fill_shard("mean", flat)
-        if not self._averages:
-            self._keep([])
-            return
-        flats = []
-        if sent is not None:
-            # Of the mean over ranks, one rank subtracts all.
-            sent[begin:end].sub_(flat, alpha=ranks)
-            flats.append(sent)
-        error = self._difference.clone()
-        error[begin:end].sub_(flat, alpha=ranks)
-        self._keep([*flats, self._difference, error])
-
-    def _fill_shard(self, name: str, flat: Tensor) -> None:
-        """Records the norms of a vector that is as long as this rank's shard."""
-        here = self._here()
-        if here:
-            sizes = [cut.stop - cut.start for _, cut in here]  # one after the other
-            self._fill(name, [piece for piece, _ in here], norms_of(flat, sizes))
-
-    def _fill(self, name: str, pieces: Sequence[int], norms: Tensor) -> None:
-        """Records the norms of whole parameters, given those of some pieces."""
-        which = [place for place, piece in enumerate(pieces) if piece in self._owners]
-        owners = [self._owners[pieces[place]] for place in which]
-        places, into = (
-            torch.tensor(indices, dtype=torch.int64, device=norms.device)
-            for indices in (which, owners)
-        )
-        squares = norms.new_zeros(len(self.names))
-        if which:
-            squares.index_add_(0, into, norms[places].square())
-        self.rows[_SHARD_ROW_FIELDS.index(name)] = squares.sqrt()
-
-    def _here(self) -> list[tuple[int, slice]]:
-        """Returns the pieces in this rank's shard, and their positions in the shard."""
-        begin, end = self.shards[self._rank]
-        pieces = []
-        spans = zip(self.layout.offsets, self.layout.sizes, strict=False)
-        for piece, (first, size) in enumerate(spans):
-            part = max(first, begin) - begin, min(first + size, end) - begin
-            if part[0] < part[1]:
-                pieces.append((piece, slice(*part)))
-        return pieces
+        # Of the mean over ranks, one rank subtracts all.
+        begin, ranks = self.shards[self._rank][0], len(self.shards)
+        self.sketches = self._compare(mean, memory, self._owners, begin, ranks)
+        self.rows = self.rows[: len(_SHARD_ROWS)]
 
     def compared(self, ranks: Tensor, sketches: Tensor) -> ShardErrors:
         """Compares the averaged gradient with the dense mean.
@@ -314,13 +265,13 @@ class ShardMeasurement(Measurement):
             ranks: the rows of all ranks.
             sketches: mean of the sketches over ranks, on the CPU.
         """
-        *sent, dense, difference = sketches
-        sizes, average = self.layout.sizes, dense - difference
+        *sent, difference, average = sketches
+        sizes, dense = self.layout.sizes, difference + average
         errors = dots_of(difference, difference, sizes)
         error, norm = self._summed(errors), self._summed(dots_of(dense, dense, sizes))
         near = self._summed(dots_of(average, difference, sizes))
         far = self._summed(dots_of(average, dense, sizes))
-        mean = ranks[:, _SHARD_ROW_FIELDS.index("mean")].square().sum(0)
+        mean = ranks[:, ROWS.index("mean")].sum(0)
         # The norm of the average is exact. Products are off by a share of their factors, so that
         # of average = dense mean - error the smaller one is taken.
         dot = torch.where(error < norm, mean + near, far)
@@ -330,10 +281,9 @@ class ShardMeasurement(Measurement):
 
     def _summed(self, of_pieces: Tensor) -> Tensor:
         """Returns sums over the pieces of each parameter."""
-        into, places = [*self._owners.values()], [*self._owners]
+        owners = torch.tensor(self._owners, dtype=torch.int64, device="cpu")
         sums = of_pieces.new_zeros(len(self.names))
-        owners = torch.tensor(into, dtype=torch.int64, device=of_pieces.device)
-        return sums.index_add_(0, owners, of_pieces[places]) if places else sums
+        return sums.index_add_(0, owners[owners >= 0], of_pieces[owners >= 0])
 
     def _piece(self, number: int) -> tuple[str, list[int]]:
         """Returns the parameter of a piece, and the ranks that have some of it in their shards."""

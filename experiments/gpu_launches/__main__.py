@@ -9,6 +9,9 @@ same exchange, with the range over turns, if kernels and collectives cost nothin
 runs on a model of the same form whose tensors are so small that PyTorch's operations, which run on
 the CPU, cost little but their call. Torch's hooks run on the same tensors. On a GPU a launch takes
 2 to 4 microseconds more.
+
+A second table, ``..._verified.csv``, has the launches that verification adds: for each bucket, for
+hashes of its parameters, and for the message of a step.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from commhooks.core import Layout
 from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
-from experiments.tools.fake_gpu import counts_of, run_bucket
+from experiments.tools.fake_gpu import counts_of, run_bucket, verified_launches
 from experiments.tools.tables import printed
 
 __all__ = ["SCHEMES", "measure"]
@@ -60,6 +63,12 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("powersgd", "batched_powersgd", "acpsgd")},
     **{name: (name, {}) for name in ("topk", "random_k", "dgc")},
     **{name: (name, {}) for name in ("eden", "demo", "signsgd", "sdp4bit")},
+}
+# By name: scheme, options and shapes of a bucket's parameters.
+VERIFIED: dict[str, tuple[str, dict[str, Any], list[tuple[int, ...]]]] = {
+    "int8, a matrix": ("int8", {}, [(2560, 2560)]),
+    "int8": ("int8", {}, [*COUNTED.shapes]),
+    "int4, feedback": ("int4", {"error_feedback": True}, [*COUNTED.shapes]),
 }
 WORLD_SIZES = (8, 64)
 WARM_UP = 3  # the step after them finds tables and buffers
@@ -158,6 +167,15 @@ def measure(*, turns: int = 7) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+def measure_verified() -> pd.DataFrame:
+    """Returns what verification adds, a row per case."""
+    rows = []
+    for name, (scheme, options, shapes) in VERIFIED.items():
+        made = commhooks.make(scheme, **options)
+        rows.append({"hook": name, **verified_launches(made, shapes, world_size=WORLD_SIZES[0])})
+    return pd.DataFrame(rows)
+
+
 def _spread(times: list[float]) -> dict[str, float]:
     return {"host_us": statistics.median(times), "least_us": min(times), "most_us": max(times)}
 
@@ -170,6 +188,7 @@ def main(
 ) -> None:
     """Prints a table of launches and host time, and writes it as CSV."""
     printed(measure(turns=turns), out, digits=0)
+    printed(measure_verified(), out.with_name(f"{out.stem}_verified.csv"), digits=0)
 
 
 if __name__ == "__main__":

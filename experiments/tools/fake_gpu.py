@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -23,10 +25,13 @@ from commhooks.core import Layout, Scheme
 from commhooks.hook._engine import Engine
 from commhooks.kernels.runtime import cuda
 from commhooks.kernels.runtime.op import Op
+from commhooks.verify._equal import hashes_of
+from commhooks.verify._measure import Measurement, Observer
+from commhooks.verify._verification import _joined, _table
 from ddp_core import AllGather, AllReduce, AllToAll, Collective
 from ddp_core.exchange._collectives import nccl_scales
 
-__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket", "tensor_by_copy"]
+__all__ = ["Counts", "counts_of", "fake_gpu", "run_bucket", "tensor_by_copy", "verified_launches"]
 
 # Operations that launch nothing: they allocate, or only describe memory.
 _FREE = {"prim::device", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -186,9 +191,20 @@ def _answer(request: Collective, world_size: int) -> Tensor:
 
 
 def counts_of(
-    scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int, rank: int = 0
+    scheme: Scheme,
+    shapes: Sequence[tuple[int, ...]],
+    *,
+    world_size: int,
+    rank: int = 0,
+    observer: Observer | None = None,
 ) -> Counts:
     """Returns the counts of one bucket in the fourth step, when tables and buffers are there.
+
+    Args:
+        scheme: the scheme.
+        shapes: of the bucket's parameters.
+        world_size, rank: number of ranks, and of this one.
+        observer: of every step.
 
     Raises:
         RuntimeError: the host would wait for the GPU in that step.
@@ -196,8 +212,48 @@ def counts_of(
     layout = Layout([f"p{i}" for i in range(len(shapes))], list(shapes))
     with fake_gpu() as counts:
         engine = Engine(scheme, rank=rank, world_size=world_size)
+        engine.observer = observer
         for step in range(_WARM_UP + 1):
             counts.clear()
             counts.may_copy = step < _WARM_UP
             run_bucket(engine, torch.empty(layout.numel, device="meta"), layout)
     return counts
+
+
+class _Verifying:
+    """Verifies every step, and sends nothing."""
+
+    def __init__(self, shapes: Sequence[tuple[int, ...]], world_size: int) -> None:
+        group: Any = SimpleNamespace(size=lambda: world_size, rank=lambda: 0)
+        self.shapes, self.group = shapes, group
+        self.hashes, self.message = False, False
+
+    def wants(self, step: int, scheme: Scheme) -> bool:
+        return True
+
+    def on_step_end(self, step: int, scheme: Scheme, measured: list[Measurement]) -> None:
+        parameters = [torch.empty(shape, device="meta") for shape in self.shapes]
+        hashes = torch.empty(len(parameters), dtype=torch.int64, device="meta")
+        if self.hashes:
+            hashes = hashes_of(parameters)
+        if self.message:
+            _table(measured, hashes, self.group)
+            _joined(measured)
+
+
+def verified_launches(
+    scheme: Scheme, shapes: Sequence[tuple[int, ...]], *, world_size: int
+) -> dict[str, int]:
+    """Returns what verification adds to the launches of a step of one bucket.
+
+    ``bucket`` is added for each bucket, ``hashes`` for hashes of its parameters, and ``message``
+    once a step.
+    """
+    observer = _Verifying(shapes, world_size)
+    launches = [counts_of(scheme, shapes, world_size=world_size).launches]
+    for hashes, message in ((False, False), (True, False), (True, True)):
+        observer.hashes, observer.message = hashes, message
+        counts = counts_of(scheme, shapes, world_size=world_size, observer=observer)
+        launches.append(counts.launches)
+    added = (after - before for before, after in pairwise(launches))
+    return dict(zip(("bucket", "hashes", "message"), added, strict=True))

@@ -24,8 +24,10 @@ from commhooks.kernels import (
 )
 from commhooks.kernels._blockwise import FORMATS, one_segment, payload_bytes
 from commhooks.kernels.dct import dct_op
+from commhooks.kernels.fingerprint import ROWS, fingerprint_op, hash_parts_op, pieces_of_sizes
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.hadamard import hadamard_op
+from commhooks.kernels.parts import parts_of_sizes
 from commhooks.kernels.runtime import op as _op
 
 __all__ = ["COPIED", "Case", "cases"]
@@ -142,7 +144,25 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     listed.append(Case("sum of 8 top-k payloads", 4.64, 0.6, scatter.scatter_sum_op, added))
     aminmax = {"torch.aminmax": lambda: torch.aminmax(x)}
     listed.append(Case("all finite", 4, 0.85, finite_op, (x, finite), aminmax))
-    return [*listed, *_power_sgd(x, out, residual)]
+    return [*listed, *_fingerprints(x, out, residual), *_power_sgd(x, out, residual)]
+
+
+def _fingerprints(x: Tensor, out: Tensor, residual: Tensor) -> list[Case]:
+    """Returns the ops of verification."""
+    pieces = pieces_of_sizes((x.numel(),))
+    rows = torch.empty(len(ROWS), 1, dtype=torch.float64, device=x.device)
+    listed = []
+    for name, nbytes, kept in (
+        ("fingerprint", 8, (None, None)),
+        ("fingerprint, feedback", 16, (residual, residual)),
+    ):
+        keeps = kept[0] is not None
+        sketches = x.new_empty(2 + keeps, pieces.width)
+        args = (x, out, *kept, pieces.table, 0, 1.0, keeps, 1, rows, sketches)
+        listed.append(Case(name, nbytes, 0.5, fingerprint_op, args))
+    hashes = torch.zeros(1, dtype=torch.int64, device=x.device)
+    words = (x.view(torch.int32), parts_of_sizes((x.numel(),)).table, 0, hashes)
+    return [*listed, Case("hash", 4, 0.8, hash_parts_op, words)]
 
 
 def _prepare(op: _op.Op, *args: Any) -> None:

@@ -7,6 +7,7 @@ that they have the same bits on every device.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -308,6 +309,32 @@ def through_a_group(device: str, group: Any = None) -> None:
     plain.close()
 
 
+def verified(device: str, name: str, group: Any = None) -> None:
+    """Verified steps accuse no scheme, and name the ranks whose parameters differ."""
+    scheme, settings = SCHEMES[name]
+    for cls in CLASSES:
+        model = network(cls, device, group)
+        hook = commhooks.register(model, scheme, process_group=group, verify=2, **settings)
+        verification = hook.verification
+        for step in range(5):
+            if step == 4 and hook.rank:
+                with torch.no_grad():
+                    model.module.weights[2][5, 7] += 1.0
+            backward(model, device, given(step, hook.rank))
+            if step == 2:
+                errors = [row.error for row in verification.latest(wait=True)]
+                assert len(errors) == len(SHAPES)
+                assert 0 < max(errors) < 1.5
+                assert not verification.findings
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it tells of what is asserted here
+            verification.latest(wait=True)
+            findings = [(finding.kind, finding.parameter) for finding in verification.findings]
+            several = hook.world_size > 1
+            assert findings == [("parameters differ", "weights.2")] * several, findings
+            hook.close()
+
+
 BODIES: dict[str, Callable[..., Any]] = {
     "another default dtype": lambda *a: another_default_dtype(a[0], "powersgd", *a[1:]),
     "grad scaler": grad_scaler,
@@ -318,4 +345,5 @@ BODIES: dict[str, Callable[..., Any]] = {
     "diloco": diloco,
     "called": called,
     "through a group": through_a_group,
+    "verified": lambda *a: [verified(a[0], name, *a[1:]) for name in ("int8", "int4")],
 }

@@ -107,7 +107,7 @@ def fsdp2(device: str, group: Any = None) -> None:
             assert torch.equal(taken(ours), taken(plain)), (policy, step)
     for name, options in (("int4", {"block": 64}), ("onebit", {"block": 64}), ("int8", {})):
         plain, ours = (sharded(device, mesh) for _ in range(2))
-        hook = commhooks.register(ours, name, **options)
+        hook = commhooks.register(ours, name, verify=2, **options)
         left = torch.zeros(())
         for step in range(STEPS + 1):
             scale = float("inf") if (step, rank) == (1, ranks - 1) else 1.0
@@ -118,6 +118,8 @@ def fsdp2(device: str, group: Any = None) -> None:
             if step != 1:  # of which nothing is kept
                 left = left + wanted - results
         assert hook.step == STEPS + 1
+        assert hook.verification.latest(wait=True)
+        assert not hook.verification.findings
         if name == "int8":  # unbiased, without memory
             assert off(results, wanted) < 0.03
         else:

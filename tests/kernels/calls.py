@@ -9,6 +9,7 @@ import torch
 
 from commhooks.kernels import Matrices, tail_table
 from commhooks.kernels.blockwise import payload_bytes, quantize, segments_for
+from commhooks.kernels.fingerprint import Pieces
 from commhooks.kernels.parts import Parts
 
 __all__ = ["CALLS", "quantized"]
@@ -26,6 +27,7 @@ WHOLE = segments_for("int8", 256, [[512]], whole=True).table
 TAIL = tail_table([(3, 30), (100, 113)])
 MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
 PARTS = Parts([600, 20])
+PIECES = Pieces([600, 20])
 BUCKET = MATRICES.table[-1, 0]
 
 
@@ -59,6 +61,14 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "quantize_parts": lambda: (torch.randn(620), torch.zeros(672).byte(), PARTS.table),
     "dequantize_parts": lambda: (torch.zeros(672).byte(), torch.zeros(620), PARTS.table),
     "squared_norms": lambda: (torch.randn(620), torch.zeros(2, dtype=torch.float64), PARTS.table),
+    "fingerprint": lambda: (
+        *(torch.randn(620), torch.randn(500), torch.randn(620), torch.randn(620), PIECES.table),
+        *(70, 2.0, True, 3, torch.zeros(5, 2, dtype=torch.float64), torch.zeros(3, 84)),
+    ),
+    "hash_parts": lambda: (
+        *(torch.zeros(620, dtype=torch.int32), PARTS.table, 0),
+        torch.zeros(2, dtype=torch.int64),
+    ),
     "pack_votes": lambda: (torch.randn(60), torch.zeros(4, 16).byte(), 16),
     "count_votes": lambda: (torch.zeros(3, 4, 16).byte(), torch.zeros(60), 1.0, 16),
     "quantize_norms": lambda: (

@@ -32,6 +32,7 @@ FAMILIES = [
         "affine",
         "blockwise",
         "dct",
+        "fingerprint",
         "finite",
         "hadamard",
         "levels",

@@ -24,7 +24,9 @@ NO_INTEGERS = (1.5, 256.0, True, "1", None, [1], numpy.float64(2), numpy.bool_(T
 NO_FLOATS = ("1", None, True, [1.0], numpy.bool_(True), 1j, torch.ones(3))
 # `finite` looks at tensors of any kind by its definition; a table lies on the CPU always.
 ANY_TENSOR = {("finite", "x")}
-ANY_DEVICE = {*ANY_TENSOR, ("orthonormalize", "left")}
+ANY_DEVICE = {*ANY_TENSOR, ("orthonormalize", "left"), ("hash_parts", "x")}
+# Bits of any size are hashed.
+INTEGER_DTYPES, ANY_INTEGERS = ("torch.uint8", "torch.int16", "torch.int64"), ("hash_parts", "x")
 
 
 class Wrapper(Tensor):
@@ -99,6 +101,7 @@ def variants(name: str, kind: str, argument: str, value: Any) -> Iterator[tuple[
     if isinstance(value, Tensor):
         for words, wrong in wrong_tensors(value):
             fits = (name, argument) in (ANY_DEVICE if words == "meta" else ANY_TENSOR)
+            fits |= (name, argument) == ANY_INTEGERS and words in INTEGER_DTYPES
             yield words, wrong, not (isinstance(wrong, Tensor) and fits)
         for words, unusual in odd_tensors(value):
             yield words, unusual, False

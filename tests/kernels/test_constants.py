@@ -11,6 +11,7 @@ import torch
 
 from commhooks.kernels import _matrices, orthonormal, philox, scatter, sparse
 from commhooks.kernels.dct import _cosine
+from commhooks.kernels.fingerprint import _SLICE, _SQUARES, _WIDTHS
 
 SOURCES = Path(_matrices.__file__).parent
 # Where it is in a source, its name there, and its value in Python.
@@ -21,6 +22,9 @@ SHARED = [
     ("include/low_rank.h", "kRowGroup", orthonormal._GROUP),
     ("include/low_rank.h", "kVanished", orthonormal._VANISHED),
     ("include/low_rank.h", "kDead", orthonormal._DEAD),
+    ("include/fingerprint.h", "kSlice", _SLICE),
+    ("include/fingerprint.h", "kWidest", _WIDTHS[0]),
+    ("include/fingerprint.h", "kSquares", _SQUARES),
     ("low_rank.cu", "kRows", _matrices._ROWS),
     ("low_rank.cu", "kTile", _matrices._TILE),
     ("include/philox.h", "kRounds", philox._ROUNDS),

@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from commhooks.hook._state import HookState
 from commhooks.schemes.sparse import TopK
+from commhooks.verify import Verification
 from commhooks.wrappers._ef21 import EF21
 from ddp_core.exchange._devices import Marks
 from tests.device.deferred_device import LazyDevice, Order, lazy_device
@@ -65,6 +67,7 @@ def train(
     rebuilt: bool = False,
     cut: bool = False,
     ahead: bool = False,
+    verified: bool = False,
 ) -> list[Tensor]:
     """The contents of a reducer's buckets after each step, and the memory in the end.
 
@@ -77,6 +80,7 @@ def train(
             has other buckets.
         cut: buckets are exchanged in parts, on several streams.
         ahead: buckets may pause after their first collective.
+        verified: results have what ranks would send to verify each step.
     """
     middle = (nn.Linear(20, 16) for _ in range(BUCKETS - 2))
     model = nn.Sequential(nn.Linear(20, 32), *middle, nn.Linear(16, 8))
@@ -89,7 +93,10 @@ def train(
         hook.target.launches_ahead = ahead
         if notified:
             hook.target.notifying_core = lambda hook: hook
+        verification = _opened(hook) if verified else None
         for step in range(STEPS):
+            if verification is not None:
+                verification.on_first_bucket(step, hook.scheme)
             generator = torch.Generator().manual_seed(step)
             groups = [list(model.parameters())] if rebuilt and not step else several
             futures = []
@@ -113,8 +120,23 @@ def train(
             written = written[::-1] if last_first else written
             results += [machine.read(gradient) for gradient in written]
         results += [machine.read(value) for _, _, value in hook.engine.memory.items()]
+        for compared in [] if verification is None else verification._pending:
+            compared.wait()
+            results += [machine.read(compared._table), machine.read(compared._sketches)]
         hook.close()
     return results
+
+
+def _opened(hook: HookState) -> Verification:
+    """A verification of every step, which judges none: the host would wait for its results."""
+    verification, weight = Verification(1), torch.empty(20, device="meta").fill_(2.0)
+    values, group = {"weight": weight, "narrow": weight.half()}, dist.group.WORLD
+    assert group is not None
+    join = hook.drivers.join
+    verification.open(group, {"meta"}, join, values=lambda: values, owner=hook)
+    verification._cancel_finalizer()
+    hook.engine.observer = verification
+    return verification
 
 
 def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> list[Tensor]:
@@ -185,6 +207,19 @@ def test_parts_of_a_bucket_are_all_waited_for(name: str, order: Order) -> None:
     for case in ({"cut": True}, {"cut": True, "notified": True, "last_first": True}):
         expected = found_in("at once", name, {}, **case)
         assert_same(found_in(order, name, {}, **case), expected)
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+@pytest.mark.parametrize(
+    ("name", "options"), [SCHEMES[2], ("int4", {"block": 64, "error_feedback": True}), SCHEMES[4]]
+)
+def test_what_verification_sends_is_the_same_in_every_order(
+    name: str, options: dict[str, Any], order: Order
+) -> None:
+    for case in ({"verified": True}, {"verified": True, "cut": True, "last_first": True}):
+        expected = found_in("at once", name, options, **case)
+        assert expected[-2].any()
+        assert_same(found_in(order, name, options, **case), expected)
 
 
 def fragments_in(order: Order) -> list[Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import commhooks
 import commhooks.research.baselines
 from commhooks.wrappers import AveragedFeedback
-from experiments.tools.fake_gpu import counts_of
+from experiments.tools.fake_gpu import counts_of, verified_launches
 from tests.shelf import BASELINES, BUILT_IN
 
 SHAPES = [(1000, 1000), (1000,), (64, 3, 3, 3)]
@@ -88,3 +88,13 @@ def test_top_k_takes_two_launches_and_a_sum_of_payloads_one() -> None:
         "select": 1,
         "scatter_sum": 1,
     }
+
+
+def test_verification_of_a_bucket_takes_few_launches() -> None:
+    several = [(2304, 768), (2304,), (768, 768), (768,), (3072, 768), (3072,), (768, 3072), (768,)]
+    for name, options in (("int8", {}), ("int4", {"error_feedback": True}), ("topk", {})):
+        for shapes in ([(2560, 2560)], several):
+            added = verified_launches(commhooks.make(name, **options), shapes, world_size=8)
+            assert added["bucket"] == 3, (name, added)
+            assert added["hashes"] <= 6, (name, added)
+            assert added["message"] <= 2, (name, added)

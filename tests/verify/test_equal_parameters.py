@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.errors import MismatchError, RegistrationError, VerificationError
 from commhooks.verify import Verification
-from commhooks.verify._equal import _CHUNK, hashes, hashes_of, keeps_equal
+from commhooks.verify._equal import hashes_of, keeps_equal
 from commhooks.wrappers import Schedule
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
@@ -29,6 +29,7 @@ from tests.tools.training import mlp
 from tests.verify.test_verify import findings
 
 KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
+LARGE = 2**17  # smaller tensors are hashed together
 DTYPES = [
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
     *(torch.complex64, torch.complex128, torch.int64, torch.int32, torch.int16, torch.uint8),
@@ -36,10 +37,14 @@ DTYPES = [
 ]
 
 
+def hashes(x: Tensor, sizes: list[int]) -> Tensor:
+    return hashes_of(x.split(sizes))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
-    sizes = [(), (0,), (3, 5), (_CHUNK + 9,), (7,), (2, 3, 4)]
+    sizes = [(), (0,), (3, 5), (LARGE + 9,), (7,), (2, 3, 4)]
     some = [torch.randn(size, generator=generator).mul(50).to(dtype) for size in sizes]
     tensors = [some[3], torch.ones(3, dtype=torch.int32), *some, some[2].t()]
     kept = [tensor.clone() for tensor in tensors]
@@ -57,11 +62,11 @@ def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
 
 
 def test_a_hash_depends_on_the_order_of_chunks_and_entries() -> None:
-    x = torch.randn(_CHUNK, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(LARGE, generator=torch.Generator().manual_seed(0))
     swapped = torch.cat([*x.chunk(2)][::-1])
-    assert hashes(swapped, [_CHUNK]) != hashes(x, [_CHUNK])
-    swapped = x[[1, 0, *range(2, _CHUNK)]]
-    assert hashes(swapped, [_CHUNK]) != hashes(x, [_CHUNK])
+    assert hashes(swapped, [LARGE]) != hashes(x, [LARGE])
+    swapped = x[[1, 0, *range(2, LARGE)]]
+    assert hashes(swapped, [LARGE]) != hashes(x, [LARGE])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
