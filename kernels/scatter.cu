@@ -1,5 +1,5 @@
 // Adds up sparse payloads on a GPU; the specification is in scatter.py.
-#include "include/cuda.h"
+#include "include/tickets.h"
 
 constexpr int kRange = 8192;  // places of a block
 constexpr int kThreads = 256;
@@ -18,7 +18,7 @@ INLINE i64 first_from(const int* indices, i64 k, u64 least) {
 // Adds up payloads for a range of places in shared memory, payload after payload, and writes the range.
 template <class T>
 __global__ void scatter_sum(const int* indices, i64 indices_stride, const float* values, i64 values_stride,
-                            i64 payloads, i64 k, float factor, T* out, i64 n, u8* finite) {
+                            i64 payloads, i64 k, float factor, T* out, i64 n, u8* finite, u32* counters) {
     constexpr int kTogether = kThreads / 2, kAhead = 8;
     __shared__ float sums[kRange];
     __shared__ i64 bounds[kThreads];  // of the range in each of some payloads: begin and end
@@ -64,5 +64,5 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
             largest = larger(largest, magnitude(rounded_to(T{}, sums[i])));
         }
     }
-    if (largest_of_warp(largest) >= kInfinity && finite && lane() == 0) *finite = 0;
+    if (finite) write_verdict(largest_of_warp(largest) >= kInfinity, counters, finite);
 }

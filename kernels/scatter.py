@@ -98,11 +98,10 @@ def _scatter_sum_cpu(
 def _scatter_sum_cuda(
     indices: Tensor, values: Tensor, out: Tensor, factor: float, finite: Tensor | None
 ) -> None:
-    if finite is not None:
-        finite.fill_(True)  # warps only ever write False, so they need no order
     # Wrong places are skipped without an error: to read a count of them back would make the host
     # wait for the GPU.
     source = (indices, indices.stride(0), values, values.stride(0), *indices.shape, factor)
     warps = -(-out.numel() // _RANGE) * _WARPS
     kernel = f"scatter_sum<{cuda.DTYPES[out.dtype]}>"
-    cuda.launch("scatter.cu", kernel, out.device, warps, (*source, out, out.numel(), finite))
+    arguments = (*source, out, out.numel(), finite, cuda.counters(out.device))
+    cuda.launch("scatter.cu", kernel, out.device, warps, arguments)

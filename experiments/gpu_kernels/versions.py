@@ -81,7 +81,7 @@ def _few(call: Callable[[], Any]) -> float:
 def _launch_cost() -> float:
     x = torch.zeros(32, device="cuda")
     finite = torch.ones((), dtype=torch.bool, device="cuda")
-    arguments = (x, x.numel(), finite)
+    arguments = (x, x.numel(), finite, cuda.counters(x.device))
     return _few(lambda: cuda.launch("finite.cu", "finite<float>", x.device, 1, arguments))
 
 

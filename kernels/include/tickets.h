@@ -47,6 +47,15 @@ INLINE bool is_last(u32* done, u32 count) {
     return last;
 }
 
+// Writes whether no warp of the launch calls this with `bad`; all threads call it once. `counters` are two
+// zeros, and are zeros again afterwards.
+INLINE void write_verdict(bool bad, u32* counters, u8* good) {
+    if (bad && lane() == 0) atomicAdd(counters + 1, 1u);
+    if (!is_last(counters, gridDim.x) || threadIdx.x) return;
+    *good = seen(counters + 1) == 0;
+    counters[0] = counters[1] = 0;
+}
+
 // A sum of up to 62 bits: of this part alone, or through this part from the first one on.
 constexpr u64 kOwn = 1ull << 62, kThrough = 1ull << 63, kSum = kOwn - 1;
 

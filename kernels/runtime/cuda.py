@@ -19,7 +19,7 @@ from .._torch import current_device, current_stream
 from . import nvrtc
 from .arguments import as_ctypes
 
-__all__ = ["DTYPES", "grid_for", "launch", "missing"]
+__all__ = ["DTYPES", "counters", "grid_for", "launch", "missing"]
 
 DTYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _THREADS = 256
@@ -110,6 +110,22 @@ def launch(
     )
     grid = grid_for(work, index, rows, threads)
     _function(source, name, index, threads)(grid, (threads,), values, stream=stream)
+
+
+def counters(device: torch.device) -> Tensor:
+    """Returns two zeros for kernels whose blocks count themselves; kernels leave zeros behind.
+
+    Each stream has its own: kernels of one stream run one after the other.
+    """
+    # On the CPU, where the emulator runs kernels, and on a pretended GPU there is one stream.
+    is_real = device.type == "cuda"
+    return _counters(device, current_stream(device.index or 0) if is_real else 0)
+
+
+@cache
+def _counters(device: torch.device, stream: int) -> Tensor:
+    # Filled on the stream of its first kernel, once; a fill in every call would be a launch.
+    return torch.zeros(2, dtype=torch.int32, device=device)
 
 
 def grid_for(

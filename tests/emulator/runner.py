@@ -150,7 +150,7 @@ def emulated(
         library.emulator_seed(seed)
         library.emulator_ends(ends)
         values = [as_ctypes(argument) for argument in arguments]
-        work_blocks = -(-work * 32 // threads)
+        work_blocks = -(-work * 32 // threads) or 1  # as `cuda.grid_for`
         grid = (work_blocks if ends else min(work_blocks, blocks), rows)
         launch_on(library, name, grid, threads, values)
 
