@@ -3,7 +3,7 @@
 
 template <int BLOCK>
 __global__ void hadamard(const float* x, i64 n, float scale, i64 inverse, const i64* step, i64 seed,
-                         i64 stream, i64 first, Segments table, i64 chosen, float* out) {
+                         i64 stream, i64 first, Segments table, i64 chosen, i64 accumulate, float* out) {
     constexpr int SPAN = kSpan<BLOCK, true>;
     Rotation rotation = {step, seed, stream, first, scale};
     Row row = {};
@@ -20,6 +20,7 @@ __global__ void hadamard(const float* x, i64 n, float scale, i64 inverse, const 
         if (inverse) {
             load_span(x, at, slots, c);
             turn_back<BLOCK>(rotation, at, c);
+            if (accumulate) add_span(out, place.entry, count, c);
             store_span(out, place.entry, count, c);
         } else {
             load_span(x, place.entry, count, c);

@@ -28,6 +28,7 @@ def hadamard(
     segments: Segments | None = None,
     row: int = -1,
     inverse: bool = False,
+    accumulate: bool = False,
 ) -> None:
     """Writes ``H D x / sqrt(block)`` of each block, or with ``inverse`` the inverse of it.
 
@@ -46,6 +47,7 @@ def hadamard(
             ``block``, and have the slots of the same number.
         row: ``x`` and ``out`` are this row; -1: all rows.
         inverse: applies the inverse transform.
+        accumulate: adds the result of the inverse transform to ``out``.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -55,12 +57,12 @@ def hadamard(
     if segments is not None and not isinstance(segments, Segments):
         raise TypeError(f"hadamard(segments): Segments or None, got {type(segments).__name__}")
     table = None if segments is None else segments.table
-    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", random), table, row)
+    hadamard_op(x, out, block, inverse, *philox.key_of("hadamard", random), table, row, accumulate)
 
 
 @op(
     "hadamard(Tensor x, Tensor(a!) out, int block, bool inverse, Tensor step, int seed, int stream,"
-    " int first, Tensor? table, int row) -> ()",
+    " int first, Tensor? table, int row, bool accumulate) -> ()",
     same=[("x", "out")],
     takes={"table": segments_of, "x": Entries(torch.float32), "out": Entries(torch.float32)},
 )
@@ -75,10 +77,14 @@ def hadamard_op(
     first: int,
     table: Tensor | None,
     row: int,
+    accumulate: bool,
 ) -> None:
     key = (step, seed, stream)
     if table is None:
+        before = out.clone() if accumulate else None
         transform(x, out, block, inverse, *key, first)
+        if before is not None:
+            out += before
         return
     segments, flat, to = segments_of(table, "hadamard"), x.view(-1), out.view(-1)
     for place, (index, begin, end) in enumerate(rows_of(segments, row)):
@@ -91,7 +97,8 @@ def hadamard_op(
             blocks[slots] = flat[begin:end][entries]
         transform(blocks, blocks, block, inverse, *key, first + place * philox.ROW)
         if inverse:
-            to[begin:end][entries] = blocks[slots]
+            there = to[begin:end]
+            there[entries] = there[entries] + blocks[slots] if accumulate else blocks[slots]
         else:
             used = segments.counts(index, block, x.device).bool().repeat_interleave(block)
             to[here] = torch.where(used, blocks, 0.0)  # signs would make some zeros negative
@@ -134,7 +141,10 @@ def _check(
     first: int,
     table: Tensor | None,
     row: int,
+    accumulate: bool,
 ) -> None:
+    if accumulate and not inverse:
+        raise ValueError("hadamard(accumulate): the inverse transform is added, got inverse=False")
     if block not in BLOCKS:
         raise ValueError(f"hadamard(block): one of {', '.join(map(str, BLOCKS))}, got {block!r}")
     check_signs("hadamard", "random", x, step, seed, stream, first)
@@ -176,11 +186,11 @@ def _hadamard_cpu(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any)
 
 @hadamard_op.kernel("cuda")
 def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any) -> None:
-    *key, table, row = rest
+    *key, table, row, accumulate = rest
     n, there, rows = x.numel(), None, 1
     if table is not None:
         segments, there = segments_of(table, "hadamard"), on_device(table, x.device)
         n, rows = segments.slots, len(segments.rows) if row < 0 else 1
-    arguments = (x, n, block**-0.5, inverse, *key, there, row, out)
+    arguments = (x, n, block**-0.5, inverse, *key, there, row, accumulate, out)
     warps = n // max(block, 256) + 1
     cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments, rows)

@@ -76,7 +76,7 @@ float encode(const float* x, int block, float root, const float* table, u8* code
 }
 
 template <int BITS>
-void decode(const u8* codes, int block, float scale, const float* table, bool accumulate, float* out) {
+void decode(const u8* codes, int block, float scale, const float* table, bool accumulate, float factor, float* out) {
     for (int i = 0; i < block; i += kRow) {
         u8 bytes[kRow];
         for (int group = 0; group < kRow; group += 8, codes += BITS) {
@@ -87,7 +87,7 @@ void decode(const u8* codes, int block, float scale, const float* table, bool ac
         for (int v = 0; v < kVectors; ++v) {
             float* to = out + i + v * kWidth;
             const Floats entries = level_of<BITS, Floats>(widen(bytes + v * kWidth), table) * scale;
-            store_as(to, accumulate ? load(to) + entries : entries);
+            store_as(to, (accumulate ? load(to) + entries : entries) * factor);
         }
     }
 }
@@ -106,9 +106,13 @@ template <class Call> void with_bits(i64 levels, Call call) {
 }  // namespace
 
 EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, i64 shard, float root,
-                        const float* table, u8* payload, i64 bytes, float* unsent) {
+                        const float* table, u8* payload, i64 rows, i64 bytes, float* unsent) {
     with_bits(levels, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
+        // What is behind the codes, or a row of which not all blocks are there.
+        for (i64 row = 0; row < rows; ++row)
+            for (i64 i = n < (row + 1) * shard ? 0 : shard / block * 4 + shard / 8 * kBits; i < bytes; ++i)
+                payload[row * bytes + i] = 0;
         for (i64 at = 0; at < n; at += block) {
             fetch(x + at + block, (int)block);
             const i64 place = at % shard;  // in its row of the message
@@ -122,7 +126,8 @@ EXPORT(quantize_levels)(i64 levels, const float* x, i64 n, i64 block, i64 shard,
 }
 
 EXPORT(dequantize_levels)(i64 levels, const u8* payloads, i64 count, i64 stride, i64 bytes, i64 shard,
-                          const float* table, i64 n, i64 block, float* out) {
+                          const float* table, i64 n, i64 block, float factor,
+                          float* out) {
     with_bits(levels, [&](auto bits) {
         constexpr int kBits = decltype(bits)::value;
         for (i64 at = 0; at < n; at += block) {
@@ -130,7 +135,8 @@ EXPORT(dequantize_levels)(i64 levels, const u8* payloads, i64 count, i64 stride,
             const u8* row = payloads + at / shard * bytes;
             for (i64 r = 0; r < count; ++r, row += stride)
                 decode<kBits>(row + shard / block * 4 + place / 8 * kBits, (int)block,
-                              load_as<float>(row + place / block * 4), table, r > 0, out + at);
+                              load_as<float>(row + place / block * 4), table, r > 0,
+                              r + 1 < count ? 1.0f : factor, out + at);
         }
     });
 }

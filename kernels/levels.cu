@@ -27,7 +27,7 @@ template <int BITS> INLINE u32 number_of(float z, const Own& own) {
 
 template <int BITS>
 __global__ void quantize_levels(const float* x, i64 blocks, i64 block, i64 per_row, float root,
-                                const float* table, u8* payload, i64 bytes, float* unsent) {
+                                const float* table, u8* payload, i64 rows, i64 bytes, float* unsent) {
     const Own own = own_of<BITS>(table);
     for (i64 b = warp(); b < blocks; b += warps()) {
         const i64 index = b % per_row;  // in its row of the message
@@ -89,11 +89,19 @@ __global__ void quantize_levels(const float* x, i64 blocks, i64 block, i64 per_r
             store_span(unsent, b * block + i, count, c);
         }
     }
+    // The places of blocks that a short row does not have, and what is behind the codes.
+    for (i64 r = warp(); r < rows; r += warps()) {
+        const i64 rest = blocks - r * per_row, there = rest < 0 ? 0 : rest < per_row ? rest : per_row;
+        u8* row = payload + r * bytes;
+        for (i64 i = 4 * there + lane(); i < 4 * per_row; i += kLanes) row[i] = 0;
+        for (i64 i = 4 * per_row + there * block / 8 * BITS + lane(); i < bytes; i += kLanes) row[i] = 0;
+    }
 }
 
 template <int BITS>
 __global__ void dequantize_levels(const u8* payloads, i64 payload_count, i64 stride, i64 bytes,
-                                  i64 per_row, const float* table, i64 blocks, i64 block, float* out) {
+                                  i64 per_row, const float* table, i64 blocks, i64 block, float factor,
+                                  float* out) {
     const Own own = own_of<BITS>(table);
     for (i64 b = warp(); b < blocks; b += warps()) {
         const i64 index = b % per_row;  // in its row of the message
@@ -117,7 +125,7 @@ __global__ void dequantize_levels(const u8* payloads, i64 payload_count, i64 str
                     c[k] = r ? c[k] + entry : entry;
                 }
             }
-            store_span(out, b * block + i, count, c);
+            store_span(out, b * block + i, count, factor, false, c);
         }
     }
 }

@@ -51,7 +51,7 @@ def quantize_levels(
             host, or where ``x`` is; from the host they are copied once.
         payload: uint8, ``level_bytes(shard, k, block)`` bytes, or a matrix with a row per shard:
             float32 scales, then codes, of which 8 of k bits are k bytes, the first code in the
-            lowest bits. Bytes behind them are not written.
+            lowest bits; zeros elsewhere.
         block: 128, 256, 512, 1024 or 2048.
         shard: entries per row, a multiple of ``block``; the last rows may be short or empty. All
             rows have the places of a full one. None: all entries.
@@ -68,19 +68,26 @@ def quantize_levels(
 
 
 def dequantize_levels(
-    payloads: Tensor, levels: Tensor, out: Tensor, block: int, *, shard: int | None = None
+    payloads: Tensor,
+    levels: Tensor,
+    out: Tensor,
+    block: int,
+    *,
+    shard: int | None = None,
+    factor: float = 1.0,
 ) -> None:
-    """Writes the sum of the decoded payloads: levels times the scales of their blocks.
+    """Writes the sum of the decoded payloads, levels times the scales of their blocks.
 
     Args:
         payloads: uint8, shape (n, bytes), or (n, rows, bytes) with ``shard``; summed in their
             order.
         levels, block, shard: as for :func:`quantize_levels`.
         out: float32, contiguous, a multiple of ``block`` entries.
+        factor: multiplies each sum.
     """
     _check_levels("dequantize_levels", levels)
     shard = out.numel() if shard is None else shard
-    dequantize_levels_op(payloads, _table(levels, out.device), out, block, shard)
+    dequantize_levels_op(payloads, _table(levels, out.device), out, block, shard, factor)
 
 
 def level_bytes(n: int, bits: int, block: int) -> int:
@@ -154,7 +161,7 @@ def quantize_levels_op(
     scale = torch.where(largest >= _INFINITY, torch.nan, scale)
     if unsent is not None:
         unsent.view(-1, block).copy_(rows - chosen * scale[:, None])
-    messages = payload if payload.dim() == 2 else payload[None]
+    messages = (payload if payload.dim() == 2 else payload[None]).zero_()
     for row, begin, end in even_rows(x.numel(), shard, len(messages)):
         scales, codes = _places(messages[row], _bits(levels), block, shard, end - begin)
         scales.copy_(scale[begin // block : end // block].view(torch.uint8))
@@ -162,7 +169,8 @@ def quantize_levels_op(
 
 
 @op(
-    "dequantize_levels(Tensor payloads, Tensor table, Tensor(a!) out, int block, int shard) -> ()",
+    "dequantize_levels(Tensor payloads, Tensor table, Tensor(a!) out, int block, int shard,"
+    " float factor) -> ()",
     takes={
         "out": Entries(torch.float32),
         "table": Entries(torch.float32),
@@ -170,7 +178,7 @@ def quantize_levels_op(
     },
 )
 def dequantize_levels_op(
-    payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int
+    payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int, factor: float
 ) -> None:
     levels, _ = _split(table)
     bits = _bits(levels)
@@ -188,7 +196,7 @@ def dequantize_levels_op(
             entries = levels[numbers].view(-1, block) * scales[:, None]
             total = entries if total is None else total + entries
         assert total is not None, "the check asks for a payload"
-        out.view(-1)[begin:end] = total.flatten()
+        out.view(-1)[begin:end] = total.flatten() * factor
 
 
 def _places(payload: Tensor, bits: int, block: int, shard: int, n: int) -> tuple[Tensor, Tensor]:
@@ -289,9 +297,9 @@ def _quantize_cpu(
     x: Tensor, table: Tensor, payload: Tensor, unsent: Tensor | None, block: int, shard: int
 ) -> None:
     source = (x, x.numel(), block, max(shard, 1), math.sqrt(block), table)
-    cpu.call(
-        "quantize_levels", (table.numel() + 1) // 2, *source, payload, payload.shape[-1], unsent
-    )
+    width = payload.shape[-1]
+    rows = payload.numel() // max(width, 1)
+    cpu.call("quantize_levels", (table.numel() + 1) // 2, *source, payload, rows, width, unsent)
 
 
 @quantize_levels_op.kernel("cuda")
@@ -300,20 +308,27 @@ def _quantize_cuda(
 ) -> None:
     name, blocks = f"quantize_levels<{_bits(_split(table)[0])}>", x.numel() // block
     source = (x, blocks, block, max(shard // block, 1), math.sqrt(block), table)
-    arguments = (*source, aligned(payload), payload.shape[-1], unsent)
+    width = payload.shape[-1]
+    rows = payload.numel() // max(width, 1)
+    arguments = (*source, aligned(payload), rows, width, unsent)
     cuda.launch("levels.cu", name, x.device, blocks, arguments)
 
 
 @dequantize_levels_op.kernel("cpu")
-def _dequantize_cpu(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
+def _dequantize_cpu(
+    payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int, factor: float
+) -> None:
     source = (payloads, payloads.shape[0], payloads.stride(0), payloads.shape[-1])
-    arguments = (*source, max(shard, 1), table, out.numel(), block, out)
+    arguments = (*source, max(shard, 1), table, out.numel(), block, factor, out)
     cpu.call("dequantize_levels", (table.numel() + 1) // 2, *arguments)
 
 
 @dequantize_levels_op.kernel("cuda")
-def _dequantize_cuda(payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int) -> None:
+def _dequantize_cuda(
+    payloads: Tensor, table: Tensor, out: Tensor, block: int, shard: int, factor: float
+) -> None:
     name, blocks = f"dequantize_levels<{_bits(_split(table)[0])}>", out.numel() // block
     source = (aligned(payloads), len(payloads), payloads.stride(0), payloads.shape[-1])
-    arguments: tuple[Any, ...] = (*source, max(shard // block, 1), table, blocks, block, out)
+    shape = (max(shard // block, 1), table, blocks, block)
+    arguments: tuple[Any, ...] = (*source, *shape, factor, out)
     cuda.launch("levels.cu", name, out.device, blocks, arguments)

@@ -99,7 +99,6 @@ class Eden(BlockCodec):
     ) -> None:
         slots = segments.slots * (len(segments.rows) if row < 0 else 1)
         rotated = piece.x.new_empty(slots, dtype=torch.float32)
-        payload.zero_()  # what no block fills travels, too: the same bytes in every run
         key = random.per_phase
         hadamard(piece.corrected, rotated, self.block, key, segments=segments, row=row)
         # The error takes the place of the rotated entries, and is rotated back.
@@ -124,11 +123,9 @@ class Eden(BlockCodec):
         total = torch.empty(slots, dtype=torch.float32, device=out.device)
         # Rotation is linear: the sum is rotated back, once, and not each rank's payload.
         levels, key = _levels(self.bits), random.per_phase
-        dequantize_levels(payloads, levels, total, self.block, shard=segments.slots)
+        dequantize_levels(payloads, levels, total, self.block, shard=segments.slots, factor=factor)
         back = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         hadamard(total, back, self.block, key, segments=segments, row=row, inverse=True)
-        if factor != 1.0:
-            back.mul_(factor)
         if back is not out:
             out.copy_(back)
 

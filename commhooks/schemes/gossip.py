@@ -46,7 +46,7 @@ class Gossip(Scheme):
     """Averages with one other rank per step, each in turn, and not with all: one message per step.
 
     Every rank keeps the sum s of the gradients that it returned. In a step, a rank and its partner
-    both compute ``t = (s + g) / 2 + (s' + g') / 2``, with the same bits, and return ``t - s``, each
+    both compute ``t = ((s + g) + (s' + g')) / 2``, with the same bits, and return ``t - s``, each
     with its own s. So an optimizer that is linear in gradients (SGD, momentum) averages the
     parameters of the two ranks, too. Ranks have different parameters after a step; the returned
     gradients of all ranks sum to the gradients of all ranks, and differences halve about once per
@@ -67,14 +67,16 @@ class Gossip(Scheme):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         gradient, given = bucket.gradient, bucket.read(_SUM)
-        half = (given + gradient).mul_(0.5)
+        own = given + gradient
         partner = partner_of(bucket.rank, bucket.step, bucket.world_size)
         pair = sorted((bucket.rank, partner))
         # As bytes, which no cast around the scheme rounds: the sum is far larger than a gradient,
         # and its rounding error would be, too.
-        gathered = yield AllGather(half.view(torch.uint8), pair)
-        first, second = gathered.view(-1).view(half.dtype).view(2, half.numel())
-        total = first + second  # in the order of ranks on both, hence the same bits
+        gathered = yield AllGather(own.view(torch.uint8), pair)
+        # In the order of ranks on both, hence the same bits.
+        total = gathered.view(-1).view(own.dtype).view(2, own.numel()).mean(0)
         bucket.write(_SUM, total)
         # A rank without a partner returns its gradient, without the rounding error of t - s.
-        return Result(bucket.output.copy_(gradient if partner == bucket.rank else total - given))
+        if partner == bucket.rank:
+            return Result(bucket.output.copy_(gradient))
+        return Result(torch.sub(total, given, out=bucket.output))

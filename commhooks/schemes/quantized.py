@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from commhooks.core._packed import BlockCodec, Pattern, Piece, Randomness, Shards, one_segment
@@ -175,11 +174,10 @@ class Blockwise(BlockCodec):
             random=self._bits(random),
         )
         if self.rotate and error is not None and into is not None:
-            back = torch.empty_like(error)
+            turn = (self.block, random.shared)
             hadamard(
-                *(into, back, self.block, random.shared), segments=segments, row=row, inverse=True
+                *(into, error, *turn), segments=segments, row=row, inverse=True, accumulate=True
             )
-            error.add_(back)
         return packed
 
     def encode(

@@ -92,7 +92,7 @@ class AveragedFeedback(Feedback):
         assert result.unsent is not None
         # A wrapper around this one gets the error with respect to g, not to g + e.
         unsent = None if bucket.unsent is None else result.unsent - residual
-        error.mul_(self.decay).add_(result.unsent, alpha=1 - self.decay)
+        torch.lerp(result.unsent.to(error.dtype), error, self.decay, out=error)
         if self.reset_every and (bucket.step + 1) % self.reset_every == 0:
             error.zero_()
         # Not in place: a step that is not finite goes back to ``old``.

@@ -88,7 +88,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             Case(f"cast, {name}, stochastic", 6, 0.75, cast.cast_op, (x, small, 1.0, *noise)),
         ]
     whole = x.numel() // 1024 * 1024
-    spread = (x[:whole], out[:whole], 1024, False, *noise, None, -1)
+    spread = (x[:whole], out[:whole], 1024, False, *noise, None, -1, False)
     listed.append(Case("Hadamard 1024", 8, 0.75, hadamard_op, spread))
     turned = torch.empty(payload_bytes(whole, "int4", 1024), dtype=torch.uint8, device=x.device)
     table = one_segment("int4", 1024, whole, whole=True).table
@@ -115,7 +115,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     size = levels.level_bytes(whole, 2, 1024)
     spots = torch.empty(size, dtype=torch.uint8, device=x.device)
     nearest4 = (x[:whole], several, spots, None, 1024, whole)
-    back = (spots[None], several, out[:whole], 1024, whole)
+    back = (spots[None], several, out[:whole], 1024, whole, 1.0)
     listed += [
         Case("nearest of 4 levels", 4.25, 0.6, levels.quantize_levels_op, nearest4),
         Case("4 levels decode", 4.25, 0.6, levels.dequantize_levels_op, back),

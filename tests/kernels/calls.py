@@ -115,7 +115,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "dequantize_levels": lambda: (
         *(torch.zeros(3, 2, 32).byte(), torch.tensor([-1.0, 1.0, 0.0])),
-        *(torch.zeros(256), 128, 128),
+        *(torch.zeros(256), 128, 128, 0.5),
     ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
@@ -130,7 +130,9 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
         *(torch.arange(6, dtype=torch.int32)[None], torch.randn(1, 6), torch.zeros(600), 0.5),
         torch.tensor(True),
     ),
-    "hadamard": lambda: (torch.randn(256), torch.zeros(256), 64, False, STEP, 1, 0, 0, None, -1),
+    "hadamard": lambda: (
+        *(torch.randn(256), torch.zeros(256), 64, True, STEP, 1, 0, 0, None, -1, True),
+    ),
     "gather_random": lambda: (
         *(torch.randn(600), torch.zeros(6), torch.randn(600), torch.zeros(600), STEP, 1, 0),
     ),

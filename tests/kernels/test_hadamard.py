@@ -21,15 +21,17 @@ KEY = (torch.tensor(3), 2**40 + 17, 2, 4096)
 def outputs(
     run: Any, x: torch.Tensor, block: int, segments: Segments | None, row: int
 ) -> list[torch.Tensor]:
-    """The transform and its inverse, of blocks or of segments."""
+    """The transform and its inverse, written and added, of blocks or of segments."""
     slots = len(x)
     if segments is not None:
         slots = segments.slots * (len(segments.rows) if row < 0 else 1)
     table = None if segments is None else segments.table
     turned, back = torch.full((slots,), 7.0), torch.full_like(x, 7.0)
-    run(hadamard_op, x, turned, block, False, *KEY, table, row)
-    run(hadamard_op, turned, back, block, True, *KEY, table, row)
-    return [turned, back]
+    added = tricky(len(x))
+    run(hadamard_op, x, turned, block, False, *KEY, table, row, False)
+    run(hadamard_op, turned, back, block, True, *KEY, table, row, False)
+    run(hadamard_op, turned, added, block, True, *KEY, table, row, True)
+    return [turned, back, added]
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -66,10 +68,11 @@ def fuzz(run: Any, rng: random.Random) -> None:
     block = rng.choice(BLOCKS)
     x = torch.randn(block * rng.randrange(6))
     key = (torch.tensor(rng.randrange(2**40)), rng.randrange(2**63), 1, 4096 * rng.randrange(5))
-    run(hadamard_op, x, torch.empty_like(x), block, rng.random() < 0.5, *key, None, -1)
+    inverse = rng.random() < 0.5
+    run(hadamard_op, x, torch.zeros_like(x), block, inverse, *key, None, -1, inverse)
     n = rng.randrange(5000)
     segments = segments_for("int8", block, rng.choice([[cut(n)], cut_rows(n)]), whole=True)
     slots = torch.randn(segments.slots * len(segments.rows))
     inverse, entries = rng.random() < 0.5, torch.randn(n)
     pair = (slots, entries) if inverse else (entries, slots)
-    run(hadamard_op, *pair, block, inverse, *key, segments.table, -1)
+    run(hadamard_op, *pair, block, inverse, *key, segments.table, -1, False)

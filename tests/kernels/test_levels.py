@@ -24,13 +24,13 @@ def some_levels(bits: int) -> torch.Tensor:
 def outputs(run: Any, x: torch.Tensor, bits: int, block: int, *, left: bool) -> list[torch.Tensor]:
     n, table = x.numel(), levels._table(some_levels(bits))
     shard = -(-n // (2 * block)) * block if left else n  # two rows, or one
-    payloads = torch.zeros(3, 2, levels.level_bytes(shard, bits, block), dtype=torch.uint8)
+    payloads = torch.full((3, 2, levels.level_bytes(shard, bits, block)), 9, dtype=torch.uint8)
     rest = torch.full((n,), 7.0) if left else None
     for scale, payload in zip((1.0, -3.0, 0.3), payloads, strict=True):
         run(levels.quantize_levels_op, x * scale, table, payload, rest, block, shard)
     written, added = torch.full((2, n), 5.0)
-    run(levels.dequantize_levels_op, payloads[:1], table, written, block, shard)
-    run(levels.dequantize_levels_op, payloads, table, added, block, shard)
+    run(levels.dequantize_levels_op, payloads[:1], table, written, block, shard, 1.0)
+    run(levels.dequantize_levels_op, payloads, table, added, block, shard, 1 / 3)
     return [payloads, written, added, *([] if rest is None else [rest])]
 
 

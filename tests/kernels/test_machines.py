@@ -56,7 +56,7 @@ def test_a_table_of_levels_is_copied(monkeypatch: Any) -> None:
     op = levels.dequantize_levels_op
     monkeypatch.setitem(op.kernels, "cpu", lambda _, table, *rest: seen.append(table.data_ptr()))
     table = torch.zeros(3)
-    RUNNER(op, torch.zeros(1, 16, dtype=torch.uint8), table, torch.zeros(64), 64, 64)
+    RUNNER(op, torch.zeros(1, 16, dtype=torch.uint8), table, torch.zeros(64), 64, 64, 1.0)
     assert seen
     assert table.data_ptr() not in seen
 
