@@ -6,6 +6,7 @@
 # rotated, hadamard, levels int4, eden: the same after a rotation
 # low_rank, orthonormal     powersgd, batched_powersgd, acpsgd
 # sparse, scatter           topk, dgc
+# momentum                  dgc
 # random_k                  random_k
 # dct                       demo
 # votes                     signsgd
@@ -35,6 +36,7 @@ from .low_rank import (
     subtract_low_rank,
     tail_table,
 )
+from .momentum import add_momentum
 from .norms import quantize_norms
 from .orthonormal import orthonormalize, unit_rows
 from .parts import dequantize_parts, part_bytes, quantize_parts, squared_norms
@@ -55,6 +57,7 @@ __all__ = [
     "Matrices",
     "RandomBits",
     "Segments",
+    "add_momentum",
     "all_finite",
     "count_votes",
     "dct",

@@ -181,21 +181,27 @@ template <class T> void top_k(const Entries<T>& from, i64 k, Candidates some, Ta
     });
 }
 
+void clear(const int* indices, i64 k, float* cleared) {
+    for (i64 i = 0; i < k && cleared; ++i)
+        if (indices[i] >= 0) cleared[indices[i]] = 0.0f;
+}
+
 }  // namespace
 
 EXPORT(top_k)(i64 dtype, const void* x, i64 n, i64 k, int* indices, float* values,
-              const float* residual, float* unsent, u32* scratch, i64 room) {
+              const float* residual, float* unsent, float* cleared, u32* scratch, i64 room) {
     if (!n) return;
     const Candidates some = {(int*)scratch, (float*)scratch + room, scratch + 2 * room, room, 0};
     with_dtype((int)dtype, [&](auto number) {
         const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, unsent, n};
         ::top_k(from, k, some, Taken{indices, values, unsent, 0, 0});
     });
+    clear(indices, k, cleared);
 }
 
 // Takes the first k entries that reach the `place`-th largest of a sample.
 EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* indices, float* values,
-                      const float* residual, float* unsent, u32* scratch) {
+                      const float* residual, float* unsent, float* cleared, u32* scratch) {
     constexpr i64 kFew = 8192;
     with_dtype((int)dtype, [&](auto number) {
         const Entries<decltype(number)> from = {(const decltype(number)*)x, residual, unsent, n};
@@ -223,4 +229,5 @@ EXPORT(top_k_sampled)(i64 dtype, const void* x, i64 n, i64 k, i64 place, int* in
         });
         for (; count < k; ++count) indices[count] = -1, values[count] = 0.0f;
     });
+    clear(indices, k, cleared);
 }

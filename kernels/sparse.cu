@@ -86,7 +86,7 @@ __global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 plac
 template <class T> struct Entries {
     const T* x;
     const float* residual;
-    float* unsent;
+    float *unsent, *cleared;
     i64 n;
 };
 
@@ -200,6 +200,7 @@ INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 tile,
             indices[at] = index;
             values[at] = value;
             if (from.unsent) from.unsent[index] = 0.0f;
+            if (from.cleared) from.cleared[index] = 0.0f;
         }
         equal += __popc(ties);
         place += __popc(word);
@@ -210,11 +211,11 @@ INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 tile,
 // bound), 10 to 19 and 0 to 9. The last stage emits. Counts are integers, so that atomic additions
 // give the same sums in any order.
 template <class T>
-__global__ void select(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory, i64 room,
+__global__ void select(const T* x, const float* residual, float* unsent, float* cleared, i64 n, i64 k, u8* memory, i64 room,
                        int* indices, float* values, i64 padding) {
     constexpr int kEmit = 3;
     __shared__ u32 bins[kBins];
-    const Entries<T> from = {x, residual, unsent, n};
+    const Entries<T> from = {x, residual, unsent, cleared, n};
     const Tiles tiles = tiles_of(memory, n, room);
     Work& work = *tiles.work;
     const u32 parts = (u32)tiles.parts;
@@ -256,7 +257,7 @@ __global__ void select(const T* x, const float* residual, float* unsent, i64 n, 
 
 // Writes the first k entries that reach the bound of the sample, in order, in one pass.
 template <class T>
-__global__ void take(const T* x, const float* residual, float* unsent, i64 n, i64 k, u8* memory, int* indices,
+__global__ void take(const T* x, const float* residual, float* unsent, float* cleared, i64 n, i64 k, u8* memory, int* indices,
                      float* values, i64 padding) {
     constexpr int kRows = kTake / kLanes;
     Work& work = *(Work*)memory;
@@ -284,6 +285,7 @@ __global__ void take(const T* x, const float* residual, float* unsent, i64 n, i6
             if (taken) {
                 indices[place] = (int)i;
                 values[place] = c[row];
+                if (cleared) cleared[i] = 0.0f;
             }
             if (unsent && has(row, there)) unsent[i] = taken ? 0.0f : c[row];
             before += __popc(words[row]);

@@ -25,6 +25,7 @@ def top_k(
     *,
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
+    cleared: Tensor | None = None,
 ) -> None:
     """Writes the ``k`` entries of largest magnitude of ``x``, or of ``x + residual``.
 
@@ -40,11 +41,13 @@ def top_k(
         residual: float32, as many entries as ``x``; requires ``unsent``.
         unsent: float32, as many entries as ``x``; receives the entries that were not taken, and
             zeros in place of the others. May be ``residual``.
+        cleared: float32, as many entries as ``x``; receives zeros where entries were taken, and
+            stays as it is elsewhere. May be ``x`` if ``unsent`` is given.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
     """
-    top_k_op(x, k, indices, values, residual, unsent)
+    top_k_op(x, k, indices, values, residual, unsent, cleared)
 
 
 _SELECTION: dict[str, Rule] = {
@@ -52,13 +55,14 @@ _SELECTION: dict[str, Rule] = {
     "indices": Entries(torch.int32),
     "values": Entries(torch.float32),
     **FEEDBACK,
+    "cleared": Entries(torch.float32, n="x"),
 }
 
 
 @op(
     "top_k(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
-    " Tensor(c!)? unsent) -> ()",
-    same=[("residual", "unsent")],
+    " Tensor(c!)? unsent, Tensor(d!)? cleared) -> ()",
+    same=[("residual", "unsent"), ("x", "cleared")],
     takes=_SELECTION,
 )
 def top_k_op(
@@ -68,6 +72,7 @@ def top_k_op(
     values: Tensor,
     residual: Tensor | None,
     unsent: Tensor | None,
+    cleared: Tensor | None,
 ) -> None:
     c = x.to(torch.float32).flatten()
     if residual is not None:
@@ -85,6 +90,8 @@ def top_k_op(
     if unsent is not None:
         unsent.view(-1).copy_(c)
         unsent.view(-1)[indices.long()] = 0.0
+    if cleared is not None:
+        cleared.view(-1)[indices.long()] = 0.0
 
 
 def top_k_sampled(
@@ -95,6 +102,7 @@ def top_k_sampled(
     *,
     residual: Tensor | None = None,
     unsent: Tensor | None = None,
+    cleared: Tensor | None = None,
 ) -> None:
     """Writes about ``k`` entries of large magnitude: those that reach a threshold from a sample.
 
@@ -106,13 +114,13 @@ def top_k_sampled(
 
     Reference: Lin et al., Deep Gradient Compression, 2018.
     """
-    top_k_sampled_op(x, k, indices, values, residual, unsent)
+    top_k_sampled_op(x, k, indices, values, residual, unsent, cleared)
 
 
 @op(
     "top_k_sampled(Tensor x, int k, Tensor(a!) indices, Tensor(b!) values, Tensor? residual,"
-    " Tensor(c!)? unsent) -> ()",
-    same=[("residual", "unsent")],
+    " Tensor(c!)? unsent, Tensor(d!)? cleared) -> ()",
+    same=[("residual", "unsent"), ("x", "cleared")],
     takes=_SELECTION,
 )
 def top_k_sampled_op(
@@ -122,6 +130,7 @@ def top_k_sampled_op(
     values: Tensor,
     residual: Tensor | None,
     unsent: Tensor | None,
+    cleared: Tensor | None,
 ) -> None:
     c = x.to(torch.float32).flatten()
     if residual is not None:
@@ -141,6 +150,8 @@ def top_k_sampled_op(
     if unsent is not None:
         unsent.view(-1).copy_(c)
         unsent.view(-1)[taken] = 0.0
+    if cleared is not None:
+        cleared.view(-1)[taken] = 0.0
 
 
 def _sample(n: int, k: int) -> tuple[int, int]:
@@ -163,6 +174,7 @@ def _check_selection(
     values: Tensor,
     residual: Tensor | None,
     unsent: Tensor | None,
+    cleared: Tensor | None,
 ) -> None:
     n = x.numel()
     if not 0 <= k <= n:
@@ -171,6 +183,8 @@ def _check_selection(
         raise ValueError(f"{caller}(x): fewer than 2^31 entries, got {n}")
     if residual is not None and unsent is None:
         raise ValueError(f"{caller}(unsent): needed with a residual")
+    if cleared is not None and unsent is None and cleared.data_ptr() == x.data_ptr():
+        raise ValueError(f"{caller}(cleared): needs unsent if it is x")
     if indices.numel() != k:
         raise ValueError(f"{caller}(indices): {k} entries, got {indices.numel()}")
     if not k <= values.numel() < k + _MAX_PADDING:

@@ -30,7 +30,7 @@ from commhooks.kernels import all_finite
 from commhooks.verify._measure import Measurement, Observer, ShardMeasurement
 from commhooks.wrappers._feedback import unwrap_flush, with_flush
 from commhooks.wrappers._guard import Guard
-from commhooks.wrappers._parts import Part, join_parts
+from commhooks.wrappers._parts import join_parts, parts_of
 from ddp_core import AllReduce, Exchange
 from ddp_core._torch import sparse_values
 
@@ -100,7 +100,7 @@ class ExactParameters:
         dense = with_flush(Dense())  # sends what another scheme has kept of them
         if not exact or not others:
             return (yield from (dense if exact else scheme).exchange(bucket))
-        parts = [Part(dense, bucket, exact), Part(scheme, bucket, others)]
+        parts = parts_of(bucket, [(dense, exact), (scheme, others)])
         for part in parts:
             part.result = yield from part.exchange
         return join_parts(parts, bucket)

@@ -13,7 +13,7 @@ from commhooks.core._registry import register_scheme
 from commhooks.core._scheme import Scheme
 from commhooks.core._slot import Slot
 from commhooks.core._traits import INT32_PLACES, Traits
-from commhooks.kernels import scatter_sum, top_k, top_k_sampled
+from commhooks.kernels import add_momentum, scatter_sum, top_k, top_k_sampled
 from commhooks.wrappers._per_parameter import PerParameter, Rule
 from ddp_core import AllGather, AllReduce
 
@@ -50,9 +50,11 @@ class DenseMomentum(Scheme):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         mean = yield AllReduce(bucket.gradient)
-        new = mean + self.momentum * bucket.read(_AVERAGE)
+        old, output = bucket.read(_AVERAGE), bucket.output
+        new = torch.empty_like(old)
+        add_momentum(mean, old, self.momentum, new, None if self.nesterov else output)
         bucket.write(_AVERAGE, new)
-        return Result(bucket.output.copy_(mean + self.momentum * new if self.nesterov else new))
+        return Result(output.copy_(mean + self.momentum * new) if self.nesterov else output)
 
 
 @dataclass(frozen=True)
@@ -110,31 +112,32 @@ class DGC(Scheme):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n = bucket.raw.numel()
         old_u, old_v = bucket.read(_MOMENTUM), bucket.read(_UNSENT)
-        g = self._clipped(bucket.gradient.to(torch.float32), bucket)
-        u = torch.add(g, old_u, alpha=self.momentum)
+        # The kernel takes 16 bits as they are.
+        g = bucket.gradient.float() if bucket.raw.dtype == torch.float64 else bucket.gradient
+        g = self._clipped(g, bucket)
         if self.nesterov:
-            u = torch.add(old_u, g).mul_(self.momentum)
-            v = old_v + u + g
+            u, old_v = torch.add(old_u, g).mul_(self.momentum), old_v + g
         else:
-            v = old_v + u
+            u = torch.empty_like(old_u)
+            add_momentum(g, old_u, self.momentum, u)
         k = min(n, max(1, math.ceil(self.ratio_at(bucket.step) * n)))
         # An index and a value per entry from every rank: an all-reduce of all entries is no more.
         if 2 * k * bucket.world_size >= n:
-            mean = yield AllReduce(v.clone())
+            mean = yield AllReduce(old_v + u)
             bucket.write(_MOMENTUM, torch.zeros_like(u))
-            bucket.write(_UNSENT, torch.zeros_like(v))
+            bucket.write(_UNSENT, torch.zeros_like(u))
             return Result(bucket.output.copy_(mean))
-        payload = v.new_empty(2, k, dtype=torch.int32)
+        payload = u.new_empty(2, k, dtype=torch.int32)
         indices, values = payload[0], payload[1].view(torch.float32)
-        unsent = torch.empty_like(v)
-        (top_k_sampled if self.sampled else top_k)(v, k, indices, values, unsent=unsent)
+        unsent = torch.empty_like(u)
+        select = top_k_sampled if self.sampled else top_k
+        select(u, k, indices, values, residual=old_v, unsent=unsent, cleared=u)
         bucket.write(_UNSENT, unsent)
-        # By value, not by index: a sampled threshold sends fewer than k, and pads its indices.
-        bucket.write(_MOMENTUM, u.masked_fill_(unsent != v, 0.0))
+        bucket.write(_MOMENTUM, u)
         gathered = yield AllGather(payload)
         mean = bucket.output
         if mean.dtype == torch.float64:  # which the kernel does not know
-            mean = torch.empty_like(v)
+            mean = torch.empty_like(u)
         indices, values = gathered[:, 0], gathered[:, 1].view(torch.float32)
         scatter_sum(indices, values, mean, factor=1.0 / bucket.world_size)
         return Result(mean if mean is bucket.output else bucket.output.copy_(mean))

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
-from commhooks.core._layout import Span
+from commhooks.core._layout import Layout, Span
 from commhooks.core._scheme import Scheme
 from ddp_core import AllReduce, Collective, as_request
 from ddp_core._torch import foreach_copy
 
-__all__ = ["Part", "exchange_concurrently", "join_parts"]
+__all__ = ["Part", "exchange_concurrently", "join_parts", "parts_of"]
+
+
+Copy = tuple[Tensor, Tensor]  # target and source
 
 
 class Part:
@@ -22,13 +25,14 @@ class Part:
 
     Args:
         positions: of these parameters in the bucket's layout.
+        gradient: their gradients, one after the other, the residual included.
     """
 
-    def __init__(self, scheme: Scheme, bucket: Bucket, positions: Sequence[int]) -> None:
+    def __init__(
+        self, scheme: Scheme, bucket: Bucket, positions: Sequence[int], gradient: Tensor
+    ) -> None:
         layout = bucket.layout
-        self.spans = [(layout.offsets[i], layout.offsets[i + 1]) for i in positions]
-        # A copy: the parameters are not contiguous. The residual is in it; kernels do not add it.
-        gradient = torch.cat([bucket.gradient[begin:end] for begin, end in self.spans])
+        self.spans = _spans(layout, positions)
         kept = bucket.unsent is not None
         shards = None if bucket.shards is None else _shards_of(self.spans, bucket.shards)
         output = gradient if shards is None else gradient[slice(*shards[bucket.rank])]
@@ -52,33 +56,51 @@ class Part:
         except StopIteration as stop:
             self.request, self.result = None, stop.value
 
-    def write_back(self, bucket: Bucket) -> None:
-        """Copies the mean, and what was not sent, to the parameters' places in the bucket."""
-        if bucket.unsent is not None:
-            self.result = self.bucket.with_unsent(self.result)
-            assert self.result.unsent is not None
-            everything = (0, bucket.raw.numel())
-            self._write(self.result.unsent, everything, bucket.unsent, everything)
+    def unsent_copies(self, bucket: Bucket) -> list[Copy]:
+        """Returns the copies of what was not sent to the parameters' places in the bucket."""
+        assert bucket.unsent is not None
+        self.result = self.bucket.with_unsent(self.result)
+        assert self.result.unsent is not None
+        everything = (0, bucket.raw.numel())
+        return self._copies(self.result.unsent, everything, bucket.unsent, everything)
+
+    def mean_copies(self, bucket: Bucket) -> list[Copy]:
+        """Returns the copies of the mean to the parameters' places in the bucket."""
         here = self.bucket.own_slice.indices(self.bucket.raw.numel())[:2]
         there = bucket.own_slice.indices(bucket.raw.numel())[:2]
-        self._write(self.result.mean.view(-1), here, bucket.output, there)
+        return self._copies(self.result.mean.view(-1), here, bucket.output, there)
 
-    def _write(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> None:
-        """Copies the entries that two ranges have in common.
+    def _copies(self, flat: Tensor, here: Span, into: Tensor, there: Span) -> list[Copy]:
+        """Returns target and source of the entries that two ranges have in common.
 
         Args:
             flat, here: entries of the part, and which of its entries they are.
             into, there: entries of the bucket, and which of its entries they are.
         """
-        targets, sources = [], []
+        copies = []
         for (begin, end), offset in zip(self.spans, self.bucket.layout.offsets, strict=False):
             first, last = max(begin, there[0]), min(end, there[1])
             if first < last:
                 shift = offset - begin - here[0]
-                targets.append(into[first - there[0] : last - there[0]])
-                sources.append(flat[first + shift : last + shift])
-        if targets:  # together: on a GPU each by itself would be a launch
-            foreach_copy(targets, sources)
+                target = into[first - there[0] : last - there[0]]
+                copies.append((target, flat[first + shift : last + shift]))
+        return copies
+
+
+def parts_of(bucket: Bucket, chosen: Sequence[tuple[Scheme, Sequence[int]]]) -> list[Part]:
+    """Divides a bucket into parts, given the scheme and the positions of each."""
+    # A copy: the parameters are not contiguous. The residual is in it; kernels do not add it.
+    gradient, spans = bucket.gradient, [_spans(bucket.layout, where) for _, where in chosen]
+    joined = torch.cat([gradient[begin:end] for some in spans for begin, end in some])
+    pieces = joined.split([sum(end - begin for begin, end in some) for some in spans])
+    return [
+        Part(scheme, bucket, positions, piece)
+        for (scheme, positions), piece in zip(chosen, pieces, strict=True)
+    ]
+
+
+def _spans(layout: Layout, positions: Sequence[int]) -> list[Span]:
+    return [(layout.offsets[i], layout.offsets[i + 1]) for i in positions]
 
 
 def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] | None:
@@ -100,11 +122,18 @@ def _shards_of(spans: Sequence[Span], shards: Sequence[Span]) -> Sequence[Span] 
 
 def join_parts(parts: Sequence[Part], bucket: Bucket) -> Result:
     """Joins the results of all parts of a bucket, once they have been exchanged."""
-    for part in parts:
-        part.write_back(bucket)
+    # Together: on a GPU each copy by itself would be a launch.
+    if bucket.unsent is not None:
+        _copy([copy for part in parts for copy in part.unsent_copies(bucket)])
+    _copy([copy for part in parts for copy in part.mean_copies(bucket)])
     flags = [part.result.finite for part in parts if part.result.finite is not None]
     finite = torch.stack(flags).all() if len(flags) == len(parts) else None
     return Result(bucket.output, unsent=bucket.unsent, finite=finite)
+
+
+def _copy(copies: Sequence[Copy]) -> None:
+    if copies:
+        foreach_copy([target for target, _ in copies], [source for _, source in copies])
 
 
 def exchange_concurrently(parts: Sequence[Part]) -> SchemeExchange:

@@ -21,7 +21,7 @@ from commhooks.core._traits import Traits
 from commhooks.core._user_line import user_stacklevel
 from commhooks.wrappers._base import Choice
 from commhooks.wrappers._feedback import keeps_residual, with_flush
-from commhooks.wrappers._parts import Part, exchange_concurrently, join_parts
+from commhooks.wrappers._parts import exchange_concurrently, join_parts, parts_of
 from ddp_core.exchange._errors import listed
 
 __all__ = ["ROLES", "PerParameter", "Rule", "role_of", "warn_of_idle_rules"]
@@ -172,7 +172,7 @@ class PerParameter(Choice):
         if len(chosen) == 1:  # the usual case with ``layout="scheme"``: nothing is copied
             (which,) = chosen
             return (yield from schemes[which].exchange(bucket))
-        parts = [Part(schemes[which], bucket, chosen[which]) for which in sorted(chosen)]
+        parts = parts_of(bucket, [(schemes[which], chosen[which]) for which in sorted(chosen)])
         yield from exchange_concurrently(parts)
         return join_parts(parts, bucket)
 

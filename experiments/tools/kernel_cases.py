@@ -126,7 +126,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     listed.append(Case("random 1 %, feedback", 12.04, 0.6, random_k.gather_random_op, (x, *drawn)))
     topk = {"torch.topk": lambda: x.abs().topk(k)}
     listed += [
-        Case("top-k 1 %", 4.08, 0.6, sparse.top_k_op, (x, k, *taken, None, None), topk),
+        Case("top-k 1 %", 4.08, 0.6, sparse.top_k_op, (x, k, *taken, None, None, None), topk),
         Case(
             "top-k 1 %, feedback",
             12.08,
@@ -135,7 +135,13 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             (x, k, *taken, residual, residual),
             topk,
         ),
-        Case("top-k 1 %, sampled", 8.04, 0.6, sparse.top_k_sampled_op, (x, k, *taken, None, None)),
+        Case(
+            "top-k 1 %, sampled",
+            8.04,
+            0.6,
+            sparse.top_k_sampled_op,
+            (x, k, *taken, None, None, None),
+        ),
     ]
     finite = torch.ones((), dtype=torch.bool, device=x.device)
     places = torch.arange(k, dtype=torch.int32, device=x.device) * (x.numel() // max(k, 1))

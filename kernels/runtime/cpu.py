@@ -28,6 +28,7 @@ __all__ = [
 
 # One letter per argument: i for i64, f for float, p for a pointer, ? for a pointer or null.
 SIGNATURES = {
+    "add_momentum": "iippifp?",
     "cast": "iipif?iiip",
     "count_votes": "ipiiiiiifp",
     "dct": "piip",
@@ -64,8 +65,8 @@ SIGNATURES = {
     "scatter_tail": "ipipp",
     "subtract_low_rank": "pipppp",
     "subtract_tail": "pip?p",
-    "top_k": "ipiipp??pi",
-    "top_k_sampled": "ipiiipp??p",
+    "top_k": "ipiipp???pi",
+    "top_k_sampled": "ipiiipp???p",
     "unit_rows": "pippp",
 }
 

@@ -36,6 +36,9 @@ def low_rank_factors() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "add_momentum": lambda: (
+        *(torch.randn(600), torch.randn(600), 0.9, torch.zeros(600), torch.zeros(600)),
+    ),
     "multiply_right": lambda: (
         *(torch.randn(BUCKET), torch.randn(BUCKET), torch.zeros(BUCKET), MATRICES.table),
         *(*low_rank_factors()[::-1], low_rank_factors()[0], TAIL, torch.zeros(40)),
@@ -88,7 +91,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "top_k": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
-        *(torch.randn(600), torch.zeros(600)),
+        *(torch.randn(600), torch.zeros(600), torch.zeros(600)),
     ),
     "quantize_affine": lambda: (
         *(torch.randn(600), torch.zeros(600, dtype=torch.uint8), torch.zeros(3)),
@@ -119,7 +122,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     ),
     "top_k_sampled": lambda: (
         *(torch.randn(600), 6, torch.zeros(6, dtype=torch.int32), torch.zeros(6)),
-        *(torch.randn(600), torch.zeros(600)),
+        *(torch.randn(600), torch.zeros(600), torch.zeros(600)),
     ),
     "finite": lambda: (torch.randn(600), torch.ones((), dtype=torch.bool)),
     "restore": lambda: (

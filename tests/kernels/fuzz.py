@@ -37,6 +37,7 @@ FAMILIES = [
         "hadamard",
         "levels",
         "low_rank",
+        "momentum",
         "norms",
         "orthonormal",
         "parts",

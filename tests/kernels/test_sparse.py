@@ -31,11 +31,14 @@ def outputs(run: Any, x: Tensor, k: int, *, residual: bool, left: bool) -> dict[
     }
     kept = plain(n, seed=1) if residual else None
     rest = torch.full((n,), 5.0) if left else None
-    run(sparse.top_k_op, x, k, results["indices"], results["values"], kept, rest)
+    results["cleared"] = torch.full((n,), 3.0)
+    taken = (results["indices"], results["values"])
+    run(sparse.top_k_op, x, k, *taken, kept, rest, results["cleared"])
     if rest is not None:
         results["left"] = rest
     few = {name: torch.full_like(tensor, 7) for name, tensor in results.items()}
-    run(sparse.top_k_sampled_op, x, k, few["indices"], few["values"], kept, few.get("left"))
+    taken = (few["indices"], few["values"])
+    run(sparse.top_k_sampled_op, x, k, *taken, kept, few.get("left"), few["cleared"])
     return results | {f"{name}, sampled": tensor for name, tensor in few.items()}
 
 
@@ -116,6 +119,17 @@ def test_what_is_left_completes_what_was_taken():
     assert torch.equal(kept + taken, x + residual)
 
 
+@pytest.mark.parametrize("select", [sparse.top_k_op, sparse.top_k_sampled_op])
+def test_what_was_taken_is_cleared_in_place(select):
+    def cleared(run: Any, x: Tensor) -> list[Tensor]:
+        x, left = x.clone(), torch.empty_like(x)
+        indices, values = torch.empty(700, dtype=torch.int32), torch.empty(700)
+        run(select, x, 700, indices, values, plain(len(x), seed=1), left, x)
+        return [x, left]
+
+    assert_agree(KERNELS, cleared, tricky(20_000))
+
+
 def test_a_sampled_threshold_takes_about_k():
     x, k = torch.randn(10**6, generator=torch.Generator().manual_seed(0)), 10**4
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
@@ -152,6 +166,7 @@ def call(**changes: Any) -> None:
             ValueError,
             r"\(values\): 2 entries, and fewer than 256 of padding, got 1",
         ),
+        ({"x": (x := torch.ones(10)), "cleared": x}, ValueError, r"\(cleared\): needs unsent"),
         ({"residual": torch.ones(10)}, ValueError, r"\(unsent\): needed"),
         ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
     ],
@@ -171,5 +186,6 @@ def fuzz(run: Any, rng: random.Random) -> None:
     left = torch.empty(n) if rng.random() < 0.7 else None
     kept = torch.randn(n) if left is not None and rng.random() < 0.5 else None
     indices, values = torch.empty(k, dtype=torch.int32), torch.empty(k)
-    run(sparse.top_k_op, x, k, indices, values, kept, left)
-    run(sparse.top_k_sampled_op, x, k, indices, values, kept, left)
+    cleared = torch.zeros(n) if rng.random() < 0.5 else None
+    run(sparse.top_k_op, x, k, indices, values, kept, left, cleared)
+    run(sparse.top_k_sampled_op, x, k, indices, values, kept, left, cleared)
