@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ._tables import once_per_table
 from .runtime.arguments import whole
@@ -23,6 +24,8 @@ class Matrices:
 
     Args:
         places: (offset in the bucket, rows, columns, rank) per matrix, without overlaps.
+        end: where the last matrix in the bucket ends, if its last row is short: the entries that it
+            lacks are zeros, which are neither read nor written. None: no row is short.
 
     Attributes:
         left_numel, right_numel: number of entries of all left and of all right factors.
@@ -39,7 +42,7 @@ class Matrices:
         (2048, 1024)
     """
 
-    def __init__(self, places: Sequence[tuple[int, int, int, int]]) -> None:
+    def __init__(self, places: Sequence[tuple[int, int, int, int]], end: int | None = None) -> None:
         places = _checked(places)
         lefts = [0, *accumulate(rank * rows for _, rows, _, rank in places)]
         rights = [0, *accumulate(rank * columns for _, _, columns, rank in places)]
@@ -54,7 +57,12 @@ class Matrices:
             rows.append((*place, left, right, task[0], sums[0], task[1], sums[1]))
             task = [task[0] + -(-n // _ROWS) * segments, task[1] + chunks * -(-m // _TILE)]
             sums = [sums[0] + segments * rank * n, sums[1] + chunks * rank * m]
-        self.end = max((offset + n * m for offset, n, m, _ in places), default=0)
+        ends = ((at + n * m, m if n else 0) for at, n, m, _ in places)
+        self.end, row = max(ends, default=(0, 0))
+        if end is not None and end != self.end:
+            if not self.end - row < whole("Matrices", "end", end) < self.end:
+                raise ValueError(f"Matrices(end): in the last row of the last matrix, got {end}")
+            self.end = end
         # The columns of struct Matrix in low_rank.h. Launches take their sizes from the last row.
         rows.append((self.end, 0, 0, 0, lefts[-1], rights[-1], task[0], sums[0], task[1], sums[1]))
         self.table = torch.tensor(rows, dtype=torch.int64, device="cpu")
@@ -114,7 +122,7 @@ def _read(table: Tensor) -> Matrices | None:
         return None
     # The first four columns determine the others, which must be equal as well.
     try:
-        matrices = Matrices(table[:-1, :4].tolist())
+        matrices = Matrices(table[:-1, :4].tolist(), int(table[-1, 0]))
     except ValueError:
         return None
     return matrices if torch.equal(matrices.table, table) else None
@@ -132,10 +140,24 @@ class Run(NamedTuple):
     rank: int
     first: tuple[int, int, int]  # place of the first matrix, its left and its right factor
     distance: tuple[int, int, int]
+    end: int  # of all matrices in the bucket
 
-    def bucket(self, flat: Tensor) -> Tensor:
+    def read(self, flat: Tensor) -> Tensor:
         """Returns the matrices in a bucket, shape (matrices, rows, columns)."""
-        return self._view(flat, 0, (self.rows, self.columns))
+        return self._view(self._padded(flat), 0, (self.rows, self.columns))
+
+    def write(self, flat: Tensor, values: Tensor) -> None:
+        """Writes the matrices in a bucket."""
+        padded = self._padded(flat)
+        self._view(padded, 0, (self.rows, self.columns)).copy_(values)
+        if padded is not flat:
+            flat[: self.end] = padded[: self.end]
+
+    def _padded(self, flat: Tensor) -> Tensor:
+        """Returns a bucket with the zeros that a short row lacks; itself if no row is short."""
+        size = self.rows * self.columns
+        end = self.first[0] + (self.matrices - 1) * self.distance[0] + size
+        return flat if end <= self.end or not size else pad(flat[: self.end], (0, end - self.end))
 
     def left(self, flat: Tensor) -> Tensor:
         """Returns the left factors, shape (matrices, rank, rows)."""
@@ -155,11 +177,12 @@ class Run(NamedTuple):
 @once_per_table
 def runs_of(table: Tensor) -> tuple[Run, ...]:
     """Returns runs that cover all matrices of a table, as few as their order allows."""
+    end = int(table[-1, 0])
     by_shape: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
     for offset, rows, columns, rank, left, right in table[:-1, :6].tolist():
         by_shape.setdefault((rows, columns, rank), []).append((offset, left, right))
     return tuple(
-        Run(len(part), *shape, part[0], _step(part[0], part[1]) if len(part) > 1 else (0, 0, 0))
+        Run(len(part), *shape, part[0], _step(*part[:2]) if len(part) > 1 else (0, 0, 0), end)
         for shape, places in by_shape.items()
         for part in _stretches(places)
     )

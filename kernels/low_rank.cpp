@@ -46,6 +46,21 @@ template <class T> const float* floats(const T* x, int count, float* copy) {
     return copy;
 }
 
+// Returns `count` entries of x + residual, which are `at` behind the first one of a matrix; `sum` receives
+// them. Those from entry `end` of the matrix on do not exist and count as zeros.
+template <class T>
+const float* entries_of(const T* x, const float* residual, float* sum, i64 at, int count, i64 end, float* copy,
+                        const float* next = nullptr) {
+    const int there = end - at < count ? (int)(end - at > 0 ? end - at : 0) : count;
+    const float* rest = residual ? residual + at : nullptr;
+    if (sum) gather(x + at, rest, there, sum + at, next);
+    if (there == count) return sum ? sum + at : floats(x + at, count, copy);
+    if (sum) __builtin_memcpy(copy, sum + at, 4 * (unsigned)there);
+    else gather(x + at, nullptr, there, copy);
+    for (int i = there; i < count; ++i) copy[i] = 0.0f;
+    return copy;
+}
+
 // Picks the lower halves of sums of LANES lanes each, or with FROM = LANES / 2 the upper halves.
 template <int LANES, int FROM> struct HalfOf {
     static constexpr int entry(int l) { return l / (LANES / 2) * LANES + l % (LANES / 2) + FROM; }
@@ -106,9 +121,10 @@ void clear(float* factor, i64 n) {
     for (i64 i = 0; i < n; ++i) factor[i] = 0.0f;
 }
 
-// Computes left = right @ (x + residual)^T; `sum` receives x + residual.
+// Computes left = right @ (x + residual)^T; `sum` receives x + residual. The matrix has its first `end`
+// entries.
 template <class T>
-void right_product(const Matrix& one, const T* x, const float* residual, float* sum,
+void right_product(const Matrix& one, i64 end, const T* x, const float* residual, float* sum,
                    const float* right, float* left) {
     if (!one.columns) return clear(left, one.rank * one.rows);
     float copy[kRows][kSegment];
@@ -124,9 +140,8 @@ void right_product(const Matrix& one, const T* x, const float* residual, float* 
             const float* from[kRows];
             for (int r = 0; r < rows; ++r) {
                 const i64 at = first + r * one.columns;
-                const float* rest = residual ? residual + at : nullptr;
-                if (sum) gather(x + at, rest, count, sum + at, rest && one_loop ? rest + ahead : nullptr);
-                from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
+                const float* next = residual && one_loop ? residual + at + ahead : nullptr;
+                from[r] = entries_of(x, residual, sum, at, count, end, copy[r], next);
             }
             for (i64 k = 0, ranks; k < one.rank; k += ranks) {
                 const float* q = right + k * one.columns + j;
@@ -172,9 +187,10 @@ void add_rows(const float* const* x, const float* p, i64 distance, int count, fl
             for (int k = 0; k < RANKS; ++k) sums[k][c] += x[r][c] * p[k * distance + r];
 }
 
-// Computes right = left @ (x + residual); `sum` receives x + residual.
+// Computes right = left @ (x + residual); `sum` receives x + residual. The matrix has its first `there`
+// entries.
 template <class T>
-void left_product(const Matrix& one, const T* x, const float* residual, float* sum, const float* left,
+void left_product(const Matrix& one, i64 there, const T* x, const float* residual, float* sum, const float* left,
                   float* right) {
     if (!one.rows) return clear(right, one.rank * one.columns);
     float sums[kSlab][kTile], copy[kDeep][kTile];
@@ -190,9 +206,9 @@ void left_product(const Matrix& one, const T* x, const float* residual, float* s
                     const float* from[kDeep];
                     for (int r = 0; r < rows; ++r) {
                         const i64 at = (i + r) * one.columns + j;
-                        if (sum && !slab)
-                            gather(x + at, residual ? residual + at : nullptr, count, sum + at);
-                        from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
+                        // After the first slab, `sum` has the sums.
+                        from[r] = sum && slab ? entries_of(sum, nullptr, nullptr, at, count, there, copy[r])
+                                              : entries_of(x, residual, sum, at, count, there, copy[r]);
                     }
                     // The next rows of this tile, else the next tile's, else the next chunk's.
                     const i64 next = i + kDeep < end           ? (i + kDeep) * one.columns + j
@@ -278,13 +294,14 @@ void expand_rows(const Matrix& one, const Expansion<T>& to, i64 i, i64 j, i64 en
     if (j < end) expand_part<ROWS, REST, STREAM, false>(one, to, i, j, end - j, ahead);
 }
 
+// `whole`: the rows that have all columns.
 template <bool REST, bool STREAM, class T>
-void expand(const Matrix& one, const Expansion<T>& to, int head) {
+void expand(const Matrix& one, i64 whole, const Expansion<T>& to, int head) {
     constexpr int kSome = 8 / kVectors;
-    for (i64 first = 0; first < one.rows; first += kDeep)
+    for (i64 first = 0; first < whole; first += kDeep)
         for (i64 j = 0, end; j < one.columns; j = end) {
             end = j + least(one.columns - j, j ? kTile : kTile + head);
-            i64 i = first, rows = first + least(one.rows - first, kDeep);
+            i64 i = first, rows = first + least(whole - first, kDeep);
             for (; i + kSome <= rows; i += kSome) {
                 // The next rows of this tile, else the next tile's, else those below.
                 const i64 next = i + kSome < rows    ? (i + kSome) * one.columns + j
@@ -318,8 +335,13 @@ void expand_all(const Matrix* table, i64 count, const float* left, const float* 
         const int head = entries_before_vector(to.out);
         const bool even = one->columns % kWidth == 0 && one->columns >= kRow + head;
         const bool in_place = REST && (const void*)total == (const void*)out;
-        if (even && !in_place && worth_streaming(to.out + head, n)) expand<REST, sizeof(T) == 4>(*one, to, head);
-        else expand<REST, false>(*one, to, 0);
+        const i64 there = table[count].offset - at;  // entries of the matrix, or more
+        const i64 whole = there < one->rows * one->columns ? one->rows - 1 : one->rows;
+        if (even && !in_place && worth_streaming(to.out + head, n))
+            expand<REST, sizeof(T) == 4>(*one, whole, to, head);
+        else expand<REST, false>(*one, whole, to, 0);
+        if (whole < one->rows)
+            expand_rows<1, REST, false>(*one, to, whole, 0, there - whole * one->columns, 0, 0);
     }
 }
 
@@ -329,7 +351,7 @@ EXPORT(multiply_right)(i64 dtype, const Matrix* table, i64 count, const void* x,
                        float* sum, const float* right, float* left) {
     with_dtype((int)dtype, [&](auto type) {
         for (const Matrix* one = table; one < table + count; ++one)
-            right_product(*one, (const decltype(type)*)x + one->offset,
+            right_product(*one, table[count].offset - one->offset, (const decltype(type)*)x + one->offset,
                           residual ? residual + one->offset : nullptr, sum ? sum + one->offset : nullptr,
                           right + one->right, left + one->left);
     });
@@ -339,7 +361,7 @@ EXPORT(multiply_left)(i64 dtype, const Matrix* table, i64 count, const void* x, 
                       float* sum, const float* left, float* right) {
     with_dtype((int)dtype, [&](auto type) {
         for (const Matrix* one = table; one < table + count; ++one)
-            left_product(*one, (const decltype(type)*)x + one->offset,
+            left_product(*one, table[count].offset - one->offset, (const decltype(type)*)x + one->offset,
                          residual ? residual + one->offset : nullptr, sum ? sum + one->offset : nullptr,
                          left + one->left, right + one->right);
     });

@@ -31,14 +31,24 @@ struct Block {
     i64 row, column;     // of its first entry
     i64 at;              // where that lies in the bucket
     int rows, columns;   // of the piece that the matrix has
+    int last;            // columns of its last row that exist
+
+    __device__ __forceinline__ int rows_at(int j) const { return rows - (j >= last); }
 };
 
-INLINE Block block_of(const Matrix& one, i64 task) {
+// Returns how many columns of a row exist from `column` on; `end` is that of the bucket's matrices.
+INLINE int columns_there(const Matrix& one, i64 row, i64 column, int columns, i64 end) {
+    const i64 there = end - one.offset - row * one.columns - column;
+    return there < columns ? (int)there : columns;
+}
+
+INLINE Block block_of(const Matrix& one, i64 task, i64 end) {
     const i64 segments = pieces(one.columns, kSegment), nth = task - one.block_task;
     const i64 row = nth / segments * kRows, column = nth % segments * kSegment;
-    return {row, column, one.offset + row * one.columns + column,
-            one.rows - row < kRows ? (int)(one.rows - row) : kRows,
-            one.columns - column < kSegment ? (int)(one.columns - column) : kSegment};
+    const int rows = one.rows - row < kRows ? (int)(one.rows - row) : kRows;
+    const int columns = one.columns - column < kSegment ? (int)(one.columns - column) : kSegment;
+    return {row, column, one.offset + row * one.columns + column, rows, columns,
+            columns_there(one, row + rows - 1, column, columns, end)};
 }
 
 template <class T>
@@ -46,7 +56,7 @@ __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const 
                                const float* residual, float* total, const float* right, float* sums) {
     for (i64 task = warp(); task < tasks; task += warps()) {
         const Matrix& one = find(table, count, &Matrix::block_task, task);
-        const Block block = block_of(one, task);
+        const Block block = block_of(one, task, table[count].offset);
         u32 row[kRows];  // where it begins
 #pragma unroll
         for (int r = 0; r < kRows; ++r) row[r] = (u32)r * (u32)one.columns;
@@ -59,25 +69,26 @@ __global__ void multiply_right(const Matrix* table, i64 count, i64 tasks, const 
             float sum[kRows][kSlab] = {};
             for (int j = lane(); j < block.columns; j += kLanes) {
                 float q[kSlab], entry[kRows];
+                const int rows = block.rows_at(j);
 #pragma unroll
                 for (int k = 0; k < kSlab; ++k) q[k] = k < ranks ? factor[row[k]] : 0.0f;
                 // After the first slab, `total` has the sums; `x` or `residual` may be the same memory.
                 if (total && slab) {
 #pragma unroll
-                    for (int r = 0; r < kRows; ++r) entry[r] = r < block.rows ? to[row[r]] : 0.0f;
+                    for (int r = 0; r < kRows; ++r) entry[r] = r < rows ? to[row[r]] : 0.0f;
                 } else {
 #pragma unroll
                     for (int r = 0; r < kRows; ++r)
-                        entry[r] = r < block.rows ? to_float(from[row[r]]) : 0.0f;
+                        entry[r] = r < rows ? to_float(from[row[r]]) : 0.0f;
                     if (residual) {
 #pragma unroll
                         for (int r = 0; r < kRows; ++r)
-                            if (r < block.rows) entry[r] += rest[row[r]];
+                            if (r < rows) entry[r] += rest[row[r]];
                     }
                     if (total) {
 #pragma unroll
                         for (int r = 0; r < kRows; ++r)
-                            if (r < block.rows) to[row[r]] = entry[r];
+                            if (r < rows) to[row[r]] = entry[r];
                     }
                 }
 #pragma unroll
@@ -110,6 +121,13 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
         const int rows = one.rows - first < kChunk ? (int)(one.rows - first) : kChunk;
         const int columns = one.columns - column < kTile ? (int)(one.columns - column) : kTile;
         const i64 at = one.offset + first * one.columns + column + lane();
+        const int last = columns_there(one, first + rows - 1, column, columns, table[count].offset);
+        int rows_at[kColumns];  // rows of this lane's columns that exist
+#pragma unroll
+        for (int c = 0; c < kColumns; ++c) {
+            const int j = c * kLanes + lane();
+            rows_at[c] = j < last ? rows : j < columns ? rows - 1 : 0;
+        }
         u32 row[kRows];  // where it begins
 #pragma unroll
         for (int r = 0; r < kRows; ++r) row[r] = (u32)r * (u32)one.columns;
@@ -129,7 +147,7 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
                 for (int r = 0; r < kRows; ++r)
 #pragma unroll
                     for (int c = 0; c < kColumns; ++c) {
-                        const bool there = i + r < rows && c * kLanes + lane() < columns;
+                        const bool there = i + r < rows_at[c];
                         // After the first slab, `total` has the sums, as in `multiply_right`.
                         if (total && slab) entry[r][c] = there ? to[row[r] + c * kLanes] : 0.0f;
                         else entry[r][c] = there ? to_float(from[row[r] + c * kLanes]) : 0.0f;
@@ -140,7 +158,7 @@ __global__ void multiply_left(const Matrix* table, i64 count, i64 tasks, const T
                     for (int r = 0; r < kRows; ++r)
 #pragma unroll
                         for (int c = 0; c < kColumns; ++c)
-                            if (i + r < rows && c * kLanes + lane() < columns)
+                            if (i + r < rows_at[c])
                                 to[row[r] + c * kLanes] = entry[r][c];
                 }
 #pragma unroll
@@ -231,9 +249,10 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
             few[r][k] = k < one.rank && r < block.rows ? p[k * one.rows + r] : 0.0f;
     for (int j = lane(); j < block.columns; j += kLanes, q += kLanes, out += kLanes) {
         float sum[kRows], entry[kRows];
+        const int rows = block.rows_at(j);
         if (REST) {
 #pragma unroll
-            for (int r = 0; r < kRows; ++r) entry[r] = r < block.rows ? total[row[r]] : 0.0f;
+            for (int r = 0; r < kRows; ++r) entry[r] = r < rows ? total[row[r]] : 0.0f;
             total += kLanes;
         }
 #pragma unroll
@@ -254,7 +273,7 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
         }
 #pragma unroll
         for (int r = 0; r < kRows; ++r)
-            if (r < block.rows) store(out + row[r], REST ? entry[r] - sum[r] : sum[r]);
+            if (r < rows) store(out + row[r], REST ? entry[r] - sum[r] : sum[r]);
     }
 }
 
@@ -268,7 +287,7 @@ INLINE void each_task(const Matrix* table, i64 count, i64 tasks, i64 length, OnB
             continue;
         }
         const Matrix& one = find(table, count, &Matrix::block_task, task);
-        on_block(one, block_of(one, task));
+        on_block(one, block_of(one, task, table[count].offset));
     }
 }
 

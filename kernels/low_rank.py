@@ -119,12 +119,12 @@ def _sum_with_residual(
 ) -> Iterator[tuple[Run, Tensor]]:
     """Yields the matrices of ``x + residual``; also writes them to ``total``, if given."""
     for run in runs_of(table):
-        source = run.bucket(x).to(dtype)  # 16-bit entries are summed in float32
+        source = run.read(x).to(dtype)  # 16-bit entries are summed in float32
         if residual is not None:
-            source = source + run.bucket(residual)
+            source = source + run.read(residual)
         # Only after the sum is formed, since `total` may be `x` or `residual`.
         if total is not None:
-            run.bucket(total).copy_(source)
+            run.write(total, source)
         yield run, source
 
 
@@ -152,7 +152,7 @@ def expand_op(
         product = torch.bmm(run.left(left).mT, run.right(right))
         if finite is not None:
             product = torch.where(finite, product, float("nan"))
-        run.bucket(out).copy_(product)
+        run.write(out, product)
     if tails is not None and tail is not None:
         scatter(tail, tails, out)
 
@@ -179,7 +179,7 @@ def subtract_op(
 ) -> None:
     for run in runs_of(table):
         product = torch.bmm(run.left(left).mT, run.right(right))
-        torch.sub(run.bucket(total), product, out=run.bucket(unsent))
+        run.write(unsent, run.read(total) - product)
     if tails is not None:
         subtract(total, tails, sent, unsent)
 

@@ -9,21 +9,16 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from commhooks.core._bucket import Bucket, Result, SchemeExchange, nan_unless
+from commhooks.core._bucket import Bucket, SchemeExchange
 from commhooks.core._layout import Layout
 from commhooks.core._registry import register_scheme
 from commhooks.core._scheme import Scheme
 from commhooks.core._slot import Slot, StepInfo
 from commhooks.core._traits import Biased, Traits
-from commhooks.kernels import Matrices, all_finite, orthonormalize, unit_rows
-from commhooks.schemes._low_rank import (
-    and_fits,
-    check_rank,
-    draw,
-    fresh_factors,
-    random_factors,
-)
-from ddp_core import AllReduce, overlapped
+from commhooks.kernels import Matrices, tail_table
+from commhooks.schemes._low_rank import check_rank, draw
+from commhooks.schemes._low_rank_plan import Plan
+from commhooks.schemes.powersgd import power_iteration
 
 __all__ = ["BatchedPowerSGD"]
 
@@ -95,58 +90,7 @@ class BatchedPowerSGD(Scheme):
         rank = min(self.rank, side)
         if 2 * rank * side >= n:
             return (yield from bucket.all_reduce())
-        gradient = bucket.gradient.to(bucket.wide_dtype)
-        factors = _Factor(KEY, rank=rank).layout(bucket.layout)
-        right, q = self._right_factor(factors, bucket)
-
-        # P = M Q^T, over the rows that hold entries; those of the padding give zeros.
-        parts = _square(gradient, side)
-        p = right.new_zeros(rank, side)
-        for rows, part in parts:
-            p[:, rows] = right[:, : part.shape[1]] @ part.mT
-        p = yield AllReduce(p)
-        finite = all_finite(p)
-        orthonormalize(_factors(side, rank), p)
-
-        # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
-        q.zero_()
-        for rows, part in parts:
-            q[:, : part.shape[1]].addmm_(p[:, rows], part)
-        second, local_copy, unsent = AllReduce(q), q.clone(), bucket.unsent
-
-        def keep_unsent() -> None:
-            assert unsent is not None
-            if unsent.data_ptr() != gradient.data_ptr():  # else the sum is already there
-                unsent.copy_(gradient)
-            sent = local_copy if second.sent is None else second.sent
-            for rows, part in _square(unsent, side):
-                part.addmm_(p[:, rows].mT, sent[:, : part.shape[1]], alpha=-1)
-
-        q = (yield second) if unsent is None else (yield from overlapped(second, keep_unsent))
-        finite = finite & all_finite(q)
-        q.add_(nan_unless(finite))
-        if self.warm_start:
-            bucket.write(self.keeps[0], q)
-
-        # M = P Q.
-        for rows, part in _square(bucket.output, side):
-            part.copy_(p[:, rows].mT @ q[:, : part.shape[1]])
-        return Result(bucket.output, unsent=bucket.unsent, finite=and_fits(finite, bucket.output))
-
-    def _right_factor(self, factors: Layout, bucket: Bucket) -> tuple[Tensor, Tensor]:
-        """Returns the right factor (rank, side) to start from, and a tensor for the new one."""
-        shape = factors.shapes[0]
-        device, dtype = bucket.raw.device, bucket.wide_dtype
-        if not self.warm_start:
-            like = torch.empty(0, device=device, dtype=dtype)
-            flat = random_factors(factors, bucket, bucket.step, like)
-            return flat.view(shape), torch.empty_like(flat).view(shape)
-        (slot,) = self.keeps
-        old = bucket.read(slot)
-        right = torch.empty_like(old)  # committed values may not change
-        fresh = fresh_factors(factors, bucket.seed, device, dtype)
-        unit_rows(_factors(shape[1], shape[0]), old, fresh, right)
-        return right.view(shape), bucket.scratch(slot, like=old).view(shape)
+        return (yield from power_iteration(bucket, _plan(bucket.layout, rank), self.keeps))
 
 
 def _side(n: int) -> int:
@@ -155,15 +99,8 @@ def _side(n: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def _factors(side: int, rank: int) -> Matrices:
-    """Returns the table of one square, for kernels that work on its factors alone."""
-    return Matrices([(0, side, side, rank)])
-
-
-def _square(flat: Tensor, side: int) -> list[tuple[slice, Tensor]]:
-    """Returns the rows of the square that hold entries, with views: full rows, and a short last."""
-    rows, short = divmod(flat.numel(), side)
-    parts = [(slice(0, rows), flat[: rows * side].view(rows, side))]
-    if short:
-        parts.append((slice(rows, rows + 1), flat[rows * side :].view(1, short)))
-    return parts
+def _plan(layout: Layout, rank: int) -> Plan:
+    """Returns the plan of a bucket: its square alone, without the rows that hold no entry."""
+    n, side = layout.numel, _side(layout.numel)
+    square = Matrices([(0, -(-n // side), side, rank)], n)
+    return Plan(square, tail_table([]), _Factor(KEY, rank=rank).layout(layout), 0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -42,7 +42,7 @@ from commhooks.schemes._low_rank_plan import (
 )
 from ddp_core import AllReduce
 
-__all__ = ["PowerSGD", "payload_numel"]
+__all__ = ["PowerSGD", "payload_numel", "power_iteration"]
 
 KEY = "powersgd.q"
 
@@ -108,55 +108,65 @@ class PowerSGD(Scheme):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         plan = plan_bucket(bucket.layout, self.rank, self.min_compression_rate)
-        matrices = plan.matrices
-        if not len(matrices):
+        if not len(plan.matrices):
             return (yield from bucket.all_reduce())
-        # P = M Q^T. The kernel adds the residual in the same pass (docs/design/kernels.md), and
-        # gathers the tail for the second payload.
-        right = self._right_factors(plan, bucket)
-        raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
-        sizes = (matrices.right_numel, plan.tail_numel)
-        payload = right.new_empty(sum(sizes))
-        q, tail = payload.split(sizes)
-        left = right.new_empty(matrices.left_numel)
-        multiply_right(
-            *(matrices, raw, right, left),
-            residual=residual,
-            total=total,
-            tail=plan.with_tail(tail),
-        )
-        left = yield AllReduce(left)
-        orthonormalize(matrices, left)  # the same bits on every rank
+        return (yield from power_iteration(bucket, plan, self.keeps))
 
-        # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
-        local_copy = None if bucket.unsent is None else torch.empty_like(q)
-        multiply_left(matrices, total, left, q, local_copy=local_copy)
-        # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
-        # what other ranks sent, and only its sum over ranks would be bounded.
-        payload = yield from average_factor(
-            *(bucket, plan, payload), total=total, local_copy=local_copy, other=left, is_left=False
-        )
-        # One check covers both payloads: an entry of P that is not finite makes a whole row of Q
-        # NaN (docs/design/kernels.md).
-        finite = all_finite(payload)
-        q, tail = payload.split(sizes)
-        if self.warm_start:
-            bucket.write(self.keeps[0], q)
 
-        output = bucket.output
-        # A value that is not finite spoils only some entries of P and Q: the kernel takes the flag.
-        decode_low_rank(matrices, left, q, output, finite=finite, tail=plan.with_tail(tail))
-        return Result(output, unsent=bucket.unsent, finite=and_fits(finite, output))
+def power_iteration(bucket: Bucket, plan: Plan, keeps: Sequence[Slot]) -> SchemeExchange:
+    """Sends the matrices of a plan as two factors, and the tail with the second.
 
-    def _right_factors(self, plan: Plan, bucket: Bucket) -> Tensor:
-        """Returns the right factors to start from, flat."""
-        factors, device, dtype = plan.factors, bucket.raw.device, bucket.wide_dtype
-        if not self.warm_start:
-            like = torch.empty(0, device=device, dtype=dtype)
-            return random_factors(factors, bucket, bucket.step, like)
-        old = bucket.read(self.keeps[0])
-        # Committed values may not change: a step that is not finite goes back to them.
-        right = torch.empty_like(old)
-        fresh = fresh_factors(factors, bucket.seed, device, dtype)
-        unit_rows(plan.matrices, old, fresh, right)
-        return right
+    Args:
+        keeps: the slot of the factors to start from, or none: they are drawn anew in each step.
+    """
+    matrices = plan.matrices
+    # P = M Q^T. The kernel adds the residual in the same pass (docs/design/kernels.md), and
+    # gathers the tail for the second payload.
+    right = _right_factors(bucket, plan, keeps)
+    raw, residual, total = bucket.raw, bucket.residual, work_buffer(bucket)
+    sizes = (matrices.right_numel, plan.tail_numel)
+    payload = right.new_empty(sum(sizes))
+    q, tail = payload.split(sizes)
+    left = right.new_empty(matrices.left_numel)
+    multiply_right(
+        *(matrices, raw, right, left),
+        residual=residual,
+        total=total,
+        tail=plan.with_tail(tail),
+    )
+    left = yield AllReduce(left)
+    orthonormalize(matrices, left)  # the same bits on every rank
+
+    # Q = P^T M. Feedback needs this rank's own Q, and the all-reduce works in place.
+    local_copy = None if bucket.unsent is None else torch.empty_like(q)
+    multiply_left(matrices, total, left, q, local_copy=local_copy)
+    # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
+    # what other ranks sent, and only its sum over ranks would be bounded.
+    payload = yield from average_factor(
+        *(bucket, plan, payload), total=total, local_copy=local_copy, other=left, is_left=False
+    )
+    # One check covers both payloads: an entry of P that is not finite makes a whole row of Q
+    # NaN (docs/design/kernels.md).
+    finite = all_finite(payload)
+    q, tail = payload.split(sizes)
+    for slot in keeps:
+        bucket.write(slot, q)
+
+    output = bucket.output
+    # A value that is not finite spoils only some entries of P and Q: the kernel takes the flag.
+    decode_low_rank(matrices, left, q, output, finite=finite, tail=plan.with_tail(tail))
+    return Result(output, unsent=bucket.unsent, finite=and_fits(finite, output))
+
+
+def _right_factors(bucket: Bucket, plan: Plan, keeps: Sequence[Slot]) -> Tensor:
+    """Returns the right factors to start from, flat."""
+    factors, device, dtype = plan.factors, bucket.raw.device, bucket.wide_dtype
+    if not keeps:
+        like = torch.empty(0, device=device, dtype=dtype)
+        return random_factors(factors, bucket, bucket.step, like)
+    old = bucket.read(keeps[0])
+    # Committed values may not change: a step that is not finite goes back to them.
+    right = torch.empty_like(old)
+    fresh = fresh_factors(factors, bucket.seed, device, dtype)
+    unit_rows(plan.matrices, old, fresh, right)
+    return right

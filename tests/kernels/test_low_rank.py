@@ -21,7 +21,7 @@ from commhooks.kernels import (
 )
 from commhooks.kernels._matrices import runs_of
 from tests.kernels.inputs import CPP, DTYPES, plain, same, tricky
-from tests.kernels.machines import ORDERS, machines, on
+from tests.kernels.machines import ORDERS, define, machines, on
 
 KERNELS = {
     "low_rank.cu": [
@@ -89,6 +89,45 @@ def test_kernels_of_all_machines_agree_bit_for_bit(dtype, hard):
         first = first or results
         for i, (tensor, other) in enumerate(zip(first, results, strict=True)):
             assert same(tensor, other), (machine, i)
+
+
+SHORT = {"a long row": (PLACES, 37), "all but an entry": (((2, 9, 1100, 5),), 1099)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("places", "lacking"), SHORT.values(), ids=SHORT)
+def test_a_short_last_row_is_one_that_ends_in_zeros(places, lacking, dtype):
+    whole = Matrices(places)
+    end = whole.end - lacking
+    short = Matrices(places, end)
+    made = (short.left_numel, short.right_numel)
+    left, right = (plain(n, seed=n) for n in made)
+    x, kept = plain(end, dtype), plain(end, seed=5)
+    zeros = torch.zeros(lacking)
+
+    def outputs(run: Any, table: Tensor, *parts: Tensor) -> list[Tensor]:
+        x, kept = parts
+        products = [plain(n) for n in made]
+        sums, out, unsent = torch.zeros_like(kept), torch.zeros_like(x), torch.zeros_like(kept)
+        run(low_rank.multiply_right_op, x, kept, sums, table, right, products[0], *NONE)
+        run(low_rank.multiply_left_op, x, kept, sums, table, left, products[1], *NONE)
+        plainly = [plain(n) for n in made]
+        run(low_rank.multiply_right_op, x, None, None, table, right, plainly[0], *NONE)
+        run(low_rank.multiply_left_op, x, None, None, table, left, plainly[1], *NONE)
+        run(low_rank.expand_op, left, right, table, out, None, None, None)
+        run(low_rank.subtract_op, kept, table, left, right, unsent, None, None)
+        return [*products, *plainly, sums[:end], out[:end], unsent[:end]]
+
+    padded = torch.cat([x, zeros.to(dtype)]), torch.cat([kept, zeros])
+    for machine in machines(orders=ORDERS):
+        with on(machine, KERNELS) as run:
+            got = outputs(run, short.table, x, kept)
+            expected = outputs(run, whole.table, *padded)
+        for i, (tensor, other) in enumerate(zip(got, expected, strict=True)):
+            assert same(tensor, other), (machine, places, i)
+    defined = outputs(define, short.table, x, kept)
+    for tensor, other in zip(defined, outputs(define, whole.table, *padded), strict=True):
+        assert same(tensor, other)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -208,7 +247,9 @@ def fuzz(run: Any, rng: random.Random) -> None:
         spans.append((offset, begin))
         places.append((begin, rows, columns, rng.randrange(1, 10)))
         offset = begin + rows * columns
-    matrices, tails = Matrices(places), tail_table(spans)
+    lacking = rng.randrange(places[-1][2]) if places else 0
+    offset -= lacking
+    matrices, tails = Matrices(places, offset), tail_table(spans)
     x = torch.randn(offset + rng.randrange(3)).to(rng.choice(DTYPES))
     left, right = torch.randn(matrices.left_numel), torch.randn(matrices.right_numel)
     residual, total = (torch.randn(len(x)) if rng.random() < 0.5 else None for _ in range(2))

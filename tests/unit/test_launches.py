@@ -17,7 +17,7 @@ BLOCK += [(3072, 768), (3072,), (768, 3072)]
 # The most launches of a bucket, and of them the most of PyTorch's operations.
 LAUNCHES, OPERATIONS = 10, 3
 # Schemes that are written in PyTorch's operations: no kernels encode and decode for them.
-EXCEPTIONS = {"batched_powersgd": (24, 19), "demo": (70, 57)}
+EXCEPTIONS = {"demo": (70, 57)}
 # Their first steps do not compress.
 LATE = {"onebit_adam": {"freeze_step": 1}}
 
