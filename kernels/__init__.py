@@ -17,13 +17,13 @@
 # norms, shared             schemes of commhooks.research.baselines
 # finite, restore           whether a step is finite, and what its commit keeps
 # philox, segments          random bits; where blocks begin in a bucket
-# _blockwise, _blockwise_definition, _matrices, _tables, _tail  what these share
+# _blockwise, _blockwise_definition, _matrices, _tables, _tail, _tiles  what these share
 # runtime                   how ops are declared, checked, built and called
 
 from .affine import dequantize_affine, quantize_affine
 from .blockwise import FORMATS, dequantize, payload_bytes, quantize, segments_for
 from .cast import scaled_cast
-from .dct import dct
+from .dct import Tiles, decode_cosines, encode_cosines
 from .fingerprint import fingerprint, hash_parts, pieces_of_sizes, sketch_width
 from .finite import all_finite
 from .hadamard import hadamard
@@ -57,10 +57,11 @@ __all__ = [
     "Matrices",
     "RandomBits",
     "Segments",
+    "Tiles",
     "add_momentum",
     "all_finite",
     "count_votes",
-    "dct",
+    "decode_cosines",
     "decode_low_rank",
     "dequantize",
     "dequantize_affine",
@@ -68,6 +69,7 @@ __all__ = [
     "dequantize_parts",
     "dequantize_rotated",
     "dequantize_shared",
+    "encode_cosines",
     "fingerprint",
     "gather_random",
     "hadamard",

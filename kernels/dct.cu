@@ -1,50 +1,188 @@
-// Computes the discrete cosine transform of chunks on a GPU; the specification is in dct.py.
+// Sends the largest cosine coefficients on a GPU; the specification is in dct.py.
 //
-// A lane takes a chunk of 64 entries in registers. Entries pass through shared memory, so that a load
-// or a store of a warp is a full line. Every 33rd place there is empty, which puts rows and columns of
-// 32 into different banks.
+// A block of 64 threads has a tile. A thread has a column of it in registers, and then a row: in between
+// entries pass through shared memory, of which every 65th place is empty, which puts rows and columns
+// into different banks. Loads and stores of a warp are full lines.
 #include "include/dct.h"
+#include "include/tiles.h"
 
 #include "include/cuda.h"
 
-constexpr int kPitch = kLanes + 1;
+constexpr int kPitch = kSide + 1;
 
-// Calls f for each of `count` chunks. All 32 are written out, so that their loads are under way together.
-template <class F> INLINE void for_chunks(int count, F f) {
-    if (count == kLanes) {
-#pragma unroll
-        for (int k = 0; k < kLanes; ++k) f(k);
-    } else {
+// Returns where entry `i` of the line is in the bucket; -1 behind its end.
+INLINE i64 place_in_line(const Tiles* table, i64 i) {
+    const Run* runs = (const Run*)(table + 1) + table->matrices;
+    const Run& one = *run_at(runs, table->pieces, i);
+    return i - one.first < one.columns ? one.begin + i - one.first : -1;
+}
+
+// Calls f(row, place in the bucket) for this thread's column of a tile.
+template <class F> INLINE void for_column(const Tiles* table, i64 tile, F f) {
+    const int t = (int)threadIdx.x;
+    if (tile >= table->squares) {
 #pragma unroll 1
-        for (int k = 0; k < count; ++k) f(k);
+        for (int i = 0; i < kSide; ++i) {
+            const i64 place = place_in_line(table, (tile - table->squares) * kTile + i * kSide + t);
+            if (place >= 0) f(i, place);
+        }
+        return;
+    }
+    const Square square = square_of(table, tile);
+    i64 place = square.at + t;
+    const int rows = t < square.columns ? square.rows : 0;
+#pragma unroll 8
+    for (int i = 0; i < rows; ++i, place += square.stride) f(i, place);
+}
+
+// Each moves a column or a row of this thread between registers and `room`.
+INLINE void load_column(const float* room, float (&c)[kSide]) {
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) c[i] = room[i * kPitch + threadIdx.x] * kUnit;
+}
+INLINE void store_column(const float (&c)[kSide], float* room) {
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) room[i * kPitch + threadIdx.x] = c[i];
+}
+INLINE void load_row(const float* room, float (&c)[kSide]) {
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) c[j] = room[threadIdx.x * kPitch + j] * kUnit;
+}
+INLINE void store_row(const float (&c)[kSide], float* room) {
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) room[threadIdx.x * kPitch + j] = c[j];
+}
+
+// Transforms the rows of `room` back, each by the thread that has written it, and then the columns of a
+// square.
+INLINE void transform_back(bool square, float* room) {
+    float c[kSide];
+    load_row(room, c);
+    cosines_of<true>(c);
+    store_row(c, room);
+    __syncthreads();
+    if (!square) return;
+    load_column(room, c);
+    cosines_of<true>(c);
+    store_column(c, room);
+}
+
+// Returns the sum of both warps, in all threads. Rows of `sums` take turns, so that one barrier is enough.
+INLINE u32 sum_of_block(u32 x, u32 (&sums)[2][2], int& turn) {
+    x = __reduce_add_sync(kAllLanes, x);
+    if (lane() == 0) sums[turn][threadIdx.x / kLanes] = x;
+    __syncthreads();
+    x = sums[turn][0] + sums[turn][1];
+    turn ^= 1;
+    return x;
+}
+
+template <class T>
+__global__ void encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k,
+                               float* fresh, u16* payload) {
+    __shared__ float room[kSide * kPitch];
+    __shared__ u32 sums[2][2];
+    const int t = (int)threadIdx.x;
+    int turn = 0;
+    for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
+        const bool square = tile < table->squares;
+        float c[kSide];
+        // Until the first barrier, and after the last, a thread touches its own column only.
+        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f;
+        for_column(table, tile, [&](int i, i64 place) {
+            room[i * kPitch + t] = to_float(x[place]) + momentum[place] * decay;
+        });
+        if (square) {
+            load_column(room, c);
+            cosines_of<false>(c);
+            store_column(c, room);
+        }
+        __syncthreads();
+        load_row(room, c);
+        cosines_of<false>(c);
+
+        // Magnitudes, with the sign as the last bit: a comparison takes no further register.
+        u32 words[kSide];
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) words[j] = rank_of(c[j]) << 1 | bits_of(c[j]) >> 31;
+        // The k-th largest magnitude, bit by bit, until exactly k reach the bound.
+        u32 bound = 0, reached = kTile;
+        for (u32 bit = 1u << 31; bit > 1 && reached != k; bit >>= 1) {
+            u32 some = 0;
+#pragma unroll
+            for (int j = 0; j < kSide; ++j) some += words[j] >= (bound | bit);
+            some = sum_of_block(some, sums, turn);
+            if (some >= k) bound |= bit, reached = some;
+        }
+        const u32 last = bound | 1u;  // the bound with the sign
+        // Both counts of a thread in one word: entries above the bound, and equal ones.
+        u32 own = 0;
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) {
+            own += words[j] > last ? 1u << 16 : words[j] >= bound ? 1u : 0u;
+            room[t * kPitch + j] = float_of(words[j]);
+        }
+        const u32 all = sum_of_block(own, sums, turn);
+        u32 before = own;
+        for (int by = 1; by < kLanes; by *= 2) {
+            const u32 other = __shfl_up_sync(kAllLanes, before, by);
+            if (lane() >= by) before += other;
+        }
+        // The sums of the turn before are still there.
+        before = before - own + (t < kLanes ? 0 : sums[turn ^ 1][0]);
+        const u32 wanted = (u32)k - (all >> 16);  // equal ones that are taken, the first ones
+        u32 equal = before & 0xffffu, at = (before >> 16) + (equal < wanted ? equal : wanted);
+        u16* places = payload + tile * k;
+        u16* values = places + table->count * k;
+#pragma unroll 4
+        for (int j = 0; j < kSide; ++j) {
+            const u32 word = bits_of(room[t * kPitch + j]);
+            const bool tie = word >= bound && word <= last;
+            const bool taken = word > last || (tie && equal < wanted);
+            equal += tie;
+            const u32 bits = to_bfloat16(float_of(word >> 1 | word << 31));
+            if (taken) {
+                places[at] = (u16)(t * kSide + j);
+                values[at++] = (u16)bits;
+            }
+            room[t * kPitch + j] = taken ? from_bfloat16(bits) : 0.0f;
+        }
+        transform_back(square, room);
+        for_column(table, tile, [&](int i, i64 place) {
+            fresh[place] = to_float(x[place]) + momentum[place] * decay - room[i * kPitch + t];
+        });
     }
 }
 
-template <bool INVERSE> __global__ void dct(const float* x, i64 n, float* out) {
-    constexpr int kSpan = kLanes * kCosines;
-    __shared__ float rooms[8][kLanes * kPitch];  // of each warp; half of its chunks
-    float* room = rooms[threadIdx.x / kLanes];
-    for (i64 at = warp() * kSpan; at < n; at += warps() * kSpan) {
-        const int count = entries_in<kSpan>(at, n) / kCosines;
-        float c[kCosines];
-#pragma unroll
-        for (int half = 0; half < kCosines; half += kLanes) {
-            const float* from = x + at + half + lane();
-            __syncwarp();  // what was here before has been read
-            for_chunks(count, [=](int k) { room[k * kPitch + lane()] = from[k * kCosines]; });
-            __syncwarp();
-#pragma unroll
-            for (int j = 0; j < kLanes; ++j) c[half + j] = room[lane() * kPitch + j] * kUnit;
+template <class T>
+__global__ void decode_cosines(const u16* payloads, i64 count, i64 k, const Tiles* table, i64 sign, T* out) {
+    __shared__ float room[kSide * kPitch];
+    __shared__ u16 counts[kTile];
+    const int t = (int)threadIdx.x;
+    for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
+        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f, counts[i * kSide + t] = 0;
+        __syncthreads();
+        const u16* places = payloads + tile * k;
+        const i64 plane = table->count * k;
+        for (i64 r = 0; r < count; ++r, places += 2 * plane) {
+            for (i64 i = t; i < k; i += kSide) {
+                const int place = places[i] & (kTile - 1);  // those of one payload differ
+                room[place / kSide * kPitch + place % kSide] += from_bfloat16((u32)places[plane + i]);
+                ++counts[place];
+            }
+            __syncthreads();
         }
-        cosines_of<INVERSE>(c);  // of what lies there, in lanes beyond the last chunk
-#pragma unroll
-        for (int half = 0; half < kCosines; half += kLanes) {
-            float* to = out + at + half + lane();
-            __syncwarp();
-#pragma unroll
-            for (int j = 0; j < kLanes; ++j) room[lane() * kPitch + j] = c[half + j];
-            __syncwarp();
-            for_chunks(count, [=](int k) { to[k * kCosines] = room[k * kPitch + lane()]; });
+#pragma unroll 4
+        for (int j = 0; j < kSide; ++j) {
+            const int some = counts[t * kSide + j];
+            room[t * kPitch + j] /= (float)(some > 1 ? some : 1);
         }
+        transform_back(tile < table->squares, room);
+        for_column(table, tile, [&](int i, i64 place) {
+            const float entry = room[i * kPitch + t];
+            const float sign_of = entry > 0.0f ? 1.0f : entry < 0.0f ? -1.0f : 0.0f;
+            const bool finite = magnitude(entry) < kInfinity;
+            store(out + place, !sign ? entry : finite ? sign_of : float_of(kNaN));
+        });
     }
 }

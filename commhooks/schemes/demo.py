@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch import Tensor
-from torch.nn.functional import pad
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
 from commhooks.core._layout import Layout
@@ -15,14 +13,13 @@ from commhooks.core._registry import register_scheme
 from commhooks.core._scheme import Scheme
 from commhooks.core._slot import Slot
 from commhooks.core._traits import INT32_PLACES, Traits
-from commhooks.kernels import dct, scatter_sum
+from commhooks.kernels import Tiles, decode_cosines, encode_cosines
 from ddp_core import AllGather
 
 __all__ = ["DeMo"]
 
 _MOMENTUM = Slot("demo.momentum", resize="mean", dtype=torch.float32)
-_SIDE = 64  # entries per transform, and side of a tile
-_TILE = _SIDE * _SIDE
+_TILE = 64 * 64
 
 
 @register_scheme("demo")
@@ -65,96 +62,21 @@ class DeMo(Scheme):
             raise ValueError(f"DeMo(decay=...): 0 <= decay < 1, got {self.decay!r}")
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
-        layout, k = bucket.layout, self.k
+        tiles, x = _tiles_of(bucket.layout), bucket.gradient
+        x = x.float() if x.dtype == torch.float64 else x  # which the kernel does not know
         old = bucket.read(_MOMENTUM)
-        momentum = bucket.gradient.to(torch.float32) + self.decay * old
-        tiles = _tiles_of(layout)
-        rows = tiles.transformed(momentum)
-        # In ascending order, so that one pass adds up the payloads of all ranks.
-        largest = rows.abs().topk(k, dim=1, sorted=False).indices.sort(dim=1).values
-        values = rows.gather(1, largest).bfloat16()
-        payload = torch.stack([largest.to(torch.int16), values.view(torch.int16)])
+        momentum = torch.empty_like(old)
+        payload = torch.empty(2, tiles.count, self.k, dtype=torch.int16, device=x.device)
+        encode_cosines(x, old, self.decay, tiles, self.k, momentum, payload)
+        bucket.write(_MOMENTUM, momentum)
         gathered = yield AllGather(payload)
-
-        # The rounded values leave the momentum, so that rounding errors are sent later.
-        sent = torch.zeros_like(rows).scatter_(1, largest, values.float())
-        bucket.write(_MOMENTUM, momentum - tiles.back(sent))
-        starts = torch.arange(len(rows), device=rows.device, dtype=torch.int32)[:, None] * _TILE
-        indices = (gathered[:, 0].to(torch.int32) + starts).flatten(1)
-        arrived = gathered[:, 1].view(torch.bfloat16).float().flatten(1)
-        total, count = rows.new_empty(2, rows.numel())
-        # Rank after rank, on every device: the same bits on every rank.
-        scatter_sum(indices, arrived, total)
-        scatter_sum(indices, torch.ones_like(arrived), count)
-        mean = tiles.back((total / count.clamp(min=1.0)).view_as(rows))
-        if self.sign:
-            mean = torch.where(mean.isfinite(), mean.sign(), torch.nan)  # the sign of NaN is 0
-        return Result(bucket.output.copy_(mean))
-
-
-class _Tiles:
-    """Cuts a bucket into tiles: matrices into 64 x 64, all other parameters joined, by 4096."""
-
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
-        self._sides = [_matrix(shape) for shape in layout.shapes]
-        joined = sum(n for n, sides in zip(layout.sizes, self._sides, strict=True) if not sides)
-        self._line_tiles = -(-joined // _TILE)
-        self._line_padding = self._line_tiles * _TILE - joined
-
-    def transformed(self, flat: Tensor) -> Tensor:
-        """Returns the coefficients of a flat tensor, a row per tile: matrices first."""
-        grids, vectors = [], []
-        parts = flat.split(self._layout.sizes)
-        for part, sides in zip(parts, self._sides, strict=True):
-            if sides is None:
-                vectors.append(part)
-                continue
-            high, wide = sides
-            padded = pad(part.view(high, wide), (0, -wide % _SIDE, 0, -high % _SIDE))
-            grid = padded.view(-(-high // _SIDE), _SIDE, -(-wide // _SIDE), _SIDE)
-            grids.append(grid.transpose(1, 2).reshape(-1, _SIDE, _SIDE))
-        line = pad(torch.cat([flat[:0], *vectors]), (0, self._line_padding))
-        line = line.contiguous()
-        dct(line, line)
-        square = torch.cat([flat[:0].view(0, _SIDE, _SIDE), *grids])
-        for _ in range(2):  # rows, then columns, which the transposition makes rows
-            dct(square, square)
-            square = square.transpose(1, 2).contiguous()
-        return torch.cat([square.view(-1, _TILE), line.view(-1, _TILE)])
-
-    def back(self, rows: Tensor) -> Tensor:
-        """Returns the flat tensor of these coefficients."""
-        squares = len(rows) - self._line_tiles
-        square = rows[:squares].reshape(-1, _SIDE, _SIDE)
-        for _ in range(2):
-            square = square.transpose(1, 2).contiguous()
-            dct(square, square, inverse=True)
-        line = rows[squares:].reshape(-1).contiguous()
-        dct(line, line, inverse=True)
-        pieces, line_begin, begin = [], 0, 0
-        for n, sides in zip(self._layout.sizes, self._sides, strict=True):
-            if sides is None:
-                pieces.append(line[line_begin : line_begin + n])
-                line_begin += n
-                continue
-            high, wide = sides
-            down, across = -(-high // _SIDE), -(-wide // _SIDE)
-            grid = square[begin : begin + down * across].view(down, across, _SIDE, _SIDE)
-            begin += down * across
-            padded = grid.transpose(1, 2).reshape(down * _SIDE, across * _SIDE)
-            pieces.append(padded[:high, :wide].reshape(-1))
-        return torch.cat([rows.new_empty(0), *pieces])
+        output = bucket.output
+        mean = torch.empty_like(x) if output.dtype == torch.float64 else output
+        decode_cosines(gathered, tiles, mean, sign=self.sign)
+        return Result(mean if mean is output else output.copy_(mean))
 
 
 @lru_cache(maxsize=1024)
-def _tiles_of(layout: Layout) -> _Tiles:
-    return _Tiles(layout)
-
-
-def _matrix(shape: torch.Size) -> tuple[int, int] | None:
-    """Returns height and width of a parameter that is cut into squares; None for all others."""
-    if len(shape) < 2 or not shape.numel():
-        return None
-    high, wide = shape[0], shape.numel() // shape[0]
-    return (high, wide) if min(high, wide) >= _SIDE else None
+def _tiles_of(layout: Layout) -> Tiles:
+    shapes = [(shape[0], shape[1:].numel()) if shape else (1, 1) for shape in layout.shapes]
+    return Tiles(shapes)

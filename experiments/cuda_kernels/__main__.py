@@ -44,7 +44,8 @@ COPY = 4.3e6 / 132  # bytes that a multiprocessor moves in a microsecond
 STREAMING = {"quantize", "requantize", "dequantize", "quantize_rotated", "dequantize_rotated"}
 STREAMING |= {"hadamard", "finite", "cast", "largest_magnitudes", "quantize_shared", "collect"}
 STREAMING |= {"dequantize_shared", "quantize_levels", "dequantize_levels", "affine_extents"}
-STREAMING |= {"affine_blocks", "affine_levels", "affine_entries", "count_reached", "squares", "dct"}
+STREAMING |= {"affine_blocks", "affine_levels", "affine_entries", "count_reached", "squares"}
+STREAMING |= {"encode_cosines", "decode_cosines"}
 STREAMING |= {"quantize_norms", "quantize_parts", "dequantize_parts", "pack_votes", "count_votes"}
 
 

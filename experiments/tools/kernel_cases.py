@@ -23,7 +23,7 @@ from commhooks.kernels import (
     sparse,
 )
 from commhooks.kernels._blockwise import FORMATS, one_segment, payload_bytes
-from commhooks.kernels.dct import dct_op
+from commhooks.kernels.dct import Tiles, decode_cosines_op, encode_cosines_op
 from commhooks.kernels.fingerprint import ROWS, fingerprint_op, hash_parts_op, pieces_of_sizes
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.hadamard import hadamard_op
@@ -94,8 +94,15 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
     table = one_segment("int4", 1024, whole, whole=True).table
     turn = (x[:whole], turned, "int4", 1024, table, -1, *noise, None, None, *philox.NO_STREAM)
     listed.append(Case("Hadamard + int4 encode", 4.5, 0.75, rotated.quantize_rotated_op, turn))
-    cosines = (x[:whole], out[:whole], False)
-    listed.append(Case("DCT 64", 8, 0.5, dct_op, cosines))
+    tiles = Tiles([(whole // 1024, 1024)])
+    sent = torch.empty(2, tiles.count, 32, dtype=torch.int16, device=x.device)
+    cosines = (x[:whole], residual[:whole], 0.999, tiles.table, 32, out[:whole], sent)
+    _prepare(encode_cosines_op, *cosines)
+    means = (sent[None], tiles.table, True, out[:whole])
+    listed += [
+        Case("cosines, 32 of 4096", 12.03, 0.5, encode_cosines_op, cosines),
+        Case("cosines decode", 4.03, 0.5, decode_cosines_op, means),
+    ]
     sums = torch.empty(-(-x.numel() // 256), dtype=torch.int32, device=x.device)
     _prepare(shared.magnitudes_op, x, residual, sums, 256)  # valid scales for what follows
     codes = torch.empty_like(x, dtype=torch.int8)

@@ -84,11 +84,10 @@ template <int N, class V> INLINE void cosines_four(V (&x)[N]) {
     }
 }
 
-constexpr int kCosines = 64;  // entries of a chunk
 // 1 / sqrt(64), and exact. Taken first, so that no sum overflows where results do not.
 constexpr float kUnit = 0.125f;
 
-template <bool INVERSE, class V> INLINE void cosines_of(V (&x)[kCosines]) {
+template <bool INVERSE, class V> INLINE void cosines_of(V (&x)[64]) {
     if constexpr (INVERSE) cosines_two_back(x);
     else cosines_two(x);
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from commhooks.kernels import Matrices, tail_table
+from commhooks.kernels import Matrices, Tiles, tail_table
 from commhooks.kernels.blockwise import payload_bytes, quantize, segments_for
 from commhooks.kernels.fingerprint import Pieces
 from commhooks.kernels.parts import Parts
@@ -28,6 +28,7 @@ TAIL = tail_table([(3, 30), (100, 113)])
 MATRICES = Matrices([(0, 20, 30, 2), (600, 7, 9, 2)])
 PARTS = Parts([600, 20])
 PIECES = Pieces([600, 20])
+TILES = Tiles([(1, 600), (70, 80)])
 BUCKET = MATRICES.table[-1, 0]
 
 
@@ -142,7 +143,14 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "scatter_random": lambda: (
         *(torch.randn(6), torch.zeros(600), 0.5, torch.tensor(True), STEP, 1, 0),
     ),
-    "dct": lambda: (torch.randn(128), torch.zeros(128), False),
+    "encode_cosines": lambda: (
+        *(torch.randn(TILES.numel), torch.randn(TILES.numel), 0.9, TILES.table, 8),
+        *(torch.zeros(TILES.numel), torch.zeros(2, TILES.count, 8, dtype=torch.int16)),
+    ),
+    "decode_cosines": lambda: (
+        *(torch.zeros(3, 2, TILES.count, 8, dtype=torch.int16), TILES.table, True),
+        torch.zeros(TILES.numel),
+    ),
     "cast": lambda: (torch.randn(600), torch.zeros(600).half(), 0.5, STEP, 1, 0, 0),
     "requantize": lambda: (
         *(quantized(torch.randn(600))[None], quantized(torch.randn(600)), "int8", 256, ONE, 0),
