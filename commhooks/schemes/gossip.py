@@ -67,14 +67,14 @@ class Gossip(Scheme):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         gradient, given = bucket.gradient, bucket.read(_SUM)
-        own = given + gradient
+        corrected = given + gradient
         partner = partner_of(bucket.rank, bucket.step, bucket.world_size)
         pair = sorted((bucket.rank, partner))
         # As bytes, which no cast around the scheme rounds: the sum is far larger than a gradient,
         # and its rounding error would be, too.
-        gathered = yield AllGather(own.view(torch.uint8), pair)
+        gathered = yield AllGather(corrected.view(torch.uint8), pair)
         # In the order of ranks on both, hence the same bits.
-        total = gathered.view(-1).view(own.dtype).view(2, own.numel()).mean(0)
+        total = gathered.view(-1).view(corrected.dtype).view(2, *corrected.shape).mean(0)
         bucket.write(_SUM, total)
         # A rank without a partner returns its gradient, without the rounding error of t - s.
         if partner == bucket.rank:

@@ -82,7 +82,7 @@ def test_a_prediction_is_of_a_case_that_there_is(rehearsal: Any) -> None:
         assert any(op.startswith(begin) for op in ops), begin
     assert predictions.predicted("int8 encode, feedback", "256 MiB") == 0.92
     assert predictions.predicted("int8 encode, stochastic", "256 MiB") == 0.90
-    assert predictions.predicted("DCT 64", "25 MiB") is None
+    assert predictions.predicted("cosines, 32 of 4096", "25 MiB") is None
 
 
 def steps_of(log: list[str], names: str, failing: str = "") -> list[Step]:
@@ -194,7 +194,7 @@ def test_programs_get_what_they_need_and_say_how_they_ended(tmp_path: Path, monk
     )
     raced = {command[-1] for command in checked if "racecheck" in command}
     assert {"sparse", "orthonormal", "dct"} <= raced
-    assert "finite" not in raced
+    assert "momentum" not in raced
 
 
 def test_a_program_ends_with_the_processes_that_it_has_started(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8, MX": ("fp8", {"format": "mx_e4m3"}),
     **{name: (name, {}) for name in ("powersgd", "batched_powersgd", "acpsgd")},
     **{name: (name, {}) for name in ("topk", "random_k", "dgc")},
-    **{name: (name, {}) for name in ("eden", "demo", "signsgd", "sdp4bit")},
+    **{name: (name, {}) for name in ("eden", "demo", "signsgd", "sdp4bit", "gossip")},
+    "onebit_adam": ("onebit_adam", {"freeze_step": 1}),
 }
 # By name: scheme, options and shapes of a bucket's parameters.
 VERIFIED: dict[str, tuple[str, dict[str, Any], list[tuple[int, ...]]]] = {

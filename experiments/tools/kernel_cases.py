@@ -139,7 +139,7 @@ def cases(x: Tensor, block: int = 1024) -> list[Case]:
             12.08,
             0.6,
             sparse.top_k_op,
-            (x, k, *taken, residual, residual),
+            (x, k, *taken, residual, residual, None),
             topk,
         ),
         Case(
