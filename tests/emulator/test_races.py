@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from commhooks.kernels import Matrices, affine, blockwise, payload_bytes, philox
+from commhooks.kernels import Matrices, Tiles, affine, blockwise, payload_bytes, philox
 from commhooks.kernels.blockwise import segments_for
 from commhooks.kernels.orthonormal import orthonormalize_op
 from commhooks.kernels.runtime import cuda, nvrtc
@@ -89,6 +89,12 @@ def many_tickets(run: Any) -> None:
     cuda.launch(TICKETS, "tickets", out.device, 8, (counter, sums, out))
 
 
+def tiles_of_both_kinds(run: Any) -> None:
+    tiles = Tiles([(64, 128), (1, 5000)])
+    x, old = plain(tiles.numel), plain(tiles.numel, seed=1)
+    test_dct.outputs(run, x, old, tiles, 70)  # more than a block has threads
+
+
 def sums_of_payloads(run: Any) -> None:
     n = 9000  # two ranges, and more payloads than a block looks up at once
     run(test_scatter.scatter_sum_op, *test_scatter.payloads(130, n, 99), torch.empty(n), 0.5, None)
@@ -108,8 +114,8 @@ CASES = {
     ),
     "dct": Case(
         "dct.cu",
-        ("dct<false>", "dct<true>"),
-        lambda run: test_dct.outputs(run, plain(40_000 // 64 * 64)),
+        ("encode_cosines<float>", "decode_cosines<float>"),
+        tiles_of_both_kinds,
     ),
     "orthonormal": Case("orthonormal.cu", ("orthonormalize",), two_ranks),
     "parts": Case(

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from commhooks.kernels import (
     Matrices,
+    Tiles,
     affine,
     blockwise,
     cast,
@@ -32,9 +33,10 @@ from commhooks.kernels import (
     votes,
 )
 from commhooks.kernels.blockwise import segments_for
-from commhooks.kernels.dct import dct_op
+from commhooks.kernels.dct import decode_cosines_op, encode_cosines_op
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.hadamard import hadamard_op
+from commhooks.kernels.momentum import add_momentum_op
 from commhooks.kernels.norms import quantize_norms_op
 from commhooks.kernels.requantize import requantize_op
 from commhooks.kernels.scatter import scatter_sum_op
@@ -47,6 +49,7 @@ from tests.kernels import (
     test_hadamard,
     test_levels,
     test_low_rank,
+    test_momentum,
     test_norms,
     test_parts,
     test_random_k,
@@ -125,9 +128,18 @@ def casts(run: Any) -> None:
 
 
 def cosines(run: Any) -> None:
-    x, turned = entries(), zeros(N)
-    run(dct_op, x, turned, False)
-    assert_ends_agree(turned)
+    tiles = Tiles([(1, N)])
+    x, new, written = entries(), zeros(N), zeros(N)
+    payload = zeros(2 * tiles.count * 4, torch.int16).view(2, -1, 4)
+    run(encode_cosines_op, x, x, 0.5, tiles.table, 4, new, payload)
+    run(decode_cosines_op, payload[None], tiles.table, False, written)
+    assert_ends_agree(new, written)
+
+
+def momenta(run: Any) -> None:
+    x, new, written = entries(), zeros(N), zeros(N)
+    run(add_momentum_op, x, x, 0.5, new, written)
+    assert_ends_agree(new, written)
 
 
 def one_that_is_not_finite(run: Any) -> None:
@@ -141,8 +153,8 @@ def one_that_is_not_finite(run: Any) -> None:
 
 def rotations(run: Any) -> None:
     x, turned, back = entries(), zeros(N), zeros(N)  # by signs that differ between places
-    run(hadamard_op, x, turned, 1024, False, *TURN, None, -1)
-    run(hadamard_op, turned, back, 1024, True, *TURN, None, -1)
+    run(hadamard_op, x, turned, 1024, False, *TURN, None, -1, False)
+    run(hadamard_op, turned, back, 1024, True, *TURN, None, -1, False)
     for end in (slice(END), slice(-END, None)):
         torch.testing.assert_close(back[end], x[end])
 
@@ -162,7 +174,7 @@ def nearest_levels(run: Any) -> None:
     table = levels._table(test_levels.some_levels(bits))
     payload = zeros(levels.level_bytes(N, bits, block), torch.uint8)
     run(levels.quantize_levels_op, x, table, payload[None], left, block, N)
-    run(levels.dequantize_levels_op, payload[None, None], table, written, block, N)
+    run(levels.dequantize_levels_op, payload[None, None], table, written, block, N, 1.0)
     scales = 4 * N // block
     assert_ends_agree(payload[:scales], payload[scales:], left, written)
 
@@ -250,6 +262,7 @@ CASES: dict[ModuleType, Callable[[Any], None]] = {
     test_hadamard: rotations,
     test_levels: nearest_levels,
     test_low_rank: a_large_matrix,
+    test_momentum: momenta,
     test_norms: levels_of_norms,
     test_parts: whole_parts,
     test_random_k: random_entries,
