@@ -14,6 +14,7 @@ from tests.tools.harness import on_ranks
 CHANGED = {"int8": 0.02, "sdp4bit": 0.3, "terngrad": 2.0, "onebit": 0.3, "onebit_adam": 0.3}
 # Processors of another kind sum the products of matrices in another order.
 CHANGED |= dict.fromkeys(("powersgd", "batched_powersgd", "acpsgd"), 0.0001)
+CHANGED["dgc"] = 1e-6  # the product with a momentum is rounded before the sum since then
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
