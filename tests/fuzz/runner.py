@@ -50,7 +50,7 @@ class Runner:
         leaves = any(event[1] == "leave" for event in case.events) or case.change is not None
         for number, size in enumerate((case.world, *(() if leaves else case.legs))):
             leg = Leg(case, number, saved, self.plant)
-            reports = self._team(size, case.store).run(play, [leg] * size)
+            reports = self._team(size, case.store).run(play, leg)
             self._ran[size, case.store].append(case)
             verdict = judge(case, reports)
             if verdict.status != "ok":
