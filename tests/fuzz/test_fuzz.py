@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.fuzz.__main__ import explore
 from tests.fuzz.case import Case
-from tests.fuzz.laws import Verdict
+from tests.fuzz.laws import REFUSALS, Verdict
+from tests.fuzz.runner import Runner
 from tests.fuzz.sample import sample
 from tests.fuzz.shrink import shrink
 
@@ -18,6 +21,19 @@ CASES, PARTS = 20, 2
 def test_random_configurations_obey_the_laws(part: int) -> None:
     figures = explore(range(part * CASES, (part + 1) * CASES), shrinks=15.0)
     assert not figures.findings, figures.show()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_refused_says_why() -> None:
+    runner = Runner()
+    try:
+        for reason, least in REFUSALS:
+            verdict = runner.run(Case(**least))
+            assert verdict.status == "refused", (least, verdict)
+            assert re.search(reason, verdict.text), (least, verdict)
+    finally:
+        runner.restart()
 
 
 def test_a_case_is_one_line_that_says_all() -> None:

@@ -54,6 +54,7 @@ MODES: dict[str, dict[str, Any]] = {
     "inner backward": {"ddp": STATIC, "model": ("reentrant", "twice")},
     "inner backward first": {"model": ("reentrant",)},
     "view": {"ddp": VIEW},
+    "compiled": {"setting": ("compiled",)},
     "no_sync": {"micro": 4},
     "no_sync, view": {"micro": 4, "ddp": VIEW},
     "sparse": {"model": ("sparse",)},
@@ -78,6 +79,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "topk, coalesced": {"scheme": "topk", "options": {"coalesce": True}},
     "topk, cut": {"scheme": "topk", "wrap": ("cut",)},
     "fp16, feedback": {"scheme": "fp16", "options": {"error_feedback": True}},
+    "qsgd, in two phases": {"scheme": "qsgd", "wrap": ("two_phase",)},
     "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
 }
 # They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
