@@ -95,7 +95,7 @@ QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
     *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
     *(("torch", mode) for mode in ("unused, zeros", "half", "sparse", "poison")),
-    *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero"),
+    *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero", "diloco"),
 }
 
 

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from tests.fuzz import faults
 from tests.fuzz.case import Case
 from tests.fuzz.hosts import HOSTS
 from tests.fuzz.model import Boom, batch, used
@@ -27,13 +26,11 @@ class Leg:
 
     Attributes:
         number: 0 begins; later ones continue from ``saved``, all ranks' states.
-        plant: name of the bug to plant, see ``tests.fuzz.faults``.
     """
 
     case: Case
     number: int = 0
     saved: tuple[bytes, ...] = ()
-    plant: str = ""
 
 
 @dataclass
@@ -66,14 +63,13 @@ def play(rank: int, size: int, leg: Leg) -> Any:
     """Runs a leg of a case on one rank."""
     case, report = leg.case, Report()
     plan = _Player(leg, rank, report)
-    with faults.planted(leg.plant, rank):
-        try:
-            plan.play()
-        except Exception as error:  # a verdict is made of it, with those of the other ranks
-            report.error = (type(error).__name__, str(error))
-            report.trace = _trace(error)
-        finally:
-            plan.close()
+    try:
+        plan.play()
+    except Exception as error:  # a verdict is made of it, with those of the other ranks
+        report.error = (type(error).__name__, str(error))
+        report.trace = _trace(error)
+    finally:
+        plan.close()
     if any(event[1] == "leave" for event in case.events):
         return Leave(report)
     if report.error is None and "part" not in case.setting:
