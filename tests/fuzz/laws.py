@@ -88,8 +88,6 @@ def judge(case: Case, reports: Sequence[Report | Trouble]) -> Verdict:
         if texts:
             return Verdict("broken", kind, "\n".join(texts))
     ranks = [report for report in reports if isinstance(report, Report) and not report.idle]
-    if any(event[1] == "leave" for event in case.events):
-        return _of_leaving(ranks)
     if case.change is not None and any(report.error for report in ranks):
         return _of_changes(case.change, ranks)
     if any(report.error for report in ranks):
@@ -151,16 +149,6 @@ def _of_errors(case: Case, ranks: Sequence[Report]) -> Verdict:
         return Verdict("refused", stages[first], f"{kind}: {text}")
     where = "step" if stages[first].startswith("step") else stages[first]
     return Verdict("broken", f"{kind} in {where}", f"{shown}\n{ranks[first].trace}")
-
-
-def _of_leaving(ranks: Sequence[Report]) -> Verdict:
-    *others, last = ranks
-    if last.error is None or last.error[0] != "Boom":
-        return Verdict("broken", "leave", f"the rank that is to raise: {last.error}")
-    for rank, other in enumerate(others):
-        if other.error is None:
-            return Verdict("broken", "leave", f"rank {rank} noticed nothing")
-    return Verdict("ok")
 
 
 def _of_changes(step: int, ranks: Sequence[Report]) -> Verdict:

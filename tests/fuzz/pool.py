@@ -34,7 +34,7 @@ from tests.tools.harness import (
     _store_at,
 )
 
-__all__ = ["Leave", "Team", "Trouble"]
+__all__ = ["Team", "Trouble"]
 
 _GRACE = 3.0  # seconds that the others have once a rank is in trouble
 _LONGEST = 300.0  # seconds of a call, whatever it does
@@ -48,13 +48,6 @@ class Trouble:
 
     kind: str
     text: str
-
-
-@dataclass(frozen=True)
-class Leave:
-    """Returned by a rank whose process is to end."""
-
-    value: Any
 
 
 class Team:
@@ -78,8 +71,7 @@ class Team:
         """Calls ``function(rank, size, argument)`` on every rank.
 
         Returns:
-            By rank what it returned, or a ``Trouble``. After one, and where a rank answered
-            ``Leave``, the team is not usable.
+            By rank what it returned, or a ``Trouble``, after which the team is not usable.
         """
         for rank in self._ranks:
             with contextlib.suppress(OSError):  # it has ended, as its pipe says below
@@ -100,9 +92,9 @@ class Team:
                 if rank.failure is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)
         results = [self._result(rank, hangs=rank in waiting) for rank in self._ranks]
-        if any(isinstance(result, (Leave, Trouble)) for result in results):
+        if any(isinstance(result, Trouble) for result in results):
             self.close()
-        return [result.value if isinstance(result, Leave) else result for result in results]
+        return results
 
     def _result(self, rank: _Rank, *, hangs: bool) -> Any:
         if hangs:
@@ -164,14 +156,10 @@ def _serve(pipe: connection.Connection, rank: int, size: int, directory: str, po
             function, argument = pickle.loads(pipe.recv_bytes())
         except EOFError:
             os._exit(0)
-        value = None
         try:
-            value = function(rank, size, argument)
-            message = pickle.dumps((value, None, None, 0.0))
+            message = pickle.dumps((function(rank, size, argument), None, None, 0.0))
         except Exception as error:
             message = _failure_message(error)
         pipe.send_bytes(message)
-        if isinstance(value, Leave):
-            os._exit(0)
-        del function, argument, value
+        del function, argument
         gc.collect()

@@ -41,8 +41,8 @@ class Runner:
     def _run(self, case: Case) -> Verdict:
         saved: tuple[bytes, ...] = ()
         before: Sequence[Report] = ()
-        leaves = any(event[1] == "leave" for event in case.events) or case.change is not None
-        for number, size in enumerate((case.world, *(() if leaves else case.legs))):
+        legs = case.legs if case.change is None else ()
+        for number, size in enumerate((case.world, *legs)):
             leg = Leg(case, number, saved)
             reports = self._team(size, case.store).run(play, leg)
             self._cases[size, case.store] += 1

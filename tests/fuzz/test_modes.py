@@ -36,11 +36,16 @@ MODES: dict[str, dict[str, Any]] = {
     "raised, unused": {**RAISED, "ddp": UNUSED},
     "raised, static graph": {**RAISED, "ddp": STATIC},
     "raised, view": {**RAISED, "ddp": VIEW},
+    "raised, no_sync": {
+        **RAISED, "model": ("branches",), "use": "same", "micro": 2, "ddp": UNUSED,
+    },
     "late": {"setting": ("late",)},
     "poison": {"events": ((1, "poison", "middle", "inf"), (3, "poison", "first", "nan"))},
     "unregistered": {"events": ((3, "unregister"),), "steps": 6},
     "hold": {**HOLD, "micro": 3},
     "hold, raised": {**RAISED, **HOLD},
+    "hold, unused": {**HOLD, "model": ("branches",), "use": "alternate", "ddp": SKIPS},
+    "hold, static graph": {**HOLD, "ddp": STATIC, "model": ("never",)},
     "hold, delayed": {**HOLD, "setting": ("hold", "delayed")},
     "hold, in backward": {**HOLD, "setting": ("hold", "in_backward")},
     "hold, compiled": {**HOLD, "setting": ("compiled", "hold")},
@@ -93,7 +98,8 @@ THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
 # At every run; the others before a release.
 QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
-    *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
+    *(("core", mode) for mode in ("hold, unused", "hold, static graph", "three ranks, unused")),
+    ("core", "loaded on other ranks"),
     *(("torch", mode) for mode in ("unused, zeros", "half", "sparse", "poison")),
     *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero", "diloco"),
 }
