@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.checkpoint._format import checksum
 from commhooks.checkpoint._placement import shard_description
 from commhooks.core._names import is_padding, parameter_name
 from commhooks.errors import CheckpointError, MismatchError
@@ -36,7 +35,7 @@ from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import everyone, same
+from tests.tools.training import everyone, same, sealed
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -100,15 +99,11 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
 
     # Without a placement it is of whole parameters; earlier releases did not say, and took it.
     whole = copy.deepcopy(every[rank ^ 1])
-    part = whole[f"rank{rank ^ 1}"]
-    del part["placement"]
-    part["checksum"] = checksum(whole, part)
+    del whole[f"rank{rank ^ 1}"]["placement"]
     wrong = rf"of '0.weight' it has all of it, and this rank trains piece {column} of 2"
     with pytest.raises(CheckpointError, match=wrong):
-        again.load_state_dict(whole)
-    old = {**whole, "version": 2}
-    part["checksum"] = checksum(old, part)
-    again.load_state_dict(old)
+        again.load_state_dict(sealed(whole))
+    again.load_state_dict(sealed({**whole, "version": 2}))
 
     if host == "fsdp2":  # bytes are of a rank's pieces, and go by the names of these
         packed = AveragedFeedback(commhooks.make("int4", error_feedback=False))

@@ -23,6 +23,7 @@ RAISED: dict[str, Any] = {
     "events": ((2, "raise", "middle"), (3, "save"), (4, "raise", "last"), (5, "save")),
     "steps": 7,
 }
+RESUMED: dict[str, Any] = {"events": ((2, "resume", "torch"), (4, "resume", "flat")), "steps": 7}
 HOLD: dict[str, Any] = {"setting": ("hold",), "micro": 2}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -74,6 +75,8 @@ MODES: dict[str, dict[str, Any]] = {
     "three ranks, sparse": {"world": 3, "model": ("sparse",)},
     "join": {"join": 3, "steps": 8},
     "loaded": {"legs": (2,)},
+    "resumed": RESUMED,
+    "three ranks, resumed": {**RESUMED, "world": 3},
     "loaded on other ranks": {"legs": (3, 2, 1)},
 }  # fmt: skip
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -92,7 +95,9 @@ SOME = (
     *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
     *("topk, coalesced", "topk, cut"),
 )
-THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
+THOROUGH = (
+    *("no_sync, view", "half", "join", "loaded on other ranks", "resumed", "three ranks, resumed"),
+)
 
 
 # At every run; the others before a release.
