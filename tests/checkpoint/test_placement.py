@@ -257,15 +257,7 @@ def test_states_without_memory_load_on_any_piece(tmp_path: Path) -> None:
     assert again.step == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
-)
-@on_ranks(4, ignore_warnings=QUIET)
-def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
-    rank: int, host: str
-) -> None:
-    """No scheme rounds what columns have in common, whatever lies beside it."""
+def _stay_equal(rank: int, world_size: int, host: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     columns = mesh["tp"].get_group()
     kind = {"torch": TorchDDP, "ddp_core": DistributedDataParallel}.get(host)
@@ -316,6 +308,15 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
             columns_have = [torch.empty_like(value) for _ in range(2)]
             dist.all_gather(columns_have, value, group=columns)
             assert messages or torch.equal(*columns_have), (name, columns_have)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["ddp_core", "torch", "fsdp2"])
+def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
+    host: str,
+) -> None:
+    """No scheme rounds what columns have in common, whatever lies beside it."""
+    run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
 
 
 @on_ranks(2, ignore_warnings=QUIET)
