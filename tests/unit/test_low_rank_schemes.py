@@ -26,8 +26,8 @@ NUMEL = LAYOUT.numel
 # values, about ten, a step.
 NEAR = 2e-4
 
-# Entries of both rounds: for rank 1, 2, 4 by the paper; and for rank 1, 8, 32 by torch's hook, which
-# leaves matrices alone that would shrink to less than half.
+# Entries of both rounds: for rank 1, 2, 4 by the paper; and for rank 1, 8, 32 by torch's hook,
+# which leaves matrices alone that would shrink to less than half.
 ENTRIES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "resnet18 (CIFAR-10)": ((45935, 82260, 154910), (45935, 301154, 1226826)),
     "resnet50": ((136611, 219102, 384084), (136611, 714048, 2782504)),
