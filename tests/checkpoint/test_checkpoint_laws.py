@@ -11,19 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import commhooks
-from commhooks.checkpoint._format import checksum
 from commhooks.local._diloco import VERSION as OUTER_VERSION
 from commhooks.local._diloco import add_checksum as add_outer_checksum
 from tests.tools.harness import on_ranks
-from tests.tools.training import ddp, outcome, same
-
-
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """With the checksum that is right for it: only the laws of values are left to refuse it."""
-    for field, part in state.items():
-        if field.startswith("rank"):
-            part["checksum"] = checksum(state, part)
-    return state
+from tests.tools.training import ddp, outcome, same, sealed
 
 
 def trained(name: str, **options: Any) -> tuple[Any, Any]:

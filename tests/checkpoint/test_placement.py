@@ -26,7 +26,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
-from commhooks.checkpoint._format import checksum
 from commhooks.checkpoint._placement import shard_description
 from commhooks.core._names import is_padding, parameter_name
 from commhooks.errors import CheckpointError, MismatchError
@@ -36,7 +35,7 @@ from ddp_core import DistributedDataParallel
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import everyone, same
+from tests.tools.training import everyone, same, sealed
 
 PLAN: dict[str, Any] = {"0": ColwiseParallel(), "2": RowwiseParallel()}
 # What all ranks of the other dimension have alike, the bias of the second layer, is not cut.
@@ -100,15 +99,11 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
 
     # Without a placement it is of whole parameters; earlier releases did not say, and took it.
     whole = copy.deepcopy(every[rank ^ 1])
-    part = whole[f"rank{rank ^ 1}"]
-    del part["placement"]
-    part["checksum"] = checksum(whole, part)
+    del whole[f"rank{rank ^ 1}"]["placement"]
     wrong = rf"of '0.weight' it has all of it, and this rank trains piece {column} of 2"
     with pytest.raises(CheckpointError, match=wrong):
-        again.load_state_dict(whole)
-    old = {**whole, "version": 2}
-    part["checksum"] = checksum(old, part)
-    again.load_state_dict(old)
+        again.load_state_dict(sealed(whole))
+    again.load_state_dict(sealed({**whole, "version": 2}))
 
     if host == "fsdp2":  # bytes are of a rank's pieces, and go by the names of these
         packed = AveragedFeedback(commhooks.make("int4", error_feedback=False))
@@ -262,15 +257,7 @@ def test_states_without_memory_load_on_any_piece(tmp_path: Path) -> None:
     assert again.step == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "host", ["ddp_core", pytest.param("torch", marks=pytest.mark.slow), "fsdp2"]
-)
-@on_ranks(4, ignore_warnings=QUIET)
-def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
-    rank: int, host: str
-) -> None:
-    """No scheme rounds what columns have in common, whatever lies beside it."""
+def _stay_equal(rank: int, world_size: int, host: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     columns = mesh["tp"].get_group()
     kind = {"torch": TorchDDP, "ddp_core": DistributedDataParallel}.get(host)
@@ -321,6 +308,15 @@ def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_paralle
             columns_have = [torch.empty_like(value) for _ in range(2)]
             dist.all_gather(columns_have, value, group=columns)
             assert messages or torch.equal(*columns_have), (name, columns_have)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("host", ["ddp_core", "torch", "fsdp2"])
+def test_parameters_that_are_not_cut_stay_equal_over_the_ranks_of_tensor_parallelism(
+    host: str,
+) -> None:
+    """No scheme rounds what columns have in common, whatever lies beside it."""
+    run_ranks(_stay_equal, 4, host, ignore_warnings=QUIET)
 
 
 @on_ranks(2, ignore_warnings=QUIET)

@@ -191,34 +191,6 @@ def test_a_parameter_that_was_frozen_and_is_trained_is_an_error(rank: int) -> No
     assert "2.weight was frozen" in error[1] or "2.bias was frozen" in error[1]
 
 
-@pytest.mark.slow
-@on_ranks(2)
-def test_marks_of_no_sync_survive_a_raised_step(rank: int) -> None:
-    torch.manual_seed(0)
-    local = Branches()
-    model = DistributedDataParallel(
-        copy.deepcopy(local), find_unused_parameters=True, bucket_cap_mb=0.0005
-    )
-    for step in range(3):
-        for replica in (model, local):
-            replica.zero_grad()
-        with model.no_sync():  # a branch that the synchronised passes do not use
-            loss_of(model(batch(100 + step, rank, 4, 16), 2)).backward()
-        loss_of(local(batch(100 + step, rank, 4, 16), 2)).backward()
-        output = model(batch(50 + step, rank, 4, 16), 0)
-        output.register_hook(_raise)
-        with pytest.raises(ArithmeticError):
-            loss_of(output).backward()
-        for replica in (model, local):
-            loss_of(replica(batch(step, rank, 4, 16), 0)).backward()
-        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-        assert model.module.never.grad is None
-
-
-def _raise(grad: Tensor) -> None:
-    raise ArithmeticError("on purpose")
-
-
 # ---- skipped buckets
 
 

@@ -93,24 +93,6 @@ class Branches(nn.Module):
         return self.branches[branch](x)
 
 
-@pytest.mark.parametrize("options", ["find_unused", "skips_unused", "static_graph"])
-@on_ranks(2)
-def test_parameters_that_no_rank_uses_keep_their_gradient(rank: int, options: Any) -> None:
-    options = OPTIONS[options]
-    model, local = DistributedDataParallel(Branches(), **SMALL, **options), Branches()
-    for step in range(3):
-        model.zero_grad()
-        local.zero_grad()
-        with model.hold():
-            add_pass(model, step, 0, rank, branch=rank % 2)
-        add_pass(local, step, 0, rank, branch=rank % 2)
-        model.reduce()
-        torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-        unused = [p.grad is None for p in model.module.branches[2].parameters()]
-        assert all(unused), "what no rank uses has a gradient"
-        assert all(p.grad is not None for p in model.module.branches[0].parameters())
-
-
 @on_ranks(2)
 def test_hold_goes_with_passes_that_average_and_with_no_sync(rank: int) -> None:
     """Whatever synchronises first averages what was held."""

@@ -156,15 +156,24 @@ def test_twelve_steps_have_the_bits_of_torch(rank: int, name: str) -> None:
 # ---- what is done around the step
 
 
-def train(model: nn.Module, rank: int, steps: range, *, lr: float = 0.1) -> list[Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
+def train(
+    model: nn.Module,
+    rank: int,
+    steps: range,
+    *,
+    inputs: Callable[[int, int], tuple[Any, ...]] = rows,
+    loss: Callable[[int], Tensor] | None = None,
+    optimizer: Any = None,
+) -> list[Tensor]:
+    """Trains; ``loss`` takes a step, in place of a forward pass with the inputs."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     seen = []
     for step in steps:
         optimizer.zero_grad()
-        loss_of(model(*rows(step, rank))).backward()
-        seen.append(gradients(model))
+        (loss_of(model(*inputs(step, rank))) if loss is None else loss(step)).backward()
+        seen += [gradients(model), torch.tensor([p.grad is None for p in model.parameters()])]
         optimizer.step()
-    return [*seen, parameters(model)]
+    return [*seen, parameters(model), *(buffer.double() for buffer in model.buffers())]
 
 
 def net() -> nn.Module:
@@ -179,38 +188,35 @@ def cnn() -> nn.Module:
 
 def two_forwards(cls, rank):
     model = cls(net(), bucket_cap_mb=0.01)
-    for step in range(4):
-        model.zero_grad()
-        both_outputs = [model(*rows(10 * step + i, rank)) for i in range(2)]
-        loss_of(tuple(both_outputs)).backward()
-    return gradients(model)
+
+    def loss(step):
+        return loss_of(tuple(model(*rows(10 * step + i, rank)) for i in range(2)))
+
+    return train(model, rank, range(4), loss=loss)
 
 
 def one_of_two_outputs(cls, rank):
     torch.manual_seed(0)
     model = cls(models.SometimesUnused(), find_unused_parameters=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    seen = []
-    for step in range(6):
-        optimizer.zero_grad()
+
+    def loss(step):
         outputs = model(*rows(step, rank))
-        (loss_of(outputs[step % 2]) if step < 4 else loss_of(outputs)).backward()
-        seen.append(gradients(model))
-        seen.append(torch.tensor([p.grad is None for p in model.parameters()]))
-        optimizer.step()
-    return [*seen, parameters(model)]
+        return loss_of(outputs[step % 2] if step < 4 else outputs)
+
+    return train(model, rank, range(6), loss=loss)
 
 
 def gradient_penalty(cls, rank):
     """A penalty on the gradient of the input: backward goes through a backward."""
     model = cls(net(), bucket_cap_mb=0.01)
-    for step in range(3):
-        model.zero_grad()
+
+    def loss(step):
         x = rows(step, rank)[0].requires_grad_()
         loss = loss_of(model(x))
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
-        (loss + slope.square().sum()).backward()
-    return gradients(model)
+        return loss + slope.square().sum()
+
+    return train(model, rank, range(3), loss=loss)
 
 
 def two_losses(cls, rank):
@@ -220,26 +226,27 @@ def two_losses(cls, rank):
     for parameter in inner.idle.parameters():
         parameter.requires_grad_(False)
     model = cls(inner)
-    seen = []
-    for step in range(3):
-        model.zero_grad()
+
+    def loss(step):
         left, right = model(*rows(step, rank))
         loss_of(left).backward()
-        loss_of(right).backward()
-        seen.append(gradients(model))
-    return seen
+        return loss_of(right)
+
+    return train(model, rank, range(3), loss=loss)
 
 
 def evaluation_between(cls, rank):
     model = cls(cnn(), bucket_cap_mb=0.01)
-    for step in range(3):
-        model.train()
-        model.zero_grad()
-        loss_of(model(*images(step, rank))).backward()
+    outputs = []
+
+    def loss(step):
         model.eval()
         with torch.no_grad():
-            output = model(*images(100 + step, 0))
-    return [gradients(model), output]
+            outputs.append(model(*images(100 + step, 0)))
+        model.train()
+        return loss_of(model(*images(step, rank)))
+
+    return [*train(model, rank, range(3), loss=loss), *outputs]
 
 
 def ignored(cls, rank):
@@ -299,14 +306,13 @@ def another_group(cls, rank):
     pairs = [dist.new_group([0]), dist.new_group([1])]
     model = cls(cnn(), process_group=pairs[rank], bucket_cap_mb=0.01)
     everybody = dist.group.WORLD
-    seen = []
-    for step in range(6):
+
+    def loss(step):
         if step == 3:
             model._update_process_group(everybody)
-        model.zero_grad()
-        loss_of(model(*images(step, rank))).backward()
-        seen.append(gradients(model))
-    return [*seen, *(b.double() for b in model.buffers())]
+        return loss_of(model(*images(step, rank)))
+
+    return train(model, rank, range(6), loss=loss)
 
 
 def mesh(cls, rank):
@@ -326,13 +332,9 @@ def join(cls, rank, divide, hook):
     model = cls(cnn(), bucket_cap_mb=0.01)
     if hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join(divide_by_initial_world_size=divide):
-        for step in range(3 + 2 * rank):
-            optimizer.zero_grad()
-            loss_of(model(*images(step, rank))).backward()
-            optimizer.step()
-    return [parameters(model), *(b.double() for b in model.buffers())]
+        seen = train(model, rank, range(3 + 2 * rank), inputs=images)
+    return [*seen, parameters(model), *(buffer.double() for buffer in model.buffers())]
 
 
 def join_unused(cls, rank):
@@ -340,10 +342,7 @@ def join_unused(cls, rank):
     model = cls(models.Branches(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join():
-        for step in range(3 + 2 * rank):
-            optimizer.zero_grad()
-            loss_of(model(*branch(step, rank))).backward()
-            optimizer.step()
+        train(model, rank, range(3 + 2 * rank), inputs=branch, optimizer=optimizer)
     return parameters(model)
 
 
@@ -380,11 +379,9 @@ def buffer_hook(cls, rank, before):
 
     model = cls(cnn(), bucket_cap_mb=0.01)
     model._register_buffer_comm_hook(None, average, location)
-    for step in range(4):
-        model.zero_grad()
-        loss_of(model(*images(step, rank))).backward()
-        assert cls is TorchDDP or not model.reducer.exchange._futures  # forgotten with their step
-    return [gradients(model), *(b.double() for b in model.buffers())]
+    seen = train(model, rank, range(4), inputs=images)
+    assert cls is TorchDDP or not model.reducer.exchange._futures  # forgotten with their step
+    return seen
 
 
 def torch_hook(cls, rank, name):
@@ -417,12 +414,9 @@ def zero(cls, rank, as_view):
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=as_view
     )
-    for step in range(5):
-        optimizer.zero_grad()
-        loss_of(model(*rows(step, rank))).backward()
-        optimizer.step()
+    seen = train(model, rank, range(5), optimizer=optimizer)
     optimizer.consolidate_state_dict(0)
-    return parameters(model)
+    return seen
 
 
 def post_local_sgd(cls, rank):
@@ -434,13 +428,7 @@ def post_local_sgd(cls, rank):
         torch.optim.SGD(model.parameters(), lr=0.1),
         PeriodicModelAverager(period=3, warmup_steps=4),
     )
-    seen = []
-    for step in range(12):
-        optimizer.zero_grad()
-        loss_of(model(*rows(step, rank))).backward()
-        optimizer.step()
-        seen.append(parameters(model))
-    return seen
+    return train(model, rank, range(12), optimizer=optimizer)
 
 
 def hierarchical_averaging(cls, rank):
@@ -478,12 +466,13 @@ class Fragile(nn.Module):
 def error_in_forward(cls, rank):
     torch.manual_seed(0)
     model = cls(Fragile(), bucket_cap_mb=0.001)
-    for step in range(4):
-        model.zero_grad()
+
+    def loss(step):
         with contextlib.suppress(ArithmeticError):
             model(torch.full((2, 16), torch.nan))
-        loss_of(model(*rows(step, rank))).backward()
-    return gradients(model)
+        return loss_of(model(*rows(step, rank)))
+
+    return train(model, rank, range(4), loss=loss)
 
 
 SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {

@@ -24,7 +24,7 @@ from multiprocessing import connection
 from typing import Any, NamedTuple
 
 from experiments.tools import namespaces
-from tests.tools.harness import _context, _start_server, _start_store
+from tests.tools.harness import _end, _start_rank, _start_store
 
 FAULTS = ("process", "rank 0", "cable")
 CLASSES = ("torch", "core")
@@ -75,7 +75,7 @@ def cases(count: int, seed: int) -> list[Case]:
 
 
 def _rank(
-    case: Case, rank: int, holder: int, port: int, timeout: float, pipe: connection.Connection
+    pipe: connection.Connection, case: Case, rank: int, holder: int, port: int, timeout: float
 ) -> None:
     """Runs a rank; ``holder`` is a process in the network of its host, or 0."""
     import torch
@@ -156,7 +156,6 @@ def run(case: Case, timeout: float = TIMEOUT) -> list[Wait]:
     Args:
         timeout: of the process group, in seconds.
     """
-    _start_server()
     with ExitStack() as stack:
         holders, port = [0, 0], 29500
         if case.fault == "cable":
@@ -169,22 +168,18 @@ def run(case: Case, timeout: float = TIMEOUT) -> list[Wait]:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
-        ranks, pipes = [], []
-        for rank in range(2):
-            ours, theirs = _context.Pipe()
-            arguments = case, rank, holders[rank], port, timeout, theirs
-            ranks.append(_context.Process(target=_rank, args=arguments, daemon=True))
-            ranks[-1].start()
-            stack.callback(ranks[-1].kill)
-            theirs.close()
-            pipes.append(ours)
+        ranks = [
+            _start_rank(rank, _rank, case, rank, holders[rank], port, timeout) for rank in range(2)
+        ]
+        stack.callback(_end, ranks)
+        pipes = [rank.pipe for rank in ranks]
         for pipe in pipes:
             if not pipe.poll(_PATIENCE) or pipe.recv() != "ready":
                 raise RuntimeError(f"{case}: a rank did not begin")
         if case.fault == "cable":
             subprocess.run([*enter[0], "ip", "link", "set", "eth0", "down"], check=True)
         else:
-            silent = ranks[0] if case.fault == "rank 0" else store
+            silent = ranks[0].process if case.fault == "rank 0" else store
             os.kill(silent.pid, signal.SIGSTOP)
         for pipe in pipes:
             pipe.send("go")

@@ -15,7 +15,7 @@ from commhooks import ZeroOptimizer
 from ddp_core import DistributedDataParallel
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.models import Breaks, loss_of
-from tests.tools.training import averaged, batch, equal_on_all_ranks, gradients, outcome
+from tests.tools.training import averaged, batch, equal_on_all_ranks, everyone, gradients, outcome
 
 LAYERS = 6
 STEPS = 7
@@ -142,8 +142,7 @@ def test_three_ranks_that_raise_not_alike(rank, places):
 
 @on_ranks(2)
 def test_different_places_are_an_error_on_both_in_the_same_words(rank):
-    texts = [""] * 2
-    dist.all_gather_object(texts, hears(rank, (2, 4), AT), group=dist.new_group())
+    texts = everyone(hears(rank, (2, 4), AT), dist.new_group())
     assert texts[0] == texts[1]
 
 

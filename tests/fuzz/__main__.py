@@ -16,9 +16,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from tests.fuzz.case import Case
-from tests.fuzz.faults import BUGS
 from tests.fuzz.laws import Verdict
-from tests.fuzz.runner import Runner, each_on_a_runner
+from tests.fuzz.runner import Runner
 from tests.fuzz.sample import sample
 from tests.fuzz.shrink import shrink
 
@@ -67,8 +66,6 @@ def explore(
     *,
     processes: int = 1,
     patience: float = 10.0,
-    plant: str = "",
-    until: int | None = None,
     shrinks: float = 120.0,
     progress: bool = False,
 ) -> Figures:
@@ -76,8 +73,6 @@ def explore(
 
     Args:
         processes: teams of ranks at a time.
-        plant: a bug to plant.
-        until: ends after so many broken cases.
         shrinks: seconds for making a broken case small; 0: it is left as it is.
     """
     figures, lock, begin = Figures(), threading.Lock(), time.monotonic()
@@ -98,17 +93,14 @@ def explore(
             if shrinks:
                 small, why = shrink(case, verdict.law, runner.run, seconds=shrinks)
                 if why.status != "broken":
-                    small, why = case, _after_others(runner, case, verdict)
+                    small, why = case, _after_others(verdict)
             with lock:
                 seeds_of = figures.known(case, verdict.law)
                 if seeds_of is None:
                     figures.findings.append((small, why, [seed]))
                     if progress:
-                        print(
-                            f"\nBROKEN ({why.law}), seed {seed}:\n  {small.dumps()}\n", flush=True
-                        )
-                        print("  " + why.text[:600].replace("\n", "\n  "), flush=True)
-                    seeds_of = None
+                        text = why.text[:600].replace("\n", "\n  ")
+                        print(f"\nBROKEN ({why.law}), seed {seed}:\n  {small.dumps()}\n\n  {text}")
         if seeds_of is not None and verdict.status == "broken":
             with lock:
                 seeds_of.append(seed)
@@ -117,10 +109,28 @@ def explore(
             seconds = time.monotonic() - begin
             print(f"{figures.cases} cases, {seconds:.0f} s, {dict(figures.statuses)}", flush=True)
 
-    def ended() -> bool:
-        return until is not None and figures.statuses["broken"] >= until
+    waiting, stopped = iter(seeds), threading.Event()
 
-    each_on_a_runner(seeds, run, processes=processes, patience=patience, plant=plant, ended=ended)
+    def work() -> None:
+        runner = Runner(patience)
+        try:
+            while not stopped.is_set():
+                with lock:
+                    seed = next(waiting, None)
+                if seed is None:
+                    return
+                run(runner, seed)
+        finally:
+            runner.restart()
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(processes)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except KeyboardInterrupt:  # what there is so far counts
+        stopped.set()
     figures.seconds = time.monotonic() - begin
     return figures
 
@@ -132,7 +142,7 @@ def _without_scheme(case: Case) -> set[str]:
     }
 
 
-def _after_others(runner: Runner, case: Case, verdict: Verdict) -> Verdict:
+def _after_others(verdict: Verdict) -> Verdict:
     return Verdict(
         "broken",
         f"{verdict.law}, once",
@@ -149,18 +159,16 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=2, help="teams of ranks at a time")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds for a broken case")
-    parser.add_argument("--plant", default="", choices=["", *BUGS], help="a bug to look for")
     parser.add_argument("--case", action="append", help="JSON, or a seed")
     asked = parser.parse_args()
     if asked.case or (asked.seed is not None and asked.cases is None):
         cases = asked.case or [str(asked.seed)]
-        return _run_these(cases, asked.patience, asked.plant, asked.shrink)
+        return _run_these(cases, asked.patience, asked.shrink)
     first = asked.seed or 0
     figures = explore(
         range(first, first + (asked.cases or 100)),
         processes=asked.processes,
         patience=asked.patience,
-        plant=asked.plant,
         shrinks=asked.shrink,
         progress=True,
     )
@@ -168,8 +176,8 @@ def main() -> int:
     return int(bool(figures.findings))
 
 
-def _run_these(texts: list[str], patience: float, plant: str, shrinks: float) -> int:
-    runner, broken = Runner(patience, plant), 0
+def _run_these(texts: list[str], patience: float, shrinks: float) -> int:
+    runner, broken = Runner(patience), 0
     for text in texts:
         case = sample(int(text)) if text.isdigit() else Case.loads(text)
         verdict = runner.run(case)

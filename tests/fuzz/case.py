@@ -112,7 +112,7 @@ class Case:
 
     @staticmethod
     def _kind(event: tuple[Any, ...]) -> tuple[Any, ...]:
-        return event[1:3] if event[1] in ("raise", "leave", "switch", "cast") else event[1:2]
+        return event[1:3] if event[1] in ("raise", "switch", "cast") else event[1:2]
 
     def without_hook(self) -> Case:
         """The same without a hook: what DistributedDataParallel does by itself."""

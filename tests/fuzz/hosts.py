@@ -238,52 +238,21 @@ class _TensorParallel(Hosted):
         return [torch.cat(parts) for parts in zip(*(row.split(sizes) for row in rows), strict=True)]
 
 
-class _Zero(Hosted):
-    """``ZeroOptimizer``, whose means show in what becomes of parameters only."""
+class _Optimizer(Hosted):
+    """An optimizer, whose means show in what becomes of parameters only.
 
-    settings = ((), (), ("packed",), ("in_backward",))
-    leaves_bad_steps = shards = True
+    Attributes:
+        keeper: what saves the state.
+        rates: by parameter, of what a step subtracts.
+    """
 
-    @classmethod
-    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
-        return takes_shards(scheme)
+    leaves_bad_steps = True
+    keeper: Any
+    rates: list[float]
 
-    def host(self, scheme: Scheme) -> None:
-        case = self.case
-        self.call = ddp_core.DistributedDataParallel(self.net, process_group=self.group, **case.ddp)
-        # What is coded together has one rate, so that errors of its size move nothing far.
-        apart = {case.scheme, *(e[2] for e in case.events if e[1] == "switch")} <= APART
-        scales = self._scales()
-        self.rates = [RATE / (scale if apart else max(scales)) for scale in scales]
-        self.zero = commhooks.ZeroOptimizer(
-            self.call,
-            torch.optim.SGD,
-            scheme=scheme,
-            gather="int8" if "packed" in case.setting else "none",
-            params=[
-                {"params": [value], "lr": rate}
-                for value, rate in zip(self.places(), self.rates, strict=True)
-            ],
-            in_backward="in_backward" in case.setting,
-            seed=case.seed,
-        )
-        self.hooks = [self.zero.hook]
-
-    def _scales(self) -> list[float]:
-        """By parameter, how many times as large its gradients are."""
-        layers = dict(self.net.named_modules())
-        results = []
-        for name in self.trained:
-            layer, _, kind = name.rpartition(".")
-            scales = getattr(layers[layer], "scales", (1.0, 1.0))
-            results.append(scales[kind == "bias"])
-        return results
-
-    def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
+    def note(self) -> None:
+        """Keeps the parameters, before a step."""
         self.before = [place.detach().clone() for place in self.places()]
-        super().exchange(number, plan, wanted)
-        self.zero.step()
-        self.zero.zero_grad()
 
     def means(self) -> list[Tensor]:
         return [
@@ -296,27 +265,74 @@ class _Zero(Hosted):
 
     def least(self) -> Tensor:
         local = [
-            4 * torch.finfo(value.dtype).eps * float(value.detach().abs().max()) / rate
-            for value, rate in zip(self.places(), self.rates, strict=True)
+            4 * torch.finfo(value.dtype).eps * float(value.abs().max()) / rate
+            for value, rate in zip(self.before, self.rates, strict=True)
         ]
         return super().least() + torch.tensor(local, dtype=torch.float64)
 
-    def skipped(self) -> int:
-        return int(self.zero.skipped_steps)
-
     def state(self, *, gather: bool = False) -> Any:
-        return self.zero.state_dict(gather=gather)
+        return self.keeper.state_dict(gather=gather)
 
     def load(self, state: Any) -> None:
-        self.zero.load_state_dict(state)
+        self.keeper.load_state_dict(state)
 
 
-class _DiLoCo(Hosted):
+class _Zero(_Optimizer):
+    """``ZeroOptimizer``."""
+
+    settings = ((), (), ("packed",), ("in_backward",))
+    shards = True
+
+    @classmethod
+    def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
+        return takes_shards(scheme)
+
+    def host(self, scheme: Scheme) -> None:
+        case = self.case
+        self.call = ddp_core.DistributedDataParallel(self.net, process_group=self.group, **case.ddp)
+        # What is coded together has one rate, so that errors of its size move nothing far.
+        apart = {case.scheme, *(e[2] for e in case.events if e[1] == "switch")} <= APART
+        scales = self._scales()
+        self.rates = [RATE / (scale if apart else max(scales)) for scale in scales]
+        self.keeper = commhooks.ZeroOptimizer(
+            self.call,
+            torch.optim.SGD,
+            scheme=scheme,
+            gather="int8" if "packed" in case.setting else "none",
+            params=[
+                {"params": [value], "lr": rate}
+                for value, rate in zip(self.places(), self.rates, strict=True)
+            ],
+            in_backward="in_backward" in case.setting,
+            seed=case.seed,
+        )
+        self.hooks = [self.keeper.hook]
+
+    def _scales(self) -> list[float]:
+        """By parameter, how many times as large its gradients are."""
+        layers = dict(self.net.named_modules())
+        results = []
+        for name in self.trained:
+            layer, _, kind = name.rpartition(".")
+            scales = getattr(layers[layer], "scales", (1.0, 1.0))
+            results.append(scales[kind == "bias"])
+        return results
+
+    def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
+        self.note()
+        super().exchange(number, plan, wanted)
+        self.keeper.step()
+        self.keeper.zero_grad()
+
+    def skipped(self) -> int:
+        return int(self.keeper.skipped_steps)
+
+
+class _DiLoCo(_Optimizer):
     """``DiLoCo``: what is averaged is how far the ranks' models have moved."""
 
     settings = ((), (), ("momentum",))
     models = ("norm", "large")
-    leaves_bad_steps = True
 
     @classmethod
     def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
@@ -326,7 +342,7 @@ class _DiLoCo(Hosted):
         self.call, more = self.net, {}
         if "momentum" not in self.case.setting:
             more = {"lr": 1.0, "momentum": 0.0, "nesterov": False}
-        self.outer = commhooks.DiLoCo(
+        self.keeper = commhooks.DiLoCo(
             self.net,
             scheme,
             every=self.case.micro,
@@ -334,14 +350,14 @@ class _DiLoCo(Hosted):
             seed=self.case.seed,
             **more,
         )
-        self.hooks = [self.outer.hook]
+        self.hooks, self.rates = [self.keeper.hook], [1.0] * len(self.trained)
 
     def own(self, number: int, plan: Plan) -> list[Tensor]:
         """Trains this rank's model; returns how far it came."""
-        self.before = [place.detach().clone() for place in self.places()]
+        self.note()
         for micro in range(self.case.micro):
             if micro:
-                self.outer.step()
+                self.keeper.step()
             self._pass(self.net, number, micro, self.gates(plan, micro), plan)
             with torch.no_grad():
                 for value in self.places():
@@ -350,25 +366,7 @@ class _DiLoCo(Hosted):
         return [a - b.detach() for a, b in zip(self.before, self.places(), strict=True)]
 
     def exchange(self, number: int, plan: Plan, wanted: list[Tensor]) -> None:
-        self.outer.step()
-
-    def means(self) -> list[Tensor]:
-        return [a - b.detach() for a, b in zip(self.before, self.places(), strict=True)]
-
-    def move(self, means: list[Tensor], flat: list[Tensor]) -> None:
-        self.reference.load_state_dict(self.net.state_dict())
-
-    def least(self) -> Tensor:
-        local = [
-            4 * torch.finfo(value.dtype).eps * float(value.abs().max()) for value in self.before
-        ]
-        return super().least() + torch.tensor(local, dtype=torch.float64)
-
-    def state(self, *, gather: bool = False) -> Any:
-        return self.outer.state_dict(gather=gather)
-
-    def load(self, state: Any) -> None:
-        self.outer.load_state_dict(state)
+        self.keeper.step()
 
 
 _CALLS = ("all_reduce", "reduce_scatter", "all_gather")
@@ -414,11 +412,7 @@ class _Collectives(Hosted):
         op: dict[str, Any] = {} if sums else {"op": dist.ReduceOp.AVG}
         outputs, handles = [], []
         for name, value in zip(self.trained, wanted, strict=True):
-            sent, output, options = (
-                self._input(value),
-                None,
-                {**self._named(name), "async_op": later},
-            )
+            sent, options = self._input(value), {**self._named(name), "async_op": later}
             if "all_reduce" in self.case.setting:
                 handles.append(self.through.all_reduce(sent, **options, **op))
                 output = sent

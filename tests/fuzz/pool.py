@@ -11,22 +11,30 @@ import faulthandler
 import gc
 import os
 import pickle
-import shutil
 import signal
 import tempfile
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from tests.tools.harness import _context, _start_server
+from tests.tools.harness import (
+    Died,
+    _end,
+    _failure_message,
+    _Rank,
+    _receive,
+    _stacks,
+    _start_rank,
+    _start_store,
+    _store_at,
+)
 
-__all__ = ["Leave", "Team", "Trouble"]
+__all__ = ["Team", "Trouble"]
 
 _GRACE = 3.0  # seconds that the others have once a rank is in trouble
 _LONGEST = 300.0  # seconds of a call, whatever it does
@@ -42,130 +50,93 @@ class Trouble:
     text: str
 
 
-@dataclass(frozen=True)
-class Leave:
-    """Returned by a rank whose process is to end."""
-
-    value: Any
-
-
 class Team:
     """``size`` ranks of one default group.
 
     Args:
         patience: seconds in which ranks do nothing before they count as hung.
-        store: where they find one another: "file", or "tcp", of which the first rank is the host.
+        store: where they find one another: "file", or "tcp", in a process of its own.
     """
 
     def __init__(self, size: int, patience: float = 10.0, store: str = "file") -> None:
-        _start_server()
-        self.size, self.patience, self.store = size, patience, store
-        self.usable = True
-        self._directory = tempfile.mkdtemp(prefix="team-")
-        self._pipes: list[connection.Connection] = []
-        self._processes: list[Any] = []
-        for rank in range(size):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(
-                target=_serve, args=(rank, size, self._directory, theirs, store), daemon=True
-            )
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+        self.patience, self.usable = patience, True
+        self._directory = tempfile.TemporaryDirectory(prefix="team-")
+        self._host, (_, port) = _start_store() if store == "tcp" else (None, (0, 0))
+        arguments = size, self._directory.name, port
+        self._ranks = [_start_rank(rank, _serve, rank, *arguments) for rank in range(size)]
+        for rank in self._ranks:
+            rank.stacks = Path(self._directory.name, f"stacks{rank.rank}")
 
-    def run(self, function: Callable[..., Any], arguments: Sequence[Any]) -> list[Any]:
-        """Calls ``function(rank, size, argument)`` on every rank, each with its own argument.
+    def run(self, function: Callable[..., Any], argument: Any) -> list[Any]:
+        """Calls ``function(rank, size, argument)`` on every rank.
 
         Returns:
-            By rank what it returned, or a ``Trouble``. After one, and where a rank answered
-            ``Leave``, the team is not usable.
+            By rank what it returned, or a ``Trouble``, after which the team is not usable.
         """
-        results: list[Any] = [None] * self.size
-        self._left = False
-        for rank, argument in enumerate(arguments):
-            try:
-                self._pipes[rank].send_bytes(pickle.dumps((function, argument)))
-            except OSError:
-                results[rank] = Trouble("died", "the process had ended before")
-        waiting = {self._pipes[r]: r for r in range(self.size) if results[r] is None}
+        for rank in self._ranks:
+            with contextlib.suppress(OSError):  # it has ended, as its pipe says below
+                rank.pipe.send_bytes(pickle.dumps((function, argument)))
+        waiting = list(self._ranks)
         deadline, used, since = time.monotonic() + _LONGEST, 0.0, time.monotonic()
         while waiting:
-            ready = connection.wait(list(waiting), timeout=min(1.0, self.patience / 4))
+            pipes = [rank.pipe for rank in waiting]
+            ready = connection.wait(pipes, timeout=min(1.0, self.patience / 4))
             now, busy = time.monotonic(), self._cpu_seconds()
             if ready or busy - used > _NOTHING:
                 used, since = busy, now
             if now > deadline or now - since > self.patience:
                 break
-            for pipe in ready:
-                rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                results[rank] = self._receive(rank)
-                if isinstance(results[rank], Trouble):
+            for rank in [rank for rank in waiting if rank.pipe in ready]:
+                waiting.remove(rank)
+                _receive(rank, ())
+                if rank.failure is not None:
                     deadline = min(deadline, time.monotonic() + _GRACE)
-        for rank in waiting.values():
-            results[rank] = Trouble("hung", self._stacks(rank))
-        if self._left or any(isinstance(result, Trouble) for result in results):
+        results = [self._result(rank, hangs=rank in waiting) for rank in self._ranks]
+        if any(isinstance(result, Trouble) for result in results):
             self.close()
         return results
 
+    def _result(self, rank: _Rank, *, hangs: bool) -> Any:
+        if hangs:
+            return Trouble("hung", _stacks(rank))
+        if rank.failure is None:
+            return rank.value
+        if not isinstance(rank.value, Died):
+            return Trouble("raised", rank.failure)
+        output = Path(self._directory.name, f"output{rank.rank}")
+        if not output.exists():  # no case's fault
+            raise RuntimeError(f"rank {rank.rank} did not start: {rank.failure}")
+        return Trouble("died", f"{rank.failure}: {output.read_text()[-500:]}")
+
     def close(self) -> None:
         """Ends the processes."""
-        self.usable = False
-        for process, pipe in zip(self._processes, self._pipes, strict=True):
-            process.kill()
-            process.join()
-            pipe.close()
-        self._processes, self._pipes = [], []
-        shutil.rmtree(self._directory, ignore_errors=True)
+        if self.usable:
+            self.usable = False
+            _end(self._ranks)
+            if self._host is not None:
+                self._host.kill()
+            self._directory.cleanup()
 
     def _cpu_seconds(self) -> float:
         """Returns the CPU time of all ranks so far."""
         ticks = 0
-        for process in self._processes:
+        for rank in self._ranks:
             with contextlib.suppress(OSError):
-                fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+                path = Path(f"/proc/{rank.process.pid}/stat")
+                fields = path.read_text().rpartition(")")[2].split()
                 ticks += int(fields[11]) + int(fields[12])
         return ticks / os.sysconf("SC_CLK_TCK")
-
-    def _receive(self, rank: int) -> Any:
-        try:
-            kind, value = pickle.loads(self._pipes[rank].recv_bytes())
-        except (EOFError, OSError):
-            self._processes[rank].join(5)
-            output = Path(self._directory, f"output{rank}")
-            code = self._processes[rank].exitcode
-            if not output.exists():  # no case's fault
-                raise RuntimeError(f"rank {rank} did not start: exit code {code}") from None
-            return Trouble("died", f"exit code {code}: {output.read_text()[-500:]}")
-        self._left |= kind == "left"
-        return Trouble("raised", value) if kind == "raised" else value
-
-    def _stacks(self, rank: int) -> str:
-        process, path = self._processes[rank], Path(self._directory, f"stacks{rank}")
-        if process.pid is None or process.exitcode is not None:
-            return f"it ended with exit code {process.exitcode}"
-        path.write_text("")
-        os.kill(process.pid, signal.SIGUSR1)
-        for _ in range(20):
-            time.sleep(0.05)
-            if "most recent call first" in path.read_text():
-                break
-        time.sleep(0.05)
-        return path.read_text() or "(no stack came)"
 
 
 # ---- in the rank's process
 
 
-def _serve(
-    rank: int, size: int, directory: str, pipe: connection.Connection, kind: str = "file"
-) -> None:
+def _serve(pipe: connection.Connection, rank: int, size: int, directory: str, port: int) -> None:
     """Joins the group and answers until the pipe ends."""
     import torch
     import torch.distributed as dist
 
-    # In append mode, so that the parent may empty it.
-    stacks = open(Path(directory, f"stacks{rank}"), "a")  # noqa: SIM115 (open as long as we live)
+    stacks = open(Path(directory, f"stacks{rank}"), "w")  # noqa: SIM115 (open as long as we live)
     output = os.open(Path(directory, f"output{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 2)  # PyTorch's warnings by the thousand; shown where the process dies
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -173,7 +144,7 @@ def _serve(
     warnings.simplefilter("ignore")
     dist.init_process_group(
         "gloo",
-        store=_store(kind, Path(directory, "store"), rank, size),
+        store=_store_at(directory, port, size),
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=_LONGEST),
@@ -186,30 +157,9 @@ def _serve(
         except EOFError:
             os._exit(0)
         try:
-            answer = ("returned", function(rank, size, argument))
-        except Exception:
-            answer = ("raised", traceback.format_exc())
-        if isinstance(answer[1], Leave):
-            pipe.send_bytes(pickle.dumps(("left", answer[1].value)))
-            os._exit(0)
-        pipe.send_bytes(pickle.dumps(answer))
-        del function, argument, answer
+            message = pickle.dumps((function(rank, size, argument), None, None, 0.0))
+        except Exception as error:
+            message = _failure_message(error)
+        pipe.send_bytes(message)
+        del function, argument
         gc.collect()
-
-
-def _store(kind: str, path: Path, rank: int, size: int) -> Any:
-    """Returns the store of a team; of TCP, the file has the port that the first rank was given."""
-    import torch.distributed as dist
-
-    if kind == "file":
-        return dist.FileStore(str(path), size)
-    if rank == 0:
-        host = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False)
-        path.with_suffix(".new").write_text(str(host.port))
-        path.with_suffix(".new").rename(path)
-        return host
-    for _ in range(3000):
-        if path.exists():
-            return dist.TCPStore("127.0.0.1", int(path.read_text()), size, is_master=False)
-        time.sleep(0.01)
-    raise RuntimeError("the first rank has told no port")

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from tests.fuzz import laws
 from tests.fuzz.case import Case
@@ -13,9 +10,7 @@ from tests.fuzz.laws import Verdict, judge
 from tests.fuzz.pool import Team
 from tests.fuzz.worker import Leg, Report, play
 
-__all__ = ["Runner", "each_on_a_runner"]
-
-T = TypeVar("T")
+__all__ = ["Runner"]
 
 # After so many cases a team starts anew: what a case leaves behind must not add up.
 _CASES_OF_A_TEAM = 100
@@ -27,13 +22,12 @@ class Runner:
 
     Args:
         patience: seconds in which ranks do nothing before they count as hung.
-        plant: a bug, see ``tests.fuzz.faults``.
     """
 
-    def __init__(self, patience: float = 10.0, plant: str = "") -> None:
-        self.patience, self.plant = patience, plant
+    def __init__(self, patience: float = 10.0) -> None:
+        self.patience = patience
         self._teams: dict[tuple[int, str], Team] = {}
-        self._ran: dict[tuple[int, str], list[Case]] = {}  # on the team of that size and store
+        self._cases: dict[tuple[int, str], int] = {}  # of the team of that size and store
 
     def run(self, case: Case) -> Verdict:
         """The verdict on a case; what torch's class cannot do without a hook counts as refused."""
@@ -47,11 +41,11 @@ class Runner:
     def _run(self, case: Case) -> Verdict:
         saved: tuple[bytes, ...] = ()
         before: Sequence[Report] = ()
-        leaves = any(event[1] == "leave" for event in case.events) or case.change is not None
-        for number, size in enumerate((case.world, *(() if leaves else case.legs))):
-            leg = Leg(case, number, saved, self.plant)
-            reports = self._team(size, case.store).run(play, [leg] * size)
-            self._ran[size, case.store].append(case)
+        legs = case.legs if case.change is None else ()
+        for number, size in enumerate((case.world, *legs)):
+            leg = Leg(case, number, saved)
+            reports = self._team(size, case.store).run(play, leg)
+            self._cases[size, case.store] += 1
             verdict = judge(case, reports)
             if verdict.status != "ok":
                 self.restart(size)
@@ -63,10 +57,6 @@ class Runner:
             before, saved = reports, tuple(report.state for report in reports)
         return Verdict("ok")
 
-    def before(self, case: Case) -> list[Case]:
-        """Returns the cases that ran on the same processes before the last run of ``case``."""
-        return self._ran.get((case.world, case.store), [])[:-1]
-
     def restart(self, size: int | None = None) -> None:
         """Ends the team of that size, or all: the next case gets new processes."""
         for team in [value for value in self._teams if size in (None, value[0])]:
@@ -75,47 +65,12 @@ class Runner:
     def _team(self, size: int, store: str) -> Team:
         kind = size, store
         team = self._teams.pop(kind, None)  # and put back as the last one that was used
-        if team is None or not team.usable or len(self._ran[kind]) >= _CASES_OF_A_TEAM:
+        if team is None or not team.usable or self._cases[kind] >= _CASES_OF_A_TEAM:
             if team is not None:
                 team.close()
             while len(self._teams) >= _TEAMS:
                 self._teams.pop(next(iter(self._teams))).close()
             team = Team(size, self.patience, store)
-            self._ran[kind] = []
+            self._cases[kind] = 0
         self._teams[kind] = team
         return team
-
-
-def each_on_a_runner(
-    todo: Iterable[T],
-    run: Callable[[Runner, T], None],
-    *,
-    processes: int = 1,
-    patience: float = 10.0,
-    plant: str = "",
-    ended: Callable[[], bool] = lambda: False,
-) -> None:
-    """Calls ``run`` for each on as many teams of ranks at a time, until ``ended`` or Ctrl-C."""
-    waiting: queue.SimpleQueue[T] = queue.SimpleQueue()
-    for case in todo:
-        waiting.put(case)
-    stopped = threading.Event()
-
-    def work() -> None:
-        runner = Runner(patience, plant)
-        try:
-            while not (stopped.is_set() or ended()):
-                run(runner, waiting.get_nowait())
-        except queue.Empty:
-            pass
-        finally:
-            runner.restart()
-
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(processes)]
-    for thread in threads:
-        thread.start()
-    try:
-        for thread in threads:
-            thread.join()
-    except KeyboardInterrupt:  # what there is so far counts
-        stopped.set()

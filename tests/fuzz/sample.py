@@ -172,8 +172,7 @@ def _events(draw: random.Random, values: dict[str, Any]) -> tuple[tuple[Any, ...
                 events.append((draw.randrange(at + 1, steps), "thaw"))
         else:
             events.append((at, kind))
-    if draw.random() < 0.02 and values["world"] > 1:
-        return ((1, "leave", draw.choice(_PLACES)),)
+    draw.random()  # so that seeds are the cases that they were
     if draw.random() < 0.05:  # an error within a step
         change = draw.choice((("assign",), ("cast", "double"), ("cast", "bfloat16")))
         return ((draw.randrange(1, steps), *change),)
@@ -256,7 +255,6 @@ def _sensible(values: dict[str, Any]) -> dict[str, Any]:
     if values.get("scheme") == "noop":
         setting -= {"delayed"}
         values["zero"] = "none"
-        events = [event for event in events if event[1] != "leave"]  # nobody would notice
     if values["host"] == "torch":
         setting -= {"delayed"}  # on Gloo it uses their gradients before they are averaged
         if "static_graph" in ddp and "resume" in kinds:

@@ -55,7 +55,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 2, "block": 64},
     "noop": {},
 }
-# A codec of ``encode`` and ``decode`` only, as users write them: not drawn, ``pairs`` names it.
+# A codec of ``encode`` and ``decode`` only, as users write them, which is not drawn.
 CODEC: dict[str, dict[str, Any]] = {"qsgd": {"block": 64}}
 # Those that code each parameter, or each entry, by itself: a small gradient beside large ones has
 # errors of its own size. In the others it shares a block, a scale or a matrix with them.

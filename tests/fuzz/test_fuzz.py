@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import re
+import time
+
 import pytest
 
 from tests.fuzz.__main__ import explore
 from tests.fuzz.case import Case
-from tests.fuzz.laws import Verdict
+from tests.fuzz.laws import REFUSALS, Verdict
+from tests.fuzz.pool import Team
+from tests.fuzz.runner import Runner
 from tests.fuzz.sample import sample
 from tests.fuzz.shrink import shrink
 
@@ -18,6 +24,43 @@ CASES, PARTS = 20, 2
 def test_random_configurations_obey_the_laws(part: int) -> None:
     figures = explore(range(part * CASES, (part + 1) * CASES), shrinks=15.0)
     assert not figures.findings, figures.show()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_what_is_refused_says_why() -> None:
+    runner = Runner()
+    try:
+        for reason, least in REFUSALS:
+            verdict = runner.run(Case(**least))
+            assert verdict.status == "refused", (least, verdict)
+            assert re.search(reason, verdict.text), (least, verdict)
+    finally:
+        runner.restart()
+
+
+def _ends(rank: int, size: int, how: str) -> str:
+    if rank == 1 and how == "raised":
+        raise ArithmeticError("on purpose")
+    if rank == 1 and how == "died":
+        os._exit(7)
+    while rank == 1 and how == "hung":
+        time.sleep(1)
+    return how
+
+
+def test_a_rank_that_raises_dies_or_hangs_is_told() -> None:
+    for store in ("file", "tcp"):
+        team = Team(2, patience=1.0, store=store)
+        assert team.run(_ends, "returned") == team.run(_ends, "returned") == ["returned"] * 2
+        team.close()
+    for how, text in (("raised", "on purpose"), ("died", "exit code 7"), ("hung", "_ends")):
+        team = Team(2, patience=1.0)
+        other, trouble = team.run(_ends, how)
+        assert other == how
+        assert trouble.kind == how
+        assert text in trouble.text
+        assert not team.usable
 
 
 def test_a_case_is_one_line_that_says_all() -> None:

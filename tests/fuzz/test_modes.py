@@ -23,6 +23,7 @@ RAISED: dict[str, Any] = {
     "events": ((2, "raise", "middle"), (3, "save"), (4, "raise", "last"), (5, "save")),
     "steps": 7,
 }
+RESUMED: dict[str, Any] = {"events": ((2, "resume", "torch"), (4, "resume", "flat")), "steps": 7}
 HOLD: dict[str, Any] = {"setting": ("hold",), "micro": 2}
 MODES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -36,11 +37,16 @@ MODES: dict[str, dict[str, Any]] = {
     "raised, unused": {**RAISED, "ddp": UNUSED},
     "raised, static graph": {**RAISED, "ddp": STATIC},
     "raised, view": {**RAISED, "ddp": VIEW},
+    "raised, no_sync": {
+        **RAISED, "model": ("branches",), "use": "same", "micro": 2, "ddp": UNUSED,
+    },
     "late": {"setting": ("late",)},
     "poison": {"events": ((1, "poison", "middle", "inf"), (3, "poison", "first", "nan"))},
     "unregistered": {"events": ((3, "unregister"),), "steps": 6},
     "hold": {**HOLD, "micro": 3},
     "hold, raised": {**RAISED, **HOLD},
+    "hold, unused": {**HOLD, "model": ("branches",), "use": "alternate", "ddp": SKIPS},
+    "hold, static graph": {**HOLD, "ddp": STATIC, "model": ("never",)},
     "hold, delayed": {**HOLD, "setting": ("hold", "delayed")},
     "hold, in backward": {**HOLD, "setting": ("hold", "in_backward")},
     "hold, compiled": {**HOLD, "setting": ("compiled", "hold")},
@@ -54,6 +60,7 @@ MODES: dict[str, dict[str, Any]] = {
     "inner backward": {"ddp": STATIC, "model": ("reentrant", "twice")},
     "inner backward first": {"model": ("reentrant",)},
     "view": {"ddp": VIEW},
+    "compiled": {"setting": ("compiled",)},
     "no_sync": {"micro": 4},
     "no_sync, view": {"micro": 4, "ddp": VIEW},
     "sparse": {"model": ("sparse",)},
@@ -68,6 +75,8 @@ MODES: dict[str, dict[str, Any]] = {
     "three ranks, sparse": {"world": 3, "model": ("sparse",)},
     "join": {"join": 3, "steps": 8},
     "loaded": {"legs": (2,)},
+    "resumed": RESUMED,
+    "three ranks, resumed": {**RESUMED, "world": 3},
     "loaded on other ranks": {"legs": (3, 2, 1)},
 }  # fmt: skip
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -78,6 +87,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "topk, coalesced": {"scheme": "topk", "options": {"coalesce": True}},
     "topk, cut": {"scheme": "topk", "wrap": ("cut",)},
     "fp16, feedback": {"scheme": "fp16", "options": {"error_feedback": True}},
+    "qsgd, in two phases": {"scheme": "qsgd", "wrap": ("two_phase",)},
     "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
 }
 # They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
@@ -85,15 +95,18 @@ SOME = (
     *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
     *("topk, coalesced", "topk, cut"),
 )
-THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
+THOROUGH = (
+    *("no_sync, view", "half", "join", "loaded on other ranks", "resumed", "three ranks, resumed"),
+)
 
 
 # At every run; the others before a release.
 QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
-    *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
+    *(("core", mode) for mode in ("hold, unused", "hold, static graph", "three ranks, unused")),
+    ("core", "loaded on other ranks"),
     *(("torch", mode) for mode in ("unused, zeros", "half", "sparse", "poison")),
-    *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero"),
+    *("fsdp2", "hsdp between", "collectives reduce_scatter", "group", "zero", "diloco"),
 }
 
 

@@ -10,11 +10,9 @@ import torch
 import torch.distributed as dist
 
 import commhooks
-from tests.fuzz import faults
 from tests.fuzz.case import Case
 from tests.fuzz.hosts import HOSTS
 from tests.fuzz.model import Boom, batch, used
-from tests.fuzz.pool import Leave
 from tests.fuzz.run import Plan, Record, Run, digest
 from tests.fuzz.schemes import build
 
@@ -27,13 +25,11 @@ class Leg:
 
     Attributes:
         number: 0 begins; later ones continue from ``saved``, all ranks' states.
-        plant: name of the bug to plant, see ``tests.fuzz.faults``.
     """
 
     case: Case
     number: int = 0
     saved: tuple[bytes, ...] = ()
-    plant: str = ""
 
 
 @dataclass
@@ -66,16 +62,13 @@ def play(rank: int, size: int, leg: Leg) -> Any:
     """Runs a leg of a case on one rank."""
     case, report = leg.case, Report()
     plan = _Player(leg, rank, report)
-    with faults.planted(leg.plant, rank):
-        try:
-            plan.play()
-        except Exception as error:  # a verdict is made of it, with those of the other ranks
-            report.error = (type(error).__name__, str(error))
-            report.trace = _trace(error)
-        finally:
-            plan.close()
-    if any(event[1] == "leave" for event in case.events):
-        return Leave(report)
+    try:
+        plan.play()
+    except Exception as error:  # a verdict is made of it, with those of the other ranks
+        report.error = (type(error).__name__, str(error))
+        report.trace = _trace(error)
+    finally:
+        plan.close()
     if report.error is None and "part" not in case.setting:
         dist.barrier()  # nobody is still in a collective
     return report
@@ -339,17 +332,6 @@ class _Player:
         for run in self.runs:
             commhooks.unregister(run.ddp)
             run.counts = False
-
-    def _on_leave(self, number: int, place: str) -> None:
-        """The last rank's backward pass raises, and it ends; the others hear of it."""
-        run = self.runs[0]
-        last = run.rank == run.world - 1
-        use = used(self.case, number, 0, self.rank)
-        self.report.stage = "leaving"
-        inputs = batch(self.case, number, 0, self.rank).requires_grad_()
-        run.call(inputs, use, {place: "raise"} if last else {}, self.rank).float().mean().backward()
-        self._forward(run, number)  # what torch says of an unfinished step, it says here
-        run.call(inputs, use, {}, self.rank).float().mean().backward()
 
     # ---- the end
 

@@ -12,8 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 
-from tests.hostile.limits import Cost
-from tests.hostile.runs import run_some
+from tests.hostile.runs import Cost, run_some
 
 
 def main() -> int:

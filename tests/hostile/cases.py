@@ -58,33 +58,7 @@ _WORDS = [
     "class",
     "a/b",
 ]
-_ALPHABET = [
-    "a",
-    "Z",
-    "_",
-    "-",
-    ".",
-    "/",
-    "\\",
-    "\0",
-    "\n",
-    "\t",
-    " ",
-    "[",
-    "]",
-    "{",
-    "%",
-    "é",
-    "\U0001f600",
-    "\ud800",
-    "\x1b[31m",
-    "*",
-    "'",
-    '"',
-    "..",
-    "0",
-    "=",
-]
+_ALPHABET = [*"aZ_-./\\\0\n\t []{%é\U0001f600\ud800*'\"0=", "\x1b[31m", ".."]
 
 
 class Target:
@@ -349,9 +323,8 @@ def command_line(target: Target, rng: random.Random) -> None:
 
 def _word(rng: random.Random) -> str:
     if rng.random() < 0.1:
-        return rng.choice(
-            ("x" * 5000, ".py", "nope.py", "../nope.py", "/", "~", "--out=/", "-" * 50)
-        )
+        paths = (".py", "nope.py", "../nope.py", "/", "~", "--out=/")
+        return rng.choice(("x" * 5000, "-" * 50, *paths))
     return "".join(rng.choice(_ALPHABET) for _ in range(rng.choice((0, 1, 3, 12))))
 
 

@@ -7,6 +7,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,76 +16,51 @@ import commhooks
 
 __all__ = ["Written", "changed", "changed_json", "damaged"]
 
+
+@dataclass(frozen=True)
+class Written(commhooks.schemes.Dense):
+    """A user's class, which the program has not allowed to files."""
+
+
+_DENSE = {"class": "commhooks.Dense", "settings": {}}
+
+
+def _deep() -> Any:
+    value: Any = _DENSE
+    for _ in range(2000):
+        value = {"class": "commhooks.DelayedStart", "settings": {"scheme": value, "steps": 1}}
+    return value
+
+
 # What JSON has, too.
-_PLAIN: list[Callable[[], Any]] = [
-    lambda: None,
-    lambda: True,
-    lambda: False,
-    lambda: 0,
-    lambda: -1,
-    lambda: -5,
-    lambda: 1,
-    lambda: 2,
-    lambda: 2**31 - 1,
-    lambda: 2**62,
-    lambda: 2**63,
-    lambda: 2**80,
-    lambda: 10**30,
-    lambda: 0.5,
-    lambda: 1e308,
-    lambda: 1e-308,
-    lambda: float("nan"),
-    lambda: float("inf"),
-    lambda: "",
-    lambda: "7",
-    lambda: "rank0",
-    lambda: "load",
-    lambda: "int64",
-    lambda: "x" * 100_000,
-    lambda: "\ud800",
-    lambda: "\x1b]0;owned\x07\x1b[31m",
-    list,
-    lambda: [[]],
-    lambda: [["weight"], ["weight"]],
-    lambda: [2**31, 2**31],
-    lambda: [-30, -4],
-    lambda: [10**9],
-    lambda: [0, [[10**9], "float32"]],
-    lambda: [0] * 10_000,
-    dict,
-    lambda: {"": {}},
-    lambda: {"rank": 0, "memory": {}},
-    lambda: {"class": "commhooks.Traced", "settings": {"scheme": _dense(), "folder": "found"}},
-    lambda: {"class": f"{__name__}.Written", "settings": {}},
-    lambda: {"class": "commhooks.PowerSGD", "settings": {"rank": 10**9}},
+_JSON: list[Any] = [
+    *(None, True, False, 0, -1, -5, 1, 2, 2**31 - 1, 2**62, 2**63, 2**80, 10**30),
+    *(0.5, 1e308, 1e-308, float("nan"), float("inf")),
+    *("", "7", "rank0", "load", "int64", "x" * 100_000, "\ud800", "\x1b]0;owned\x07\x1b[31m"),
+    *([], [[]], [["weight"], ["weight"]], [2**31, 2**31], [-30, -4], [10**9]),
+    *([0, [[10**9], "float32"]], [0] * 10_000),
+    *({}, {"": {}}, {"rank": 0, "memory": {}}),
+    {"class": "commhooks.Traced", "settings": {"scheme": _DENSE, "folder": "found"}},
+    {"class": f"{__name__}.Written", "settings": {}},
+    {"class": "commhooks.PowerSGD", "settings": {"rank": 10**9}},
 ]
-_VALUES: list[Callable[[], Any]] = [
-    *_PLAIN,
-    lambda: _deep(),
-    lambda: [_deep()],
-    lambda: 10**5000,
-    lambda: b"\x00" * 9,
-    lambda: (1, 2),
-    lambda: (-5, 3),
-    lambda: (0, 10**30),
+_DTYPES = (
+    *(torch.complex64, torch.float16, torch.float64, torch.int64, torch.bool),
+    torch.float8_e4m3fn,
+)
+# Tensors, and what is not to be copied deeply, are made anew.
+_MADE: list[Callable[[], Any]] = [
+    *(lambda value=value: value for value in (10**5000, b"\x00" * 9, (1, 2), (-5, 3), (0, 10**30))),
     lambda: {1: 2},
-    lambda: object(),
-    lambda: int,
-    lambda: torch.zeros(()),
-    lambda: torch.zeros(0),
-    lambda: torch.zeros(3, 4),
+    *(_deep, lambda: [_deep()], object, lambda: int),
+    *(lambda shape=shape: torch.zeros(shape) for shape in ((), 0, (3, 4))),
     lambda: torch.full((12,), torch.nan),
-    lambda: torch.full((4, 3), torch.inf),
     lambda: torch.full((4,), -1.0),
+    lambda: torch.full((4, 3), torch.inf),
     lambda: torch.zeros(4).to_sparse(),
     lambda: torch.eye(4).to_sparse_csr(),
     lambda: torch.zeros(4, device="meta"),
-    lambda: torch.zeros(4, dtype=torch.complex64),
-    lambda: torch.zeros(4, dtype=torch.float16),
-    lambda: torch.zeros(4, dtype=torch.float64),
-    lambda: torch.zeros(4, dtype=torch.int64),
-    lambda: torch.zeros(4, dtype=torch.bool),
-    lambda: torch.zeros(4).to(torch.float8_e4m3fn),
+    *(lambda dtype=dtype: torch.zeros(4).to(dtype) for dtype in _DTYPES),
     lambda: torch.full((400,), 255, dtype=torch.uint8),
     lambda: torch.zeros(1).expand(10**12),
     lambda: torch.zeros(1).expand(4, 10**9),
@@ -92,22 +68,8 @@ _VALUES: list[Callable[[], Any]] = [
     lambda: torch.nn.Parameter(torch.zeros(4)),
     lambda: torch.zeros(4, 3).t(),
 ]
-
-
-@dataclass(frozen=True)
-class Written(commhooks.schemes.Dense):
-    """A user's class, which the program has not allowed to files."""
-
-
-def _dense() -> dict[str, Any]:
-    return {"class": "commhooks.Dense", "settings": {}}
-
-
-def _deep() -> Any:
-    value = _dense()
-    for _ in range(2000):
-        value = {"class": "commhooks.DelayedStart", "settings": {"scheme": value, "steps": 1}}
-    return value
+_PLAIN: list[Callable[[], Any]] = [partial(copy.deepcopy, value) for value in _JSON]
+_VALUES = _PLAIN + _MADE
 
 
 def changed(state: Any, rng: random.Random, values: Sequence[Callable[[], Any]] = _VALUES) -> Any:
@@ -151,14 +113,8 @@ def _damage(value: torch.Tensor, rng: random.Random) -> None:
 
 def _places(value: Any, inside: int = 0) -> Any:
     """Every (dict or list, key or position) in a nested value."""
-    keys = (
-        list(value)
-        if isinstance(value, dict)
-        else range(len(value))
-        if isinstance(value, list)
-        else ()
-    )
-    for key in list(keys)[:50]:
+    keys = value if isinstance(value, dict) else ()
+    for key in list(range(len(value)) if isinstance(value, list) else keys)[:50]:
         yield value, key
         if inside < 20:
             yield from _places(value[key], inside + 1)

@@ -24,6 +24,7 @@ from commhooks.kernels import (
 from commhooks.kernels.blockwise import quantize_op
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.low_rank import multiply_left_op, multiply_right_op
+from commhooks.kernels.parts import Parts, squared_norms_op
 from commhooks.kernels.philox import as_seed
 from commhooks.kernels.runtime import cpu
 from commhooks.kernels.runtime.arguments import as_ctypes
@@ -206,8 +207,18 @@ gathered = with_defaults(ops.gather_random, x=ONES(3), values=ONES(1), random=BI
 leveled = with_defaults(
     ops.quantize_levels, x=ONES(256), levels=ONES(2), payload=octets(48), block=128, unsent=None
 )
+taken = with_defaults(
+    top_k, x=ONES(10), k=2, indices=torch.empty(2, dtype=torch.int32), values=ONES(2)
+)
+normed = with_defaults(
+    ops.quantize_norms, x=ONES(9), payload=octets(288), block=32, levels=127, random=BITS
+)
+PARTS = Parts((9,)).table.clone()
+PARTS[1, 2] = 5
 
 WRONG_TYPES = [
+    (lambda: taken(indices=ONES(2)), "top_k(indices): dtype"),
+    (lambda: taken(x=ONES(10).int()), "top_k(x): dtype"),
     (lambda: quantized_100(segments=[100]), "Segments or None"),
     (lambda: quantized_100(payload=packed.int()), "quantize(payload)"),
     (lambda: RandomBits(1, STEP.int()), "int64 tensor of one number"),
@@ -331,6 +342,28 @@ WRONG_VALUES = [
         "pack_votes(payload): 32 bytes for 128 entries",
     ),
     (lambda: ops.count_votes(octets(16), ONES(40), 1.0), "count_votes(payloads): shape"),
+    (lambda: taken(k=11), "top_k(k): 0 to 10, got 11"),
+    (
+        lambda: taken(values=ONES(1)),
+        "top_k(values): 2 entries, and fewer than 256 of padding, got 1",
+    ),
+    (lambda: taken(residual=ONES(10)), "top_k(unsent): needed"),
+    (lambda: taken(x=(x := ONES(10)), cleared=x), "(cleared): needs unsent"),
+    (lambda: normed(block=33), "quantize_norms(block): int8 takes one of"),
+    (lambda: normed(levels=0), "quantize_norms(levels): 1 to 127, got 0"),
+    (lambda: normed(payload=octets(47)), "quantize_norms(payload): 288 entries, got 47"),
+    (
+        lambda: ops.quantize_parts(ONES(9), octets(48), (8,)),
+        "quantize_parts(x): 8 entries, got 9",
+    ),
+    (
+        lambda: ops.dequantize_parts(octets(47), ONES(9), (9,)),
+        "dequantize_parts(payloads): 48 entries, got 47",
+    ),
+    (
+        lambda: squared_norms_op(ONES(9), ONES(1).double(), PARTS),
+        "squared_norms(table): a table as Parts makes it",
+    ),
 ]
 
 

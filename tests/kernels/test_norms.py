@@ -66,17 +66,6 @@ def test_what_is_not_finite_spoils_its_own_block():
     assert out[[0, 3, 4]].isfinite().all()
 
 
-def test_wrong_arguments_are_named():
-    x, payload = torch.ones(9), torch.empty(size_of(9, 32)).byte()
-    bits = RandomBits(1, torch.tensor(1))
-    with pytest.raises(ValueError, match=r"quantize_norms\(block\): int8 takes one of"):
-        quantize_norms(x, payload, 33, 127, bits)
-    with pytest.raises(ValueError, match=r"quantize_norms\(levels\): 1 to 127, got 0"):
-        quantize_norms(x, payload, 32, 0, bits)
-    with pytest.raises(ValueError, match=r"quantize_norms\(payload\): 288 entries, got 47"):
-        quantize_norms(x, payload[:47], 32, 127, bits)
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     x = torch.randn(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) + 1)
     x = (x * 10.0 ** rng.randrange(-44, 38)).to(rng.choice(DTYPES))[1:]

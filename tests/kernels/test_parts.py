@@ -88,18 +88,6 @@ def test_squared_norms_are_those_of_the_parts(dtype):
     torch.testing.assert_close(out, expected, rtol=1e-14, atol=0)
 
 
-def test_wrong_arguments_are_named():
-    x, payloads = torch.ones(9), torch.empty(48).byte()
-    with pytest.raises(ValueError, match=r"quantize_parts\(x\): 8 entries, got 9"):
-        quantize_parts(x, payloads, (8,))
-    with pytest.raises(ValueError, match=r"dequantize_parts\(payloads\): 48 entries, got 47"):
-        dequantize_parts(payloads[:47], x, (9,))
-    table = Parts((9,)).table.clone()
-    table[1, 2] = 5
-    with pytest.raises(ValueError, match=r"squared_norms\(table\): a table as Parts makes it"):
-        squared_norms_op(x, torch.empty(1, dtype=torch.float64), table)
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     sizes = tuple(rng.choice([0, 1, rng.randrange(300), rng.randrange(9000)]) for _ in range(4))
     x = torch.randn(sum(sizes) + 1) * 10.0 ** rng.randrange(-44, 38)

@@ -146,36 +146,6 @@ def test_a_sampled_threshold_takes_about_k():
     assert torch.equal(left + taken, x)
 
 
-def call(**changes: Any) -> None:
-    arguments = {
-        "x": torch.ones(10),
-        "k": 2,
-        "indices": torch.empty(2, dtype=torch.int32),
-        "values": torch.empty(2),
-    }
-    top_k(**(arguments | changes))
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "words"),
-    [
-        ({"k": 11}, ValueError, r"\(k\): 0 to 10, got 11"),
-        ({"indices": torch.empty(2)}, TypeError, r"\(indices\): dtype"),
-        (
-            {"values": torch.empty(1)},
-            ValueError,
-            r"\(values\): 2 entries, and fewer than 256 of padding, got 1",
-        ),
-        ({"x": (x := torch.ones(10)), "cleared": x}, ValueError, r"\(cleared\): needs unsent"),
-        ({"residual": torch.ones(10)}, ValueError, r"\(unsent\): needed"),
-        ({"x": torch.ones(10).int()}, TypeError, r"\(x\): dtype"),
-    ],
-)
-def test_wrong_arguments_are_named(changes, error, words):
-    with pytest.raises(error, match=words):
-        call(**changes)
-
-
 def fuzz(run: Any, rng: random.Random) -> None:
     n = rng.choice([1, rng.randrange(1, 300), rng.randrange(1, 5000), 200_000])
     k = rng.choice([0, 1, rng.randrange(n + 1), n])

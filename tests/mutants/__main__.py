@@ -10,7 +10,7 @@ import sys
 from collections import Counter
 
 from tests.mutants.mutant import planted_bugs
-from tests.mutants.runner import Outcome, baseline, run_all
+from tests.mutants.runner import Outcome, run_all
 
 
 def main() -> int:
@@ -18,7 +18,6 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only bugs whose name, place or test has a word")
     parser.add_argument("--jobs", type=int, default=2, help="how many side by side")
     parser.add_argument("--list", action="store_true", help="names and tests, nothing is run")
-    parser.add_argument("--baseline", action="store_true", help="first the tests without a bug")
     arguments = parser.parse_args()
     chosen = [
         mutant
@@ -30,9 +29,6 @@ def main() -> int:
         for mutant in chosen:
             print(f"{mutant.where}: {mutant.name}\n    {mutant.test}")
         return 0
-    if arguments.baseline and (text := baseline(chosen)):
-        print(f"A test fails without any bug:\n{text}")
-        return 2
     ended = 0
 
     def report(outcome: Outcome) -> None:

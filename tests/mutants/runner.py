@@ -8,14 +8,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutants.mutant import ROOT, Mutant
 
-__all__ = ["Outcome", "baseline", "run_all"]
+__all__ = ["Outcome", "run_all"]
 
 _PACKAGES = ("commhooks", "ddp_core", "kernels", "tests", "experiments")
 _TIME_LIMIT = 600.0  # seconds
@@ -55,39 +55,25 @@ def run_all(
     return outcomes
 
 
-def baseline(mutants: Iterable[Mutant]) -> str:
-    """The tests of all mutants on the source as it is: what fails then finds nothing."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copy = Path(folder, "source")
-        _copy_to(copy)
-        code, text = _pytest(copy, list(dict.fromkeys(mutant.test for mutant in mutants)), 3600.0)
-    return "" if code == 0 else text
-
-
 def _run(mutant: Mutant) -> Outcome:
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         copy = Path(folder, "source")
-        _copy_to(copy)
+        copy.mkdir()
+        for name in _PACKAGES:
+            shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_SKIP)
+        for name in ("conftest.py", "pyproject.toml"):
+            shutil.copy(ROOT / name, copy)
         file, source = mutant.planted_in(copy)
         (copy / file).write_text(source)
         begin = time.monotonic()
-        code, text = _pytest(copy, [mutant.test], _TIME_LIMIT)
+        code, text = _pytest(copy, mutant.test)
         verdict = {0: "survived", 1: "killed", None: "no end"}.get(code, "no test")
         if code is not None and code < 0:  # a kernel that writes anywhere ends the process
             verdict = "killed"
         return Outcome(mutant, verdict, time.monotonic() - begin, text)
 
 
-def _copy_to(copy: Path) -> None:
-    """The packages with their compiled kernels, the tests, and what configures pytest."""
-    copy.mkdir()
-    for name in _PACKAGES:
-        shutil.copytree(ROOT / name, copy / name, symlinks=True, ignore=_SKIP)
-    for name in ("conftest.py", "pyproject.toml"):
-        shutil.copy(ROOT / name, copy)
-
-
-def _pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[int | None, str]:
+def _pytest(copy: Path, test: str) -> tuple[int | None, str]:
     """The exit code, or None after the limit, and the end of the output."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
     command += ["-o", "timeout=0"]  # a test out of time has found nothing
@@ -99,9 +85,9 @@ def _pytest(copy: Path, tests: Sequence[str], limit: float) -> tuple[int | None,
     }
     try:
         done = subprocess.run(
-            [*command, *tests], cwd=copy, env=environment, capture_output=True, text=True,
-            timeout=limit, check=False,
+            [*command, test], cwd=copy, env=environment, capture_output=True, text=True,
+            timeout=_TIME_LIMIT, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return None, f"no end within {limit:g} s"
+        return None, f"no end within {_TIME_LIMIT:g} s"
     return done.returncode, "\n".join((done.stdout + done.stderr).splitlines()[-12:])

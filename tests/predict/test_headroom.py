@@ -15,7 +15,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +25,7 @@ from commhooks.cli._headroom import headroom
 from commhooks.errors import RegistrationError
 from tests.tools.as_script import HOSTS, run_script
 from tests.tools.harness import on_ranks
-from tests.tools.training import equal_on_all_ranks, gradients, mlp, parameters
+from tests.tools.training import equal_on_all_ranks, everyone, gradients, mlp, parameters
 
 ROOT = Path(__file__).parents[2]
 RUNS = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -245,9 +244,7 @@ def _trained(rank: int) -> tuple[DistributedDataParallel, Callable[[], Any]]:
 def test_the_function_gives_all_ranks_one_answer_and_averages_again(rank: int) -> None:
     ddp, step = _trained(rank)
     answer = commhooks.headroom(ddp, step, steps=10)
-    answers: list[Any] = [None] * 2
-    dist.all_gather_object(answers, answer)
-    assert answers == [answer] * 2
+    assert everyone(answer) == [answer] * 2
     assert answer.facts.world_size == 2
     assert answer.facts.turns == 2
     assert_answer(str(answer))

@@ -273,6 +273,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 def _start_store() -> tuple[Any, tuple[int, int]]:
     """Starts the process that holds a TCPStore; also returns its number and the port."""
+    _start_server()
     ours, theirs = _context.Pipe(duplex=False)
     process = _context.Process(target=_hold_store, args=(theirs,), daemon=True)
     process.start()
@@ -283,10 +284,11 @@ def _start_store() -> tuple[Any, tuple[int, int]]:
     return process, (process.pid, port)
 
 
-def _start_rank(rank: int) -> _Rank:
+def _start_rank(rank: int, main: Callable[..., None] | None = None, *arguments: Any) -> _Rank:
+    """Starts a process that calls ``main`` with its end of the pipe and the arguments."""
     _start_server()
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_main, args=(theirs,), daemon=True)
+    process = _context.Process(target=main or _main, args=(theirs, *arguments), daemon=True)
     process.start()
     theirs.close()
     return _Rank(rank, process, ours)
@@ -365,6 +367,15 @@ def _hold_store(pipe: connection.Connection) -> None:
     signal.pause()
 
 
+def _store_at(directory: str, port: int, world_size: int) -> Any:
+    """Returns the store of a group: behind the port, or a file where there is none."""
+    import torch.distributed as dist
+
+    if port:
+        return dist.TCPStore("127.0.0.1", port, is_master=False)
+    return dist.FileStore(str(Path(directory, "store")), world_size)
+
+
 def _main(pipe: connection.Connection) -> None:
     """Runs jobs, and sends (value, traceback, exception, when) of each; ends after a failure."""
     stays = True
@@ -405,9 +416,7 @@ def _run(job: _Job) -> Any:
             warnings.filterwarnings("ignore", message)
         global _store_process
         _store_process, port = job.store
-        store: Any = dist.FileStore(str(Path(job.directory, "store")), job.world_size)
-        if port:
-            store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        store = _store_at(job.directory, port, job.world_size)
         dist.init_process_group(
             "gloo",
             store=store,

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks import schemes
+from commhooks.checkpoint._format import checksum
 from tests.shelf import BUILT_IN
 
 for _module in pkgutil.iter_modules(schemes.__path__):  # all schemes, imported by commhooks or not
@@ -37,8 +38,6 @@ STATEFUL: dict[str, tuple[str, dict[str, Any]]] = {
     "demo": ("demo", {}),
     "onebit_adam": ("onebit_adam", {"freeze_step": 2, "block": 64}),
 }
-# They work on a bucket as a whole, so that its size is part of the arithmetic.
-BY_BUCKET = {"batched", "demo", "dgc", "int4", "onebit", "onebit_adam", "sdp4bit", "topk"}
 # They send as others do and differ in arithmetic only, which tests/contract goes through.
 ALIKE = {"fp8", "sdp4bit"}
 # They keep something else than a residual: there is no sum to look at.
@@ -144,6 +143,14 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(left, (list, tuple)):
         return len(left) == len(right) and all(map(same, left, right))
     return bool(left == right)
+
+
+def sealed(state: dict[str, Any]) -> dict[str, Any]:
+    """The saved state with checksums that are right for what it holds now."""
+    for field, part in state.items():
+        if field.startswith("rank"):
+            part["checksum"] = checksum(state, part)
+    return state
 
 
 def equal_bits(tensors: list[Tensor]) -> bool:

@@ -45,6 +45,7 @@ from commhooks.wrappers import (
     FlushResidual,
     Guard,
 )
+from tests.tools.training import same, sealed
 
 SHAPES = {"weight": torch.Size([6, 5]), "bias": torch.Size([6])}
 SCHEME = ErrorFeedback(PowerSGD(rank=1, min_compression_rate=0))
@@ -61,14 +62,6 @@ for _name, _shape in SHAPES.items():
 
 def residual(rank: int) -> dict[str, Tensor]:
     return {name: torch.full(shape, float(rank + 1)) for name, shape in SHAPES.items()}
-
-
-def sealed(state: dict[str, Any]) -> dict[str, Any]:
-    """The state with checksums that are right for what it holds."""
-    for field, part in state.items():
-        if field.startswith("rank"):
-            part["checksum"] = checksum(state, part)
-    return state
 
 
 def saved(rank: int = 0, world_size: int = 1, first: int = 0, stride: int = 1) -> dict[str, Any]:
@@ -108,14 +101,6 @@ def of_version_one(state: dict[str, Any]) -> dict[str, Any]:
 
 def merged(*states: dict[str, Any]) -> dict[str, Any]:
     return {field: value for state in states for field, value in state.items()}
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    return bool(left == right)
 
 
 # ---- what is refused

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import Tensor
 
 from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.research.baselines import GlobalQSGD, IntSGD
+from tests.unit.references import gradients as gradients_of
 
 N = 5000
-
-
-def gradients(world_size: int, step: int = 0, scale: float = 1.0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(step + 1)
-    return [scale * torch.randn(N, generator=generator) for _ in range(world_size)]
+gradients = partial(gradients_of, numel=N)
 
 
 def ranks_of(scheme: Scheme, world_size: int) -> Simulation:
@@ -34,7 +32,7 @@ def test_the_sum_of_codes_never_wraps(scheme: Scheme, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_error_is_that_of_the_levels_left(world_size: int) -> None:
-    grads = gradients(world_size)
+    grads = gradients(world_size, 0)
     exact, levels = torch.stack(grads).mean(0), 127 // world_size
     largest = torch.stack([g.abs() for g in grads]).amax(0).split(256)
     scale = torch.cat([part.amax().expand(len(part)) for part in largest]) / levels
@@ -45,7 +43,7 @@ def test_error_is_that_of_the_levels_left(world_size: int) -> None:
 
 def test_a_byte_an_entry_travels() -> None:
     ranks = ranks_of(GlobalQSGD(block=1024), 4)
-    ranks.step(gradients(4))
+    ranks.step(gradients(4, 0))
     assert ranks.requests == [("all_reduce", 4 * 5), ("all_reduce", N)]
     ranks = ranks_of(IntSGD(), 4)
     for step in range(2):
@@ -72,8 +70,9 @@ def test_adaptive_levels_are_as_in_the_paper() -> None:
 
 def test_a_sudden_gradient_is_clipped_and_then_followed() -> None:
     ranks = ranks_of(IntSGD(decay=0.0), 2)
-    ranks.step(gradients(2))
-    norms = [float(ranks.step(gradients(2, s, 1e4))[0].norm()) for s in range(1, 8)]
+    ranks.step(gradients(2, 0))
+    sudden = [[1e4 * grad for grad in gradients(2, step)] for step in range(1, 8)]
+    norms = [float(ranks.step(grads)[0].norm()) for grads in sudden]
     exact = 1e4 * (N / 2) ** 0.5
     assert norms[0] < 0.1 * exact
     assert norms[-1] == pytest.approx(exact, rel=0.2)
@@ -92,7 +91,7 @@ def test_clipped_parts_wait_in_the_residual() -> None:
     ranks = ranks_of(ErrorFeedback(IntSGD(decay=0.0)), 2)
     applied = total = torch.zeros(N)
     for step in range(6):
-        grads = gradients(2, step, 100.0**step)
+        grads = [100.0**step * grad for grad in gradients(2, step)]
         total = total + torch.stack(grads).mean(0)
         applied = applied + ranks.step(grads)[0]
     kept = (ranks.memory(0) + ranks.memory(1)) / 2
@@ -105,9 +104,7 @@ def test_clipped_parts_wait_in_the_residual() -> None:
 @pytest.mark.parametrize("world_size", [63, 64])
 def test_a_residual_stays_below_the_gradient_on_any_number_of_ranks(world_size: int) -> None:
     ranks = Simulation(ErrorFeedback(GlobalQSGD()), {"a": (256,)}, world_size=world_size)
-    grads = [
-        torch.randn(256, generator=torch.Generator().manual_seed(i)) for i in range(world_size)
-    ]
+    grads = gradients(world_size, 0, numel=256)
     largest = max(float(grad.abs().max()) for grad in grads)
     for _ in range(12):
         ranks.step(grads)

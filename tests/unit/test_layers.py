@@ -251,19 +251,29 @@ def test_no_lower_layer_reaches_up_as_text_either() -> None:
             assert not names & {"commhooks", "import_module", "__import__"}, path
 
 
-@pytest.mark.slow
-def test_importing_commhooks_takes_no_cupy_no_pandas_and_no_cuda() -> None:
-    code = (
-        "import sys, commhooks, torch\n"
-        "heavy = {'cupy', 'pandas', 'matplotlib', 'tensorboard', 'sklearn', 'lightning',\n"
-        "    'accelerate', 'transformers', 'ray'} & set(sys.modules)\n"
-        "sys.exit(f'{heavy} {torch.cuda.is_initialized()}' "
-        "if heavy or torch.cuda.is_initialized() else 0)"
-    )
+IMPORTS = """
+import sys
+import torch, torch.nn.parallel
+before = set(sys.modules)
+import commhooks
+print(*(name.partition(".")[0] for name in set(sys.modules) - before))
+print(torch.cuda.is_initialized())
+"""
+
+
+def test_importing_commhooks_takes_nothing_heavy_and_no_cuda() -> None:
+    """Told by what is loaded: the time depends on what else the machine does."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
-    assert done.returncode == 0, done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+    packages, cuda = done.stdout.splitlines()
+    assert cuda == "False"
+    heavy = {"cupy", "pandas", "matplotlib", "tensorboard", "safetensors", "sklearn", "lightning"}
+    assert not {*heavy, "accelerate", "transformers", "ray"} & set(packages.split())
+    # Torch's flop counter takes triton, where torch was built for GPUs.
+    ours = ("commhooks", "ddp_core", "triton")
+    assert len([name for name in packages.split() if name not in ours]) < 20, packages
 
 
 @pytest.mark.parametrize("package", ["commhooks", "ddp_core"])

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim import ZeroRedundancyOptimizer, _apply_optimizer_in_backward
@@ -25,7 +24,7 @@ from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.hosts.test_tensor_parallel import _build
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks
-from tests.tools.training import mlp
+from tests.tools.training import everyone, mlp
 from tests.verify.test_verify import findings
 
 KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
@@ -167,9 +166,7 @@ def test_with_raise_every_rank_raises_where_parameters_differ(rank: int) -> None
         _moved(rank, "core", "raise")
     second = "step 2, rank 1, parameter 'layers.2.weight': before this step it has, and 1 more"
     assert f"{second} parameters have, other bits here than on ranks 0, 2" in str(caught.value)
-    texts: list[Any] = [None] * 3
-    dist.all_gather_object(texts, str(caught.value))
-    assert texts == [texts[0]] * 3
+    assert everyone(str(caught.value)) == [str(caught.value)] * 3
 
 
 @on_ranks(2, ignore_warnings=(".*deprecated",))

@@ -25,8 +25,9 @@ from commhooks.wrappers._base import Wrapper
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.contract.cases import make as make_case
 from tests.contract.cases import registered
+from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
 from tests.tools.harness import on_ranks
-from tests.tools.training import averaged, mlp, row_of
+from tests.tools.training import mlp, row_of
 from tests.verify.test_verify import backward
 
 
@@ -96,23 +97,22 @@ def test_no_registered_scheme_is_accused(rank: int, world_size: int, dtype: torc
         hook.close()
 
 
-def _reports(rank: int, name: str, steps: int, **options: Any) -> tuple[list[str], Any, Any]:
+def _reports(
+    rank: int, name: str, steps: int, wrap: Any = DistributedDataParallel, **options: Any
+) -> tuple[list[str], Any, Any]:
     """Parameters, and rows of error, cosine and norm: as reported, and computed from gradients."""
     rows = {}
-    torch.manual_seed(0)
-    ddp = DistributedDataParallel(mlp(96, 2), bucket_cap_mb=0.01)
-    hook = commhooks.register(ddp, name, verify=1, **options)
+    ours, plain = (wrap(model_of((96, 96, 96))) for _ in range(2))
+    hook = commhooks.register(ours, name, verify=1, **options)
     for step in range(steps):
-        torch.manual_seed(10 * step + rank)
-        ddp.zero_grad()
-        x = torch.randn(4, 96)
         # What feedback sends late is many times the gradients once these shrink.
         size = 1.0 if step < 20 else 0.1
-        loss = ddp.module(x).square().mean() * size
-        exact = torch.autograd.grad(loss, list(ddp.parameters()))
-        (ddp(x).square().mean() * size).backward()
-        for (key, parameter), gradient in zip(ddp.module.named_parameters(), exact, strict=True):
-            rows[step, key] = row_of(parameter.grad, averaged(gradient))
+        for model in (ours, plain):
+            torch.manual_seed(10 * step + rank)
+            (model(torch.randn(4, 96)).square().mean() * size).backward()
+        averages, means = gradients(ours), gradients(plain)
+        for key, mean in means.items():
+            rows[step, key.removeprefix("module.")] = row_of(averages[key], mean)
     frame = hook.verification.report()
     hook.close()
     columns = frame[["error", "cosine", "norm"]].to_numpy()
@@ -129,23 +129,26 @@ def test_errors_of_sketches_are_near_those_of_gradients(rank: int) -> None:
         for parameter, reported, (error, cosine, norm) in zip(
             parameters, sketch, exact, strict=True
         ):
-            # A matrix of 9,216 entries has a sketch of 128 numbers, a bias of 96 one of 64.
-            rest = 4 * (2 * (128 if "weight" in parameter else 64)) ** -0.5
+            # A matrix of 9,216 entries has a sketch of 127 numbers, a bias of 96 one of 61.
+            rest = 4 * (2 * (127 if "weight" in parameter else 61)) ** -0.5
             near(reported[0], error, rtol=rest, atol=1e-6)
             # What the error has to do with these is small where the error is.
             near(reported[1], cosine, rtol=0, atol=rest * min(1.0, error) ** 2 + 1e-6)
             near(reported[2], norm, rtol=rest * min(1.0, error) ** 2 + 1e-6)
 
 
+# Of two sketches each, of 127 numbers; pieces of half a matrix have two of 61.
+@pytest.mark.parametrize(("wrap", "numbers"), [(DistributedDataParallel, 127), (sharded, 2 * 61)])
 @on_ranks(2)
-def test_errors_many_times_the_dense_mean_are_told_as_well(rank: int) -> None:
+def test_errors_many_times_the_dense_mean_are_told_as_well(
+    rank: int, wrap: Any, numbers: int
+) -> None:
     """The norm of the dense mean is then not what remains of larger, inexact numbers."""
-    parameters, sketch, exact = _reports(rank, "topk", 30, ratio=0.01)
+    parameters, sketch, exact = _reports(rank, "topk", 30, wrap, ratio=0.01)
     weights = np.array(["weight" in parameter for parameter in parameters])
     assert float(exact[weights, 0].max()) > 3
     off = np.abs(sketch / exact - 1)[weights]
-    # Of two sketches each, of 128 numbers.
-    assert float(off[:, [0, 2]].max()) < 4 * 2**0.5 * (2 * 128) ** -0.5
+    assert float(off[:, [0, 2]].max()) < 4 * 2**0.5 * (2 * numbers) ** -0.5
     assert float(np.nanmax(np.abs(sketch[:, 1] - exact[:, 1]))) < 0.25
     assert float(np.nanmax(np.abs(sketch[:, 1]))) <= 1
 

@@ -34,7 +34,7 @@ from commhooks.wrappers._feedback import ErrorFeedback
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import RankError, on_ranks, run_ranks
 from tests.tools.models import Branches
-from tests.tools.training import mlp, parameters
+from tests.tools.training import everyone, mlp, parameters
 
 KINDS: dict[str, Any] = {"torch": DistributedDataParallel, "core": CoreDDP}
 
@@ -140,9 +140,7 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
             assert (text, ranks) == (expected, on)
             assert bucket == _bucket_of(step, parameter)
             assert name is None or (step, parameter) == (2, name)
-        everyone: list[Any] = [None] * 3
-        dist.all_gather_object(everyone, named)
-        assert everyone == [named] * 3
+        assert everyone(named) == [named] * 3
         assert len(rows) == 2 * 6
         assert {step for step, _, _ in rows} == {0, 2}
         assert all(bucket == _bucket_of(step, parameter) for step, bucket, parameter in rows)
@@ -163,9 +161,7 @@ def test_with_raise_every_rank_raises_before_the_next_step(rank: int) -> None:
         _train(rank, Wrong(Dense(), "decodes"), "torch", "raise")
     text = str(caught.value)
     assert "step 2, rank 1, bucket 1, parameter '2.weight'" in text
-    texts = ["", ""]
-    dist.all_gather_object(texts, text)
-    assert texts == [text] * 2
+    assert everyone(text) == [text] * 2
 
 
 @on_ranks(2)
@@ -414,9 +410,7 @@ def test_whoever_looks_at_a_finding_all_ranks_raise_in_the_next_step(rank: int) 
         assert "finding" in str(hook.verification)
     with pytest.raises(VerificationError) as caught:
         ddp(torch.randn(4, 16))
-    texts = ["", ""]
-    dist.all_gather_object(texts, str(caught.value))
-    assert texts[0] == texts[1]
+    assert everyone(str(caught.value)) == [str(caught.value)] * 2
 
 
 class _Failed:

@@ -1,13 +1,16 @@
 """Training loops of many shapes, by name: ``shapes.py SHAPE STEPS``, under torchrun."""
 
+import importlib
 import itertools
 import sys
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: N817
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
@@ -35,10 +38,6 @@ def train(ddp, steps, loss=None):
     optimizer = sgd(ddp)
     for _ in range(steps):
         step(ddp, optimizer, None if loss is None else loss())
-
-
-def plain(steps):
-    train(DDP(net()), steps)
 
 
 def trainer(steps):
@@ -152,20 +151,6 @@ class Unused(nn.Module):
         return self.parts[next(self.calls) % 2](inputs)
 
 
-def unused(steps):
-    train(DDP(Unused(), find_unused_parameters=True, bucket_cap_mb=0.005), steps)
-
-
-def static_graph(steps):
-    train(DDP(net(), static_graph=True, gradient_as_bucket_view=True), steps)
-
-
-def two_forwards(steps):
-    """Two forward passes before the backward pass of both, as contrastive losses have it."""
-    ddp = DDP(net())
-    train(ddp, steps, lambda: (ddp(data()) - ddp(data())).square().mean())
-
-
 def two_backwards(steps):
     """Two synchronised passes a step: accumulation by who has not heard of no_sync."""
     ddp = DDP(net())
@@ -186,10 +171,6 @@ def joins(steps):
             step(ddp, optimizer)
 
 
-def compiled(steps):
-    train(torch.compile(DDP(net()), backend="eager"), steps)
-
-
 def overlapped(steps):
     """The optimizer runs in backward, through hooks of the parameters."""
     ddp = DDP(net())
@@ -200,18 +181,6 @@ def overlapped(steps):
         ddp(data()).square().mean().backward()
 
 
-def sparse(steps):
-    """An embedding with sparse gradients, which no hook gets, beside a dense layer."""
-    module = nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8))
-    ddp = DDP(module)
-    train(ddp, steps, lambda: ddp(torch.randint(50, (8,))).square().mean())
-
-
-def doubles(steps):
-    ddp = DDP(net().double())
-    train(ddp, steps, lambda: ddp(data().double()).square().mean())
-
-
 class Subclass(DDP):
     def __init__(self, module):
         super().__init__(module)
@@ -220,36 +189,6 @@ class Subclass(DDP):
     def forward(self, *inputs):
         self.calls += 1
         return super().forward(*inputs)
-
-
-def subclass(steps):
-    train(Subclass(net()), steps)
-
-
-def ours(steps):
-    import ddp_core
-
-    train(ddp_core.DistributedDataParallel(net()), steps)
-
-
-def replicated(steps):
-    from torch.distributed._composable import replicate
-
-    train(replicate(net()), steps)
-
-
-def checkpointed(steps):
-    from torch.utils.checkpoint import checkpoint
-
-    class Saves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, inputs):
-            return checkpoint(self.inner, inputs, use_reentrant=False)
-
-    train(DDP(Saves()), steps)
 
 
 def late_hook(steps):
@@ -269,48 +208,76 @@ def rebuilt(steps):
         train(DDP(module), 20)
 
 
-def kwargs_only(steps):
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = net()
-
-        def forward(self, *, inputs):
-            return {"loss": self.inner(inputs).square().mean()}
-
-    ddp = DDP(Named())
-    train(ddp, steps, lambda: ddp(inputs=data())["loss"])
-
-
-def around_the_wrapper(steps):
-    """Calls the module inside, so that no gradient is exchanged."""
-    ddp = DDP(net())
-    train(ddp, steps, lambda: ddp.module(data()).square().mean())
-
-
 def only_evaluates(steps):
     ddp = DDP(net()).eval()
     for _ in range(steps):
         ddp(data())
 
 
-def trains_in_eval_mode(steps):
-    """Fine-tunes with dropout and batch normalisation as in evaluation."""
-    train(DDP(net()).eval(), steps)
+class Saves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, inputs):
+        return checkpoint(self.inner, inputs, use_reentrant=False)
+
+
+class Named(Saves):
+    def forward(self, *, inputs):
+        return {"loss": self.inner(inputs).square().mean()}
+
+
+# Shapes that differ in the model that is trained.
+MODELS = {
+    "plain": lambda: DDP(net()),
+    "unused": lambda: DDP(Unused(), find_unused_parameters=True, bucket_cap_mb=0.005),
+    "static_graph": lambda: DDP(net(), static_graph=True, gradient_as_bucket_view=True),
+    "compiled": lambda: torch.compile(DDP(net()), backend="eager"),
+    "subclass": lambda: Subclass(net()),
+    "ours": lambda: importlib.import_module("ddp_core").DistributedDataParallel(net()),
+    "replicated": lambda: replicate(net()),
+    "checkpointed": lambda: DDP(Saves()),
+    # Fine-tunes with dropout and batch normalisation as in evaluation.
+    "trains_in_eval_mode": lambda: DDP(net()).eval(),
+}
+# And in the loss: two forward passes before the backward pass of both, as contrastive losses have
+# it; sparse gradients, which no hook gets, beside a dense layer; the module inside is called.
+LOSSES = {
+    "two_forwards": (net, lambda ddp: (ddp(data()) - ddp(data())).square().mean()),
+    "sparse": (
+        lambda: nn.Sequential(nn.Embedding(50, 8, sparse=True), nn.Linear(8, 8)),
+        lambda ddp: ddp(torch.randint(50, (8,))).square().mean(),
+    ),
+    "doubles": (lambda: net().double(), lambda ddp: ddp(data().double()).square().mean()),
+    "kwargs_only": (Named, lambda ddp: ddp(inputs=data())["loss"]),
+    "around_the_wrapper": (net, lambda ddp: ddp.module(data()).square().mean()),
+}
+
+
+def run(shape, steps):
+    if shape in MODELS:
+        train(MODELS[shape](), steps)
+    elif shape in LOSSES:
+        build, loss = LOSSES[shape]
+        ddp = DDP(build())
+        train(ddp, steps, lambda: loss(ddp))
+    else:
+        globals()[shape](steps)
 
 
 def fails(steps):
-    plain(13)
+    run("plain", 13)
     raise ArithmeticError("the loss is no number")
 
 
 def exits(steps):
-    plain(12)
+    run("plain", 12)
     sys.exit(5)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
-    globals()[sys.argv[1]](int(sys.argv[2]))
+    run(sys.argv[1], int(sys.argv[2]))
     print("the script has ended")
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 def demo_basic(rank, world_size, port, steps):
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    shapes.plain(steps)
+    shapes.run("plain", steps)
     dist.destroy_process_group()
     print(f"Finished running basic DDP example on rank {rank}.")
 
