@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks import (
-    debugging_hooks,
-    default_hooks,
-    post_localSGD_hook,
-    powerSGD_hook,
-    quantization_hooks,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -71,55 +63,13 @@ def flat(gradients: list[Tensor]) -> list[Tensor]:
     return [torch.cat([gradient.view(-1) for gradient in gradients])]
 
 
-# ---- signatures
-
-TORCH = {
-    "allreduce_hook": default_hooks,
-    "fp16_compress_hook": default_hooks,
-    "bf16_compress_hook": default_hooks,
-    "fp16_compress_wrapper": default_hooks,
-    "bf16_compress_wrapper": default_hooks,
-    "PowerSGDState": powerSGD_hook,
-    "powerSGD_hook": powerSGD_hook,
-    "batched_powerSGD_hook": powerSGD_hook,
-    "noop_hook": debugging_hooks,
-    "quantization_pertensor_hook": quantization_hooks,
-    "quantization_perchannel_hook": quantization_hooks,
-    "PostLocalSGDState": post_localSGD_hook,
-    "post_localSGD_hook": post_localSGD_hook,
-}
-
-
-def test_every_classic_name_is_compared_with_torch() -> None:
-    assert sorted(TORCH) == sorted(classic.__all__)
-
-
-@pytest.mark.parametrize("name", TORCH)
-def test_names_order_and_defaults_of_parameters_are_torchs(name: str) -> None:
-    def parameters(function: Any) -> list[Any]:
-        declared = inspect.signature(function).parameters.values()
-        return [(each.name, each.kind, each.default) for each in declared]
-
-    assert parameters(getattr(classic, name)) == parameters(getattr(TORCH[name], name))
-
-
-@pytest.mark.parametrize("name", ["PowerSGDState", "PostLocalSGDState"])
-def test_settings_of_a_state_are_readable_and_writable(name: str) -> None:
-    required = {"process_group": None, "subgroup": None, "start_localSGD_iter": 3}
-    state_class = getattr(classic, name)
-    names = list(inspect.signature(state_class).parameters)
-    state = state_class(**{key: value for key, value in required.items() if key in names})
-    for setting in names:
-        setattr(state, setting, getattr(state, setting))
-    assert state.iter == 0
+# ---- hooks without a state
 
 
 def test_powersgd_state_refuses_a_bad_rank_at_once() -> None:
     with pytest.raises(ValueError, match="rank"):
         classic.PowerSGDState(None, matrix_approximation_rank=0)
 
-
-# ---- hooks without a state
 
 TOLERANCE = {
     "allreduce_hook": 0.0,

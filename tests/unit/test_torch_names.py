@@ -12,7 +12,7 @@ import pytest
 import torch.distributed.algorithms.ddp_comm_hooks as torchs
 
 import commhooks
-from commhooks import ddp_comm_hooks
+from commhooks import classic, ddp_comm_hooks
 
 PRIVATE = {"optimizer_overlap_hooks": ["_OptimizerHookState", "_hook_then_optimizer"]}
 # Only torch's own class uses it, with its own reducer.
@@ -59,6 +59,12 @@ def test_every_name_of_torchs_module_is_here_with_its_arguments(module: str) -> 
                 assert parameters(getattr(our, method)) == parameters(member), f"{name}.{method}"
 
 
+def test_names_of_the_package_are_those_of_the_modules() -> None:
+    modules = [our_module(name) for name in MODULES]
+    for name in classic.__all__:
+        assert any(getattr(module, name, None) is getattr(classic, name) for module in modules)
+
+
 def test_what_is_left_out_has_no_public_name() -> None:
     assert [name for module in NOT_HERE for name in public(torch_module(module))] == []
 
@@ -72,6 +78,9 @@ def test_a_state_has_the_attributes_of_torchs_and_no_others(name: str) -> None:
     state = state_class(**{key: value for key, value in required.items() if key in taken})
     for attribute in getattr(torch_module(module), name).__slots__:
         getattr(state, attribute)
+    for setting in taken:
+        setattr(state, setting, getattr(state, setting))
+    assert state.iter == 0
     with pytest.raises(AttributeError):
         state.start_powerSGD_itr = 5
 
