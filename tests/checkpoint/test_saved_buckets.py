@@ -85,6 +85,15 @@ def random_k(model: nn.Module, **options: Any) -> commhooks.HookState:
     return commhooks.register(model, "random_k", **{"ratio": 0.2, **options})
 
 
+def goes_on(rank: int, first: Any, second: Any, at: int, until: int, **options: Any) -> list[Any]:
+    """Loads the state of the first model into a hook of the second; returns both hooks."""
+    hooks = [random_k(model, **options) for model in (first, second)]
+    train(range(at), rank, first)
+    hooks[1].load_state_dict(hooks[0].state_dict())
+    train(range(at, until), rank, first, second)
+    return hooks
+
+
 # ---- torch's class
 
 
@@ -254,11 +263,7 @@ def test_the_last_state_that_is_loaded_decides(rank: int) -> None:
 
 @on_ranks(2)
 def test_our_class_goes_on_from_a_state_of_torchs(rank: int) -> None:
-    first, second = TorchDDP(mlp(), bucket_cap_mb=SMALL), CoreDDP(mlp(), bucket_cap_mb=SMALL)
-    hook, resumed = random_k(first), random_k(second)
-    train(range(4), rank, first)
-    resumed.load_state_dict(hook.state_dict())
-    train(range(4, 7), rank, first, second)
+    goes_on(rank, *(kind(mlp(), bucket_cap_mb=SMALL) for kind in (TorchDDP, CoreDDP)), 4, 7)
 
 
 # States of the first step; of a run whose buckets are not rebuilt by themselves; of one whose last
@@ -310,11 +315,8 @@ class _Twice(nn.Module):
 @on_ranks(2)
 def test_a_static_graph_that_goes_on_takes_gradients_when_they_are_complete(rank: int) -> None:
     first, second = (CoreDDP(_Twice(), static_graph=True, bucket_cap_mb=0.0005) for _ in range(2))
-    hook, resumed = random_k(first), random_k(second)
-    train(range(1), rank, first)
-    resumed.load_state_dict(hook.state_dict())
-    train(range(1, 4), rank, first, second)
-    layouts = [state.state_dict()["layout"] for state in (hook, resumed)]
+    hooks = goes_on(rank, first, second, 1, 4)
+    layouts = [hook.state_dict()["layout"] for hook in hooks]
     assert layouts[0] == layouts[1]
     assert layouts[0][0][0].startswith("between")
 
@@ -345,13 +347,8 @@ def test_buckets_are_taken_up_beside_sparse_gradients_and_by_plain_names(rank: i
 def test_a_loaded_state_switches_to_what_travels_together(rank: int) -> None:
     for before, after in ((False, True), (True, False)):
         first, second = (TorchDDP(mlp(), bucket_cap_mb=2.0 / 1024) for _ in range(2))
-        hook = random_k(first, ratio=0.1, coalesce=before)
-        train(range(3), rank, first)
-        resumed = random_k(second, ratio=0.1, coalesce=before)
-        resumed.load_state_dict(hook.state_dict())
-        train(range(3, 4), rank, first, second)
-        for state in (hook, resumed):
-            state.switch("random_k", ratio=0.1, coalesce=after)
+        for hook in goes_on(rank, first, second, 3, 4, ratio=0.1, coalesce=before):
+            hook.switch("random_k", ratio=0.1, coalesce=after)
         train(range(4, 6), rank, first, second)
 
 

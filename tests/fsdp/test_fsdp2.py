@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -22,10 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks._torch import fsdp2_groups
-from commhooks.core import Bucket, SchemeExchange
 from commhooks.errors import RegistrationError
 from commhooks.fsdp import gather_parameters, replicate
-from commhooks.schemes import Dense
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import equal_on_all_ranks
 
@@ -178,30 +175,6 @@ def _columns(parameter: nn.Parameter) -> Shard | None:
 def test_parameters_may_be_cut_along_their_columns(rank: int) -> None:
     models = [sharded(model_of((33, 64, 66, 7)), shard_placement_fn=_columns) for _ in range(2)]
     assert _lost(rank, *models, commhooks.register(models[1], "int4", block=64)) < 1e-3
-
-
-@dataclass(frozen=True)
-class Elsewhere(Dense):
-    """Returns the mean in memory of its own; the bucket's has something else."""
-
-    def exchange(self, bucket: Bucket) -> SchemeExchange:
-        result = yield from bucket.all_reduce()
-        mean = result.mean.clone()
-        result.mean.zero_()
-        return result._replace(mean=mean)
-
-
-@on_ranks(2)
-def test_a_mean_that_a_scheme_returns_in_memory_of_its_own_arrives(rank: int) -> None:
-    plain, inside, between = sharded(model_of()), sharded(model_of()), model_of()
-    commhooks.register(inside, Elsewhere())
-    commhooks.fsdp.replicate(between, Elsewhere())
-    for model in (plain, inside, between):
-        backward(model, 0, rank)
-    wanted, *others = map(gradients, (plain, inside, between))
-    for averages in others:
-        for name, value in wanted.items():
-            torch.testing.assert_close(averages[name], value)
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ scheme and an op, and returns a function that reduces a tensor in place, or into
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 import ddp_core
 from commhooks import Scheme
+from commhooks.core import Bucket
+from commhooks.core._bucket import SchemeExchange
+from commhooks.core._dense import Dense
 from commhooks.hosts.megatron import ReduceScatter
 
 Host = Callable[[Scheme, nn.Module], nn.Module]
@@ -43,6 +47,17 @@ def sharded(net: nn.Module) -> nn.Module:
 def fsdp1(strategy: str, net: nn.Module) -> nn.Module:
     options: Any = {"device_id": torch.device("cpu"), "use_orig_params": True}
     return FullyShardedDataParallel(net, sharding_strategy=ShardingStrategy[strategy], **options)
+
+
+@dataclass(frozen=True)
+class Elsewhere(Dense):
+    """Returns the mean in memory of its own; the bucket's has something else."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        result = yield from bucket.all_reduce()
+        mean = result.mean.clone()
+        result.mean.zero_()
+        return result._replace(mean=mean)
 
 
 # Those that a scheme is registered on, by what makes them of a module.

@@ -21,7 +21,7 @@ from commhooks.zero._optimizer import check_elementwise
 from commhooks.zero._saving import home_of
 from ddp_core import DistributedDataParallel, MixedPrecision
 from tests.device.device_cases import default_dtype
-from tests.fsdp.test_fsdp2 import Elsewhere
+from tests.hosts.every_host import Elsewhere
 from tests.hosts.zero_training import (
     ADAM,
     OPTIMIZERS,
