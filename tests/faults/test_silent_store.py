@@ -89,6 +89,14 @@ def test_a_step_ends_in_time_whoever_holds_the_store(fault: str, kind: str) -> N
         pytest.skip("needs root, and network namespaces")
     begin = "CollectiveError: the exchange failed in step 3"
     text = "in step 3, bucket 0" if fault == "process" else begin
-    for wait in silent_stores.run(silent_stores.Case(fault, kind, "powersgd", "step"), TIMEOUT):
+    for wait in silent_stores.run(silent_stores.Case(fault, kind, "step"), TIMEOUT):
         assert TIMEOUT - 1 < wait.seconds < TIMEOUT + MORE, wait
         assert text in wait.text, wait
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", silent_stores.MOMENTS)
+@pytest.mark.parametrize(("fault", "kind"), [("process", "torch"), ("rank 0", "core")])
+def test_no_wait_is_longer_than_the_timeout(fault: str, kind: str, moment: str) -> None:
+    for wait in silent_stores.run(silent_stores.Case(fault, kind, moment), TIMEOUT):
+        assert wait.seconds < TIMEOUT + MORE, wait
