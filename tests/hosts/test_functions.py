@@ -23,12 +23,15 @@ from commhooks.core import Bucket, SchemeExchange
 from commhooks.errors import MismatchError, RegistrationError
 from commhooks.schemes.sparse import TopK
 from commhooks.wrappers import ErrorFeedback
+from tests.hosts import every_host
+from tests.hosts.test_every_host import SHAPE as GIVEN
+from tests.hosts.test_every_host import called, reduced
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks
 from tests.tools.training import equal_on_all_ranks, outcome
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
-SHAPE, STEPS = (24, 40), 3
+SHAPE = (24, 40)
 
 
 def numbers(step: int, rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -79,51 +82,22 @@ def test_graphs_of_compiled_functions_break_at_calls(rank: int) -> None:
 # ---- every scheme against a hook
 
 
-def _by_hook(rank: int, name: str) -> list[Tensor]:
-    layer = nn.Linear(SHAPE[1], SHAPE[0], bias=False)
-    model = DistributedDataParallel(layer)
-    hook = commhooks.register(model, name)
-    means = []
-    for step in range(STEPS):
-        model.zero_grad()
-        (model(torch.eye(SHAPE[1])).t() * numbers(step, rank, *SHAPE)).sum().backward()
-        assert layer.weight.grad is not None
-        means.append(layer.weight.grad.clone())
-    hook.close()
-    return means
-
-
-def _by_call(rank: int, name: str, op: Any, async_op: bool) -> list[Tensor]:
-    collectives = commhooks.Collectives(name)
-    tensors = [numbers(step, rank, *SHAPE) for step in range(STEPS)]
-    handles = [
-        collectives.all_reduce(tensor, "weight", op=op, async_op=async_op) for tensor in tensors
-    ]
-    for handle in handles:
-        assert (handle is None) == (not async_op)
-        if handle is not None:
-            assert handle.wait()
-            assert handle.is_completed()
-    if async_op:
-        assert handles[0].get_future().value() is tensors[0]
-    assert collectives.step == STEPS
-    assert collectives.calls == STEPS
-    collectives.close()
-    return tensors
-
-
 @on_ranks(2, 3, timeout=110)
 def test_an_all_reduce_of_every_scheme_is_what_its_hook_gives(rank: int, world_size: int) -> None:
+    def by_call(name: str, op: Any) -> list[Tensor]:
+        return called(every_host.collectives(commhooks.make(name), op), rank, shards=1)
+
     for name in BUILT_IN:
-        hook, means = _by_hook(rank, name), _by_call(rank, name, AVG, False)
+        layer = nn.Linear(*GIVEN[::-1], bias=False)
+        hook = reduced(every_host.registered("torch's DDP")(commhooks.make(name), layer), rank)
+        means = by_call(name, AVG)
         assert all(map(torch.equal, hook, means)), name
-        assert all(map(torch.equal, means, _by_call(rank, name, AVG, True))), name
         traits = commhooks.make(name).traits
         if traits.returns != "mean":
             with pytest.raises(RegistrationError, match="returns no mean"):
-                _by_call(rank, name, SUM, False)
+                by_call(name, SUM)
         elif name not in ("none", "allreduce"):  # their sum is torch's own
-            sums = _by_call(rank, name, SUM, False)
+            sums = by_call(name, SUM)
             assert all(map(torch.equal, sums, [mean * world_size for mean in means])), name
         if traits.agrees and traits.averages:
             assert equal_on_all_ranks(*means), name
@@ -358,9 +332,16 @@ def test_calls_that_overlap_give_what_they_give_one_after_the_other(rank: int) -
             tensors = [
                 numbers(step, rank + 7 * number, *SHAPE) for step in range(4) for number in range(5)
             ]
-            for place, tensor in enumerate(tensors):
+            handles: list[Any] = [
                 collectives.all_reduce(tensor, f"t{place % 5}", async_op=async_op)
+                for place, tensor in enumerate(tensors)
+            ]
             collectives.wait()
+            if async_op:
+                assert all(handle.wait() and handle.is_completed() for handle in handles)
+                assert handles[0].get_future().value() is tensors[0]
+            assert async_op or handles == [None] * 20
+            assert (collectives.step, collectives.calls) == (4, 20)
             results.append(tensors)
             collectives.close()
         assert all(map(torch.equal, *results)), name
