@@ -92,13 +92,7 @@ template <class T> void add(const T* x, const float* momentum, float decay, int 
         load_row(x + i, n - i, row);
         load_row(momentum + i, n - i, old);
         for (int v = 0; v < kVectors; ++v) row[v] += old[v] * decay;
-        if (i + kRow <= n) {
-            store(out + i, row);
-            continue;
-        }
-        float some[kRow];
-        store(some, row);
-        for (int l = 0; l < n - i; ++l) out[i + l] = some[l];
+        store_row(out + i, row, n - i < kRow ? n - i : kRow);
     }
 }
 
@@ -184,13 +178,7 @@ EXPORT(decode_cosines)(i64 dtype, const u16* payloads, i64 count, i64 k, const T
                 for (int i = 0; i < n; i += kRow) {
                     Floats row[kVectors];
                     load_row(tile + at + i, n - i, row);
-                    if (i + kRow <= n) {
-                        store(to + place + i, row);
-                        continue;
-                    }
-                    decltype(number) some[kRow];
-                    store(some, row);
-                    for (int l = 0; l < n - i; ++l) to[place + i + l] = some[l];
+                    store_row(to + place + i, row, n - i < kRow ? n - i : kRow);
                 }
             });
         }
