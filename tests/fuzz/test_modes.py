@@ -80,15 +80,14 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "fp16, feedback": {"scheme": "fp16", "options": {"error_feedback": True}},
     "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
 }
-# They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
+# Schemes of each way to travel, which run in all modes. All schemes run in the thorough modes:
+# views of buckets, 16 bits, join, other ranks.
 SOME = (
     *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
     *("topk, coalesced", "topk, cut"),
 )
 THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
-
-
-# At every run; the others before a release.
+# Modes and hosts of every run; all others are marked slow.
 QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
     *(("core", mode) for mode in ("three ranks, unused", "loaded on other ranks")),
