@@ -61,7 +61,7 @@ NVRTC ?= 13.0.88
 ARCHITECTURE ?= 90
 cubins: $(VENV)/dev
 	$(RUN) -m pip install --quiet --no-deps --upgrade --target .nvrtc nvidia-cuda-nvrtc$(if $(filter 12.%,$(NVRTC)),-cu12)==$(NVRTC)
-	PYTHONPATH=.nvrtc COMMHOOKS_CACHE=.cubins $(RUN) -m experiments.gpu_kernels --part cubins --architecture $(ARCHITECTURE) --out .cubins
+	PYTHONPATH=.nvrtc COMMHOOKS_CACHE=.cubins $(RUN) -m experiments.gpu_kernels --part cubins --architecture $(ARCHITECTURE) --minutes 60 --out .cubins
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
 docs: $(VENV)/dev

@@ -70,7 +70,6 @@ __all__ = [
     "flat_parameter",
     "flat_shapes",
     "foreach_add",
-    "foreach_norms",
     "forward_pre_hooks",
     "fsdp1_hook",
     "fsdp1_synchronises",
@@ -123,7 +122,6 @@ if not TYPE_CHECKING:
 # ---- tensors and modules
 
 foreach_add = torch._foreach_add_
-foreach_norms = torch._foreach_norm
 UNSAFE_VIEW = torch.ops.aten._unsafe_view
 # The parts of names that torch.compile, activation checkpointing and FSDP add.
 WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})

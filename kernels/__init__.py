@@ -45,7 +45,7 @@ from .random_k import gather_random, random_places, scatter_random
 from .requantize import requantize
 from .restore import restore
 from .rotated import dequantize_rotated, quantize_rotated
-from .runtime.op import implementations, op, use_kernels, warn_if_missing
+from .runtime.op import implementations, op, use_kernels
 from .scatter import scatter_sum
 from .segments import Segments
 from .shared import dequantize_shared, largest_magnitudes, quantize_shared
@@ -108,5 +108,4 @@ __all__ = [
     "unit_rows",
     "use_kernels",
     "vote_bytes",
-    "warn_if_missing",
 ]

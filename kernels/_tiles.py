@@ -1,4 +1,4 @@
-"""Cuts a bucket into tiles of 64 x 64 entries: of large matrices, and of a line of the rest."""
+"""Cuts a bucket into tiles of 64 x 64 entries: large matrices, and a line of all other entries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TILE = SIDE * SIDE
 
 
 class _Run(NamedTuple):
-    """Describes a matrix that is cut into squares, or entries of a line.
+    """Describes a matrix that is cut into squares, or a piece of the line.
 
     Attributes:
         begin: its first entry in the bucket.
@@ -44,9 +44,9 @@ class Tiles:
     Attributes:
         numel: the number of entries of the bucket.
         squares, count: the numbers of squares, and of all tiles.
-        table: int64; kernels read it. The first row has the numbers of matrices, of pieces of the
-            line, of squares and of tiles. A row per matrix and then per piece follows: begin in the
-            bucket, rows, columns, and the first tile or the first place in the line.
+        table: what kernels read: int64. The first row has the numbers of matrices, of pieces of the
+            line, of squares and of tiles. Then each matrix and each piece has a row: its begin in
+            the bucket, rows, columns, and its first tile or its first place in the line.
 
     Example:
         >>> Tiles([(128, 100), (1, 100)]).count
@@ -89,7 +89,7 @@ class Tiles:
         return torch.cat([*grids, pad(line, (0, -len(line) % TILE)).view(-1, SIDE, SIDE)])
 
     def joined(self, tiles: Tensor) -> Tensor:
-        """Returns the bucket of these tiles: what :meth:`cut` takes."""
+        """Returns the bucket that :meth:`cut` has cut into these tiles."""
         flat, line = tiles.new_empty(self.numel), tiles[self.squares :].reshape(-1)
         for begin, rows, columns, first in self.matrices:
             down, across = -(-rows // SIDE), -(-columns // SIDE)

@@ -39,7 +39,7 @@ template <bool INVERSE> void transform_rows(float* x) {
         UNROLL
         for (int l = 0; l < kWidth; ++l) entries[i + l] = square[l];
     }
-    cosines_of<INVERSE>(entries);
+    dct_64<INVERSE>(entries);
     UNROLL
     for (int i = 0; i < kSide; i += kWidth) {
         UNROLL
@@ -55,7 +55,7 @@ template <bool INVERSE> void transform_columns(float* x) {
     Floats entries[kSide];
     UNROLL
     for (int i = 0; i < kSide; ++i) entries[i] = load(x + i * kSide) * kUnit;
-    cosines_of<INVERSE>(entries);
+    dct_64<INVERSE>(entries);
     UNROLL
     for (int i = 0; i < kSide; ++i) store_as(x + i * kSide, entries[i]);
 }
@@ -69,7 +69,8 @@ void transform_back(float* tile, bool square) {
     for (int j = 0; j < kSide && square; j += kWidth) transform_columns<true>(tile + j);
 }
 
-// Calls f(place in the tile, place in the bucket, number of entries) for what lies there without a gap.
+// Calls f(place in the tile, place in the bucket, number of entries) for each stretch of a tile that has
+// no gap in the bucket.
 template <class F> void each_stretch(const Tiles* table, i64 tile, F f) {
     if (tile < table->squares) {
         const Square square = square_of(table, tile);
@@ -92,39 +93,34 @@ template <class T> void add(const T* x, const float* momentum, float decay, int 
         load_row(x + i, n - i, row);
         load_row(momentum + i, n - i, old);
         for (int v = 0; v < kVectors; ++v) row[v] += old[v] * decay;
-        if (i + kRow <= n) {
-            store(out + i, row);
-            continue;
-        }
-        float some[kRow];
-        store(some, row);
-        for (int l = 0; l < n - i; ++l) out[i + l] = some[l];
+        store_row(out + i, row, n - i < kRow ? n - i : kRow);
     }
 }
 
-// Counts the ranks that reach the bound. All are below 2^31, so that vectors may compare them as signed
-// integers.
-i64 count_of(const u32* ranks, u32 bound) {
+// Counts the magnitudes that reach the bound. All are below 2^31, so that vectors may compare them as
+// signed integers.
+i64 count_of(const u32* magnitudes, u32 bound) {
     Words sum = {};
     for (int i = 0; i < kTile; i += kWidth)
-        sum -= (Words)((Ints)load_as<Words>(ranks + i) >= Ints{} + (int)bound);
+        sum -= (Words)((Ints)load_as<Words>(magnitudes + i) >= Ints{} + (int)bound);
     i64 count = 0;
     for (int l = 0; l < kWidth; ++l) count += sum[l];
     return count;
 }
 
-// Writes the k largest coefficients of a tile, and leaves what was sent of them.
+// Writes the k largest coefficients of a tile to the payload, and keeps in the tile what was sent:
+// these, rounded, and zeros.
 void take(float* tile, i64 k, u16* places, u16* values) {
-    u32 ranks[kTile], bound = 0;
-    for (int i = 0; i < kTile; ++i) ranks[i] = rank_of(tile[i]);
+    u32 magnitudes[kTile], bound = 0;
+    for (int i = 0; i < kTile; ++i) magnitudes[i] = magnitude_bits(tile[i]);
     i64 reached = kTile;
     for (u32 bit = 1u << 30; bit && reached != k; bit >>= 1) {
-        const i64 some = count_of(ranks, bound | bit);
+        const i64 some = count_of(magnitudes, bound | bit);
         if (some >= k) bound |= bit, reached = some;
     }
-    i64 ties = k - count_of(ranks, bound + 1);  // entries of exactly the bound that are taken
+    i64 ties = k - count_of(magnitudes, bound + 1);  // entries of exactly the bound that are taken
     for (int i = 0; i < kTile; ++i) {
-        const bool taken = ranks[i] > bound || (ranks[i] == bound && ties-- > 0);
+        const bool taken = magnitudes[i] > bound || (magnitudes[i] == bound && ties-- > 0);
         const float value = tile[i];
         tile[i] = 0.0f;
         if (!taken) continue;
@@ -184,13 +180,7 @@ EXPORT(decode_cosines)(i64 dtype, const u16* payloads, i64 count, i64 k, const T
                 for (int i = 0; i < n; i += kRow) {
                     Floats row[kVectors];
                     load_row(tile + at + i, n - i, row);
-                    if (i + kRow <= n) {
-                        store(to + place + i, row);
-                        continue;
-                    }
-                    decltype(number) some[kRow];
-                    store(some, row);
-                    for (int l = 0; l < n - i; ++l) to[place + i + l] = some[l];
+                    store_row(to + place + i, row, n - i < kRow ? n - i : kRow);
                 }
             });
         }

@@ -1,8 +1,8 @@
 // Sends the largest cosine coefficients on a GPU; the specification is in dct.py.
 //
-// A block of 64 threads has a tile. A thread has a column of it in registers, and then a row: in between
-// entries pass through shared memory, of which every 65th place is empty, which puts rows and columns
-// into different banks. Loads and stores of a warp are full lines.
+// A block of 64 threads works on a tile. Each thread holds a column in registers, and then a row; between
+// the two, entries pass through shared memory. Rows there are 65 places apart, so that the entries of a
+// row or of a column lie in different banks. Loads and stores of a warp are full lines.
 #include "include/dct.h"
 #include "include/tiles.h"
 
@@ -35,7 +35,8 @@ template <class F> INLINE void for_column(const Tiles* table, i64 tile, F f) {
     for (int i = 0; i < rows; ++i, place += square.stride) f(i, place);
 }
 
-// Each moves a column or a row of this thread between registers and `room`.
+// The next four move a column or a row of this thread between registers and `room`; loads multiply by
+// kUnit.
 INLINE void load_column(const float* room, float (&c)[kSide]) {
 #pragma unroll
     for (int i = 0; i < kSide; ++i) c[i] = room[i * kPitch + threadIdx.x] * kUnit;
@@ -58,12 +59,12 @@ INLINE void store_row(const float (&c)[kSide], float* room) {
 INLINE void transform_back(bool square, float* room) {
     float c[kSide];
     load_row(room, c);
-    cosines_of<true>(c);
+    dct_64<true>(c);
     store_row(c, room);
     __syncthreads();
     if (!square) return;
     load_column(room, c);
-    cosines_of<true>(c);
+    dct_64<true>(c);
     store_column(c, room);
 }
 
@@ -94,17 +95,17 @@ __global__ void encode_cosines(const T* x, const float* momentum, float decay, c
         });
         if (square) {
             load_column(room, c);
-            cosines_of<false>(c);
+            dct_64<false>(c);
             store_column(c, room);
         }
         __syncthreads();
         load_row(room, c);
-        cosines_of<false>(c);
+        dct_64<false>(c);
 
         // Magnitudes, with the sign as the last bit: a comparison takes no further register.
         u32 words[kSide];
 #pragma unroll
-        for (int j = 0; j < kSide; ++j) words[j] = rank_of(c[j]) << 1 | bits_of(c[j]) >> 31;
+        for (int j = 0; j < kSide; ++j) words[j] = magnitude_bits(c[j]) << 1 | bits_of(c[j]) >> 31;
         // The k-th largest magnitude, bit by bit, until exactly k reach the bound.
         u32 bound = 0, reached = kTile;
         for (u32 bit = 1u << 31; bit > 1 && reached != k; bit >>= 1) {

@@ -17,7 +17,7 @@ from .runtime.op import FLOATS, Entries, op
 __all__ = ["Tiles", "decode_cosines", "encode_cosines"]
 
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits
-_THREADS = 64  # of a CUDA block, which has a tile
+_THREADS = 64  # of a CUDA block, which works on one tile
 
 
 def encode_cosines(
@@ -25,8 +25,8 @@ def encode_cosines(
 ) -> None:
     """Writes the ``k`` largest cosine coefficients of each tile of ``decay * momentum + x``.
 
-    The columns of a square are transformed by the orthonormal DCT-II, and then its rows; of a part
-    of the line, only its rows. NaN counts as largest, and among equal magnitudes the lower place
+    The orthonormal DCT-II transforms the columns of a square and then its rows, and of a part of
+    the line its rows alone. NaN counts as largest, and among equal magnitudes the lower place
     wins. ``new`` receives the sum without what was sent. Kernels equal the definition bit for bit:
     they take the same steps of a fast transform, of 12 operations per entry and direction.
 
@@ -121,43 +121,46 @@ def decode_cosines_op(payloads: Tensor, table: Tensor, sign: bool, out: Tensor) 
 
 def _transformed(tiles: Tensor, squares: int) -> Tensor:
     """Returns the coefficients of tiles, of which the first ``squares`` have columns."""
-    columns = _rows(tiles[:squares].transpose(1, 2), _two).transpose(1, 2)
-    return _rows(torch.cat([columns, tiles[squares:]]), _two)
+    columns = _rows(tiles[:squares].transpose(1, 2), _dct_ii).transpose(1, 2)
+    return _rows(torch.cat([columns, tiles[squares:]]), _dct_ii)
 
 
 def _transformed_back(coefficients: Tensor, squares: int) -> Tensor:
     """Returns the tiles of coefficients: the transpose of ``_transformed``."""
-    tiles = _rows(coefficients, _two_back)
-    columns = _rows(tiles[:squares].transpose(1, 2), _two_back).transpose(1, 2)
+    tiles = _rows(coefficients, _dct_iii)
+    columns = _rows(tiles[:squares].transpose(1, 2), _dct_iii).transpose(1, 2)
     return torch.cat([columns, tiles[squares:]])
 
 
 def _rows(tiles: Tensor, transform: Callable[[Tensor], Tensor]) -> Tensor:
-    # Not a matrix product: the order of its sums depends on the library and on the processor. The
-    # factor, 1 / sqrt(64), is taken first, so that no sum overflows where results do not.
+    # A matrix product would sum in an order that depends on the library and on the processor.
+    # Entries are multiplied by 1 / sqrt(64) first, so that no sum overflows where results do not.
     return transform(tiles.reshape(-1, SIDE) * 0.125).view(tiles.shape)
 
 
-def _two(x: Tensor) -> Tensor:
+def _dct_ii(x: Tensor) -> Tensor:
     """Returns the DCT-II of each row, times the root of its length."""
     half = x.shape[1] // 2
     if not half:
         return x
-    # A cosine of even index is the same for an entry and its mirror image; one of odd index has the
-    # other sign.
+    # A cosine of even index is the same for an entry and its mirror image; a cosine of odd index
+    # has the other sign.
     low, high = x[:, :half], x.flip(1)[:, :half]
-    return torch.stack([_two(low + high), _four(low - high)], 2).flatten(1)
+    return torch.stack([_dct_ii(low + high), _dct_iv(low - high)], 2).flatten(1)
 
 
-def _two_back(y: Tensor) -> Tensor:
-    """Returns the transpose of ``_two``: the steps in reverse; a DCT-IV is its own transpose."""
+def _dct_iii(y: Tensor) -> Tensor:
+    """Returns the DCT-III of each row, times the root of its length.
+
+    It is the transpose of ``_dct_ii``: the same steps in reverse. A DCT-IV is its own transpose.
+    """
     if y.shape[1] == 1:
         return y
-    sums, differences = _two_back(y[:, ::2]), _four(y[:, 1::2])
+    sums, differences = _dct_iii(y[:, ::2]), _dct_iv(y[:, 1::2])
     return torch.cat([sums + differences, (sums - differences).flip(1)], 1)
 
 
-def _four(x: Tensor) -> Tensor:
+def _dct_iv(x: Tensor) -> Tensor:
     """Returns the DCT-IV of each row, times the root of its length.
 
     With an angle t of entry and frequency m, results 2m - 1 and 2m have the cosines of (4m - 1) t
@@ -169,8 +172,8 @@ def _four(x: Tensor) -> Tensor:
         return x
     low, high = x[:, :half], x.flip(1)[:, :half]
     cosines, sines, signs = _rotation(half, x.device)
-    a = _two(low * cosines + high * sines)
-    b = _two(high * (cosines * signs) - low * (sines * signs)).flip(1)
+    a = _dct_ii(low * cosines + high * sines)
+    b = _dct_ii(high * (cosines * signs) - low * (sines * signs)).flip(1)
     inner = torch.stack([a[:, 1:] - b[:, :-1], a[:, 1:] + b[:, :-1]], 2).flatten(1)
     root = 2.0 * _cosine(32)  # of 2
     return torch.cat([a[:, :1] * root, inner, b[:, -1:] * -root], 1)

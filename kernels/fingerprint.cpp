@@ -15,20 +15,20 @@ template <class G, class T> struct Compared {
     bool keeps;
 };
 
-// What the columns of a slice add up to.
+// The sums of the columns of a slice.
 template <class G> struct Sums {
     double squares[kSquares][kWidest];
     G sketches[3][kWidest];
 };
 
-// 32 columns of a line, of which the first is `column` and the line's first entry is at `at`.
+// 32 columns of a line of a piece, from `column` on.
 struct Place {
-    i64 at, place;  // of the line, in the gradient and in its piece
+    i64 at, place;  // where the line begins, in the gradient and in its piece
     i64 count;      // entries of the line
     u32 column, mask;
 };
 
-// Loads 32 columns; those beyond the line, or outside of `begin` to `end`, are zero.
+// Loads 32 columns; columns beyond the line, or outside of `begin` to `end`, are zero.
 template <class T>
 INLINE void load_columns(const T* x, const Place& place, i64 begin, i64 end, Floats (&row)[kVectors]) {
     const i64 from = place.at + place.column;
@@ -113,7 +113,7 @@ INLINE u64 add_columns(const Compared<float, T>& x, const Place& place, i64 end,
     return hash;
 }
 
-// The same in float64, entry by entry.
+// Does the same in float64, entry by entry.
 u64 add_columns(const Compared<double, double>& x, const Place& place, i64, u32 word, i64 number,
                 Sums<double>& sums) {
     u64 hash = 0;
@@ -175,7 +175,7 @@ void add_slice(const Compared<G, T>& x, const Piece& piece, const Draw& draw, i6
             tasks.squares[s * tasks.count + task + block] = folded(sums.squares[s] + block * kRow);
 }
 
-// Adds up what the tasks of an owner have found, in the order of its pieces.
+// Adds up the sums of an owner's tasks, in the order of its pieces.
 void write_row(Table table, i64 owner, const Tasks& tasks, double* rows) {
     double sums[kSquares][kRow] = {};
     u64 hash = 0;
@@ -218,7 +218,7 @@ void compare(const Compared<G, T>& x, u32 step, Table table, const Tasks& tasks,
 
 }  // namespace
 
-// dtype 3: all are float64.
+// dtype 3: all tensors are float64.
 EXPORT(fingerprint)(i64 dtype, const void* gradient, const void* mean, i64 begin, i64 end, float factor,
                     const void* before, const void* after, i64 keeps, i64 step, const i64* lines,
                     i64 count, double* squares, u64* hashes, double* rows, void* sketches) {

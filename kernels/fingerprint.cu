@@ -65,7 +65,7 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
     }
 }
 
-// Adds up what the tasks of an owner have found, in the order of its pieces.
+// Adds up the sums of an owner's tasks, in the order of its pieces.
 INLINE void write_row(Table table, i64 owner, i64 tasks, const double* squares, const u64* hashes,
                       double* rows) {
     double square[kSquares] = {};
@@ -91,7 +91,7 @@ INLINE void write_row(Table table, i64 owner, i64 tasks, const double* squares, 
     ((u64*)rows)[4 * owners] = hash;
 }
 
-// A warp takes an owner, or 32 numbers of all sketches.
+// Adds up the sums of tasks. A warp takes an owner, or 32 numbers of the sketches of a piece.
 template <class G>
 __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squares, const u64* hashes,
                                  const G* sums, i64 count, double* rows, G* sketches) {
@@ -119,7 +119,7 @@ __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squa
 
 // ---- parameters
 
-// A warp takes a chunk of a part.
+// Adds the hash of each part to `out`. A warp takes a chunk of a part.
 template <class Word>
 __global__ void hash_parts(const Word* x, const Part* parts, i64 count, i64 zero, u64* out) {
     for (i64 chunk = warp(); chunk < parts[count].chunk; chunk += warps()) {

@@ -1,7 +1,9 @@
 """Computes norms, hashes and sketches of the gradients of a bucket, and hashes of parameters.
 
-A sketch is some numbers that are linear in a vector and show its norm, up to some percent. The mean
-of the sketches of several ranks is the sketch of their mean.
+A sketch of a vector is a shorter vector: each of its numbers is the sum of some entries with random
+signs. Its norm is that of the vector, up to some percent, and the mean of the sketches of several
+ranks is the sketch of their mean. Entries lie in lines of as many columns as the sketch has
+numbers. A task adds up 32 columns of 32 lines, and is the work of a warp.
 
 Source: the tug-of-war sketch of Alon, Matias and Szegedy (1996); in disjoint parts, as by Charikar,
 Chen and Farach-Colton (2002).
@@ -25,16 +27,16 @@ from .runtime.op import FLOATS, Entries, op, wide
 
 __all__ = ["ROWS", "fingerprint", "hash_parts", "pieces_of_sizes", "sketch_width"]
 
-# What is known of each parameter: squared norms of this rank's contribution, of the average, of its
-# residual (twice the sum of those before and after) and of the contribution minus the average; and
-# the hash of the average.
+# What is known of each parameter: the squared norms of this rank's contribution, of the average, of
+# the residual (twice the sum of that before the step and that after it), and of the contribution
+# minus the average; and the hash of the average.
 ROWS = ("gradient", "mean", "residual", "difference", "hash")
 
 _WIDTHS = (1024, 512, 256, 128, 64)  # numbers of a sketch
 _ENTRIES = 64  # per number, at least, in all but the narrowest
-_SLICE, _LANES = 32, 32  # lines that are added up one after the other; columns of a task
-Number = TypeVar("Number", int, Tensor)
+_SLICE, _LANES = 32, 32  # lines and columns of a task
 _SQUARES = 5  # sums of squares of a task
+Number = TypeVar("Number", int, Tensor)
 _WORD = 0xFFFFFFFF
 
 
@@ -42,7 +44,7 @@ def sketch_width(size: int) -> int:
     """Returns the length of the sketch of a vector of ``size`` entries.
 
     The standard deviation of the norm is 1 / sqrt(2 * width) of it: 9 % where it is 64, and 2 %
-    where it is 1024. The norm is exact where all entries have a number of their own.
+    where it is 1024. The norm is exact where each entry has a number of its own.
     """
     return next((width for width in _WIDTHS if size >= _ENTRIES * width), min(size, _WIDTHS[-1]))
 
@@ -52,15 +54,18 @@ class Pieces:
 
     Args:
         sizes: numbers of entries of the pieces.
-        owners: for each piece the number of its parameter; -1: none. Default: its own number.
+        owners: for each piece the number of its parameter, or -1. Default: piece i is parameter i.
 
     Attributes:
-        numel, count, owner_count: numbers of entries, pieces and parameters.
-        width, tasks, blocks: numbers of a sketch of all, of tasks of a warp, and of 32 numbers.
-        table: what kernels read: int64, with four columns. Its lines are (pieces, parameters, 0,
-            0); for each piece, and once more at the end, the numbers of (entries, numbers, tasks,
-            blocks) before it; for each parameter, and once more, how many pieces those before it
-            have; and the pieces of each parameter.
+        numel, count, owner_count: how many entries, pieces and parameters there are.
+        width, tasks, blocks: how many numbers the sketches of all pieces have, how many tasks there
+            are, and how many blocks of 32 numbers.
+        table: what kernels read: int64, of four columns. The first line is (count, owner_count, 0,
+            0). Then each piece has a line: how many entries, numbers of sketches, tasks and blocks
+            the pieces before it have; one more line has the totals. Then each parameter has a line
+            that begins with how many pieces the parameters before it have; one more line has the
+            total. The last lines begin with the pieces of the first parameter, of the second, and
+            so on.
 
     Example:
         >>> Pieces([300, 20]).table[1:4, 1].tolist()
@@ -119,7 +124,7 @@ class Pieces:
         return pieces if torch.equal(pieces.table, table) else None
 
 
-@lru_cache(maxsize=4096)  # one per bucket, which is asked for in every verified step
+@lru_cache(maxsize=4096)  # every verified step asks for the pieces of each bucket
 def pieces_of_sizes(sizes: tuple[int, ...], owners: tuple[int, ...] | None = None) -> Pieces:
     """Returns the pieces of these sizes and owners, the same object every time."""
     return Pieces(sizes, owners)
@@ -158,23 +163,23 @@ def fingerprint(
 ) -> None:
     """Compares this rank's gradient with the average, in one pass over all of them.
 
-    With a residual that the scheme ``keeps``, the sketches are of gradient plus old residual minus
-    new residual minus average, of gradient minus average, and of the average. Otherwise residuals
-    are part of the gradient, and the first of these is left out. Kernels equal the definition bit
-    for bit: 32 entries of a number are added one after the other, then these sums in turn.
+    With ``keeps``, the sketches are of gradient plus old residual minus new residual minus average,
+    of gradient minus average, and of the average. Otherwise the residuals count as a part of the
+    gradient, and the first sketch is left out. Kernels equal the definition bit for bit: a task
+    adds its lines one after the other, and the sums of tasks are added in order.
 
     Args:
         gradient: float32 or float64, contiguous.
-        mean: the average, contiguous: float32, float16 or bfloat16, or float64 with such a
-            gradient; may be a part of it.
+        mean: the average of the gradient's entries from ``begin`` on, contiguous: float32, float16
+            or bfloat16; float64 if the gradient is.
         rows: float64, receives ``ROWS`` of each parameter; a hash has the bits of an integer.
         sketches: of the gradient's dtype, two or three rows of ``pieces.width`` numbers, or None.
         pieces: the pieces of the gradient.
         step: number of the step; other steps draw other signs.
         residuals: before the step and after it, of the gradient's dtype.
         keeps: whether the scheme keeps what it has not sent.
-        begin: the gradient's entry at which ``mean`` begins.
-        factor: of the average, where it is subtracted and sketched.
+        begin: the first entry of the gradient that has an average.
+        factor: multiplies the average where it is subtracted and sketched.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -241,18 +246,18 @@ def fingerprint_op(
 
 
 class _Places:
-    """Says for each entry where it is added up."""
+    """Finds, for each entry, the sums to which it is added."""
 
     def __init__(self, pieces: Pieces, step: int, device: torch.device) -> None:
         self._pieces = pieces
         lines, count = on_device(pieces.table, device), pieces.count
 
         def each(numbers: Tensor, total: int) -> Tensor:
-            """Returns how often each piece is there, as its number."""
+            """Returns 0 as often as the first number says, 1 as often as the second, and so on."""
             places = torch.arange(len(numbers), device=device)
             return places.repeat_interleave(numbers, output_size=total)
 
-        # Of entries: the column of the sketch in which each is, and its sign.
+        # For each entry: its sign, and the sum of its task to which it is added.
         first, size = lines[1 : count + 1], lines[1 : count + 2].diff(dim=0)
         of = each(size[:, 0], pieces.numel)
         self.within = torch.arange(pieces.numel, device=device) - first[of, 0]
@@ -264,7 +269,7 @@ class _Places:
         self._signs = 1 - 2 * (words >> column % _LANES & 1)
         task = first[of, 2] + line // _SLICE * blocks + column // _LANES
         self._sums = task * _LANES + column % _LANES
-        # Of tasks: the lanes of their parameter, and where their sums belong in the sketches.
+        # For each sum of a task: the lane of its parameter, and its number of a sketch.
         of = each(size[:, 2], pieces.tasks)
         number = torch.arange(pieces.tasks, device=device) - first[of, 2]
         ends = lines[count + 2 : count + 3 + pieces.owner_count, 0]
@@ -277,7 +282,7 @@ class _Places:
         self._numbers = place.view(-1)
 
     def _tasks(self, values: Tensor) -> Tensor:
-        """Returns what the lanes of each task add up."""
+        """Returns the 32 sums of each task."""
         sums = values.new_zeros(self._pieces.tasks * _LANES)
         return sums.index_add_(0, self._sums, values).view(-1, _LANES)
 
@@ -323,7 +328,7 @@ def hash_parts(x: Tensor, out: Tensor, sizes: tuple[int, ...], *, zero: int = 0)
         x: uint8, int16, int32 or int64, contiguous: the bits of entries.
         out: int64, an entry per part.
         sizes: entries of each part.
-        zero: bits that count as those of zero: -0 of floats is equal to 0.
+        zero: bits that are hashed as 0 is; those of -0, since the two are equal.
     """
     hash_parts_op(x, parts_of_sizes(sizes).table, zero, out)
 

@@ -256,9 +256,7 @@ INLINE void product(const Matrix& one, const float* p, const float* q, i64 count
 template <bool WHOLE, bool STREAM, class T>
 INLINE void put(T* to, i64 count, const Floats (&row)[kVectors]) {
     if (WHOLE) return STREAM ? stream(to, row) : store(to, row);
-    T some[kRow];
-    store(some, row);
-    for (i64 c = 0; c < count; ++c) to[c] = some[c];
+    store_row(to, row, count);
 }
 
 // Says where the product of two factors goes, and what it is subtracted from.

@@ -15,15 +15,9 @@ constexpr int kTask = 256; // entries of the tail that a warp writes at a time
 
 INLINE i64 pieces(i64 length, i64 size) { return (length + size - 1) / size; }
 
-// Returns the last matrix whose `member` is `value` or less, by binary search in `count` matrices.
-INLINE const Matrix& find(const Matrix* table, i64 count, i64 Matrix::* member, i64 value) {
-    i64 low = 0;
-    while (count - low > 1) {
-        const i64 middle = (low + count) / 2;
-        if (table[middle].*member <= value) low = middle;
-        else count = middle;
-    }
-    return table[low];
+// Returns the matrix to which a task belongs.
+INLINE const Matrix& find(const Matrix* table, i64 count, i64 Matrix::* first, i64 task) {
+    return table[row_with(table, count, first, task)];
 }
 
 // A piece of 8 rows by 512 columns.

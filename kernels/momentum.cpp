@@ -13,17 +13,8 @@ EXPORT(add_momentum)(i64 from, i64 to, const void* x, const float* velocity, i64
                 load_row(source + at, count, row);
                 load_row(velocity + at, count, old);
                 for (int v = 0; v < kVectors; ++v) row[v] += old[v] * momentum;
-                if (count == kRow) {
-                    store(fresh + at, row);
-                    if (out) store(target + at, row);
-                    continue;
-                }
-                float some[kRow];
-                decltype(t) rounded[kRow];
-                store(some, row);
-                store(rounded, row);
-                for (int l = 0; l < count; ++l) fresh[at + l] = some[l];
-                for (int l = 0; l < count && out; ++l) target[at + l] = rounded[l];
+                store_row(fresh + at, row, count);
+                if (out) store_row(target + at, row, count);
             }
         });
     });

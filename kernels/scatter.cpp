@@ -35,14 +35,12 @@ EXPORT(scatter_sum)(const int* indices, i64 indices_stride, const float* values,
                 store(to + i, row);
             }
             if (i == end) continue;
-            decltype(number) some[kRow];
             Floats row[kVectors];  // zeros beyond the end
             for (int v = 0; v < kVectors; ++v) {
                 row[v] = load(sums + (i - begin) + v * kWidth);
                 largest[v] = larger(largest[v], magnitude(rounded_to(number, row[v])));
             }
-            store(some, row);
-            for (int l = 0; l < end - i; ++l) to[i + l] = some[l];
+            store_row(to + i, row, end - i);
         }
         u32 each[kRow];
         store_as(each, largest);

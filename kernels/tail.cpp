@@ -11,13 +11,6 @@ template <class F> INLINE void each_row(const i64* table, i64 pieces, F f) {
     }
 }
 
-template <class T> INLINE void store_row(T* out, const Floats (&row)[kVectors], int count) {
-    if (count == kRow) return store(out, row);
-    alignas(Floats) T some[kRow];
-    store(some, row);
-    for (int l = 0; l < count; ++l) out[l] = some[l];
-}
-
 }  // namespace
 
 EXPORT(gather_tail)(i64 dtype, const i64* table, i64 pieces, const void* x, const float* residual,

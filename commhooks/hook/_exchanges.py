@@ -121,7 +121,7 @@ class Step:
         all_buckets_seen: whether the last bucket has come.
         in_outer_pass: whether an inner backward pass has ended; the outer may bring more buckets.
         parameters: number of parameters in the buckets so far, if ``holds_buckets``.
-        entries: number of entries in the buckets so far.
+        entries: number of entries in the buckets so far, if exchanges may pause.
         layouts: functions that return the layouts of the dense buckets of hosts with an ``origin``.
         regrouped: the saved buckets, if the parameters were exchanged in them.
         unused: names of parameters that do not get the average, as the host says.
@@ -226,7 +226,7 @@ class ExchangeLauncher:
             note: gets its ledger rows, too.
             extra_rounds: collectives after those of the scheme.
             is_blocking: whether the caller waits for the future before it does anything else.
-            may_pause: whether its second collective may wait for the next exchange.
+            may_pause: whether its second collective may wait for the first of the next exchange.
             dense_sends: see :class:`ddp_core.Task`.
         """
         # A new key, not the index, which two buckets of one step may share (static graphs). With

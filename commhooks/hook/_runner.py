@@ -291,7 +291,8 @@ class Runner:
     def _may_pause(self, step: Step, bucket: HookBucket) -> bool:
         """Whether a bucket's second collective may wait for the first one of the next bucket.
 
-        The second collective of the bucket before the last one would be behind the last bucket.
+        It may not if the next bucket is the last one, which it would delay. The last bucket is
+        taken to be no larger than this one.
         """
         target, rounds = self._target, self._engine.traits.rounds
         if rounds == 1 or not target.launches_ahead or target.static_graph:

@@ -157,7 +157,7 @@ def _errors(page: Page, verification: Verification) -> None:
         ]
         caption = (
             f"{len(worst)} of {len(rows)} parameters, the largest errors first. Errors of "
-            f"parameters of more than 61 entries are estimates by sketches, with a standard "
+            f"parameters of more than 64 entries are estimates by sketches, with a standard "
             f"deviation of 2 to 9 %."
         )
         page.table(("parameter", "bucket", "error", "cosine", "norm of mean"), shown, caption)

@@ -100,7 +100,7 @@ def _side(n: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _plan(layout: Layout, rank: int) -> Plan:
-    """Returns the plan of a bucket: its square alone, without the rows that hold no entry."""
+    """Returns the plan of a bucket: its square matrix, without the rows that hold no entry."""
     n, side = layout.numel, _side(layout.numel)
     square = Matrices([(0, -(-n // side), side, rank)], n)
     return Plan(square, tail_table([]), _Factor(KEY, rank=rank).layout(layout), 0)

@@ -112,7 +112,7 @@ class DGC(Scheme):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         n = bucket.raw.numel()
         old_u, old_v = bucket.read(_MOMENTUM), bucket.read(_UNSENT)
-        # The kernel takes 16 bits as they are.
+        # The kernel knows float16 and bfloat16, and not float64.
         g = bucket.gradient.float() if bucket.raw.dtype == torch.float64 else bucket.gradient
         g = self._clipped(g, bucket)
         if self.nesterov:

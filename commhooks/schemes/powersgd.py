@@ -117,7 +117,9 @@ def power_iteration(bucket: Bucket, plan: Plan, keeps: Sequence[Slot]) -> Scheme
     """Sends the matrices of a plan as two factors, and the tail with the second.
 
     Args:
-        keeps: the slot of the factors to start from, or none: they are drawn anew in each step.
+        bucket: the bucket.
+        plan: its matrices, at least one, and its tail.
+        keeps: the slot of the factors to start from; none if they are drawn anew in each step.
     """
     matrices = plan.matrices
     # P = M Q^T. The kernel adds the residual in the same pass (docs/design/kernels.md), and

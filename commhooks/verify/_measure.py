@@ -64,8 +64,8 @@ class Measurement:
     Attributes:
         bucket: the bucket's number in the ledger.
         layout: the bucket's parameters.
-        rows: what :func:`fingerprint` finds of each parameter, which a rank sends the others.
-        sketches: a row for each kind of vector whose mean over ranks is wanted.
+        rows: what :func:`fingerprint` finds of each parameter; all ranks get it.
+        sketches: a row for each kind of vector whose mean over ranks is compared.
         dtype: dtype of the gradient.
     """
 
@@ -108,8 +108,9 @@ class Measurement:
     ) -> Tensor:
         """Fills the rows, frees the copy of the gradient, and returns the sketches.
 
-        These are of what the ranks have sent minus the average, which has a mean of zero but for
-        rounding, if the scheme keeps a residual; of gradient minus average; and of the average.
+        If the scheme keeps a residual, the first sketch is of what this rank has sent minus the
+        average, whose mean over ranks is zero but for rounding. The other two are of gradient minus
+        average, and of the average.
         """
         pieces = pieces_of_sizes(tuple(self.layout.sizes), owners)
         gradient, kinds = self._gradient, 2 + self._keeps_residual
@@ -117,13 +118,13 @@ class Measurement:
         sketches = gradient.new_empty((kinds, pieces.width)) if self._averages else None
         fingerprint(
             gradient,
-            _taken(mean, gradient),
+            _converted(mean, gradient),
             self.rows,
             sketches,
             pieces,
             self._step,
             residuals=self._residuals(memory),
-            # A residual that is flushed in this step is part of what the ranks have to average.
+            # Otherwise a residual may be flushed in this step, and is part of the gradient.
             keeps=self._keeps_residual,
             begin=begin,
             factor=factor,
@@ -169,10 +170,11 @@ class Measurement:
         return Errors(_norms(error, sizes), balance, _norms(error + self._mean.cpu(), sizes))
 
 
-def _taken(mean: Tensor, gradient: Tensor) -> Tensor:
+def _converted(mean: Tensor, gradient: Tensor) -> Tensor:
+    """Returns the average as :func:`fingerprint` takes it beside this gradient."""
     mean = mean.detach().contiguous()  # a scheme's own view may have gaps
-    wide = torch.float64 in (mean.dtype, gradient.dtype)
-    return mean.to(gradient.dtype) if wide else mean
+    is_double = torch.float64 in (mean.dtype, gradient.dtype)
+    return mean.to(gradient.dtype) if is_double else mean
 
 
 def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -200,7 +202,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
 # ---- where each rank has its shard of the mean alone
 
 
-# Of which rows a rank sends the others: averages are of other entries on each rank.
+# The rows that ranks send: a difference or a hash of whole parameters needs the whole average.
 _SHARD_ROWS = ROWS[:3]
 
 
@@ -244,7 +246,7 @@ class ShardMeasurement(Measurement):
     ) -> None:
         super().__init__(bucket, layout, gradient, scheme, step)
         self.shards, self._rank = shards, rank
-        # Rows are of whole parameters: of all pieces, there would be ranks times as many.
+        # Rows are of whole parameters: there are as many pieces as parameters times ranks.
         names = [parameter_name(name) for name in layout.names if not is_padding(name)]
         self.names = [*dict.fromkeys(names)]
         numbers = {name: number for number, name in enumerate(self.names)}
@@ -253,7 +255,8 @@ class ShardMeasurement(Measurement):
         )
 
     def finish(self, mean: Tensor, memory: Memory) -> None:
-        # Of the mean over ranks, one rank subtracts all.
+        # One rank alone has this shard of the average. It subtracts it as often as there are ranks,
+        # since the mean over ranks divides it by their number.
         begin, ranks = self.shards[self._rank][0], len(self.shards)
         self.sketches = self._compare(mean, memory, self._owners, begin, ranks)
         self.rows = self.rows[: len(_SHARD_ROWS)]

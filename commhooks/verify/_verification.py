@@ -358,9 +358,8 @@ class _VerifiedStep:
         if bound.averages and self._sketches.numel():
             requests.append(AllReduce(self._sketches))
         if lane_group is not None:
-            lane_group.issued += len(
-                requests
-            )  # before: what fails to be issued leaves the group unusable
+            # Counted first: a request that fails to be issued leaves the group unusable.
+            lane_group.issued += len(requests)
         self.works: list[Any] = [request.issue(group) for request in requests]
 
     def ready(self) -> bool:

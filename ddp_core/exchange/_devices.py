@@ -93,8 +93,8 @@ def as_bytes(tensor: Tensor) -> Tensor:
 class Marks:
     """Tells any thread how far a device has come, without a call to the device.
 
-    A query of an event would end a CUDA graph that another thread captures. Here the device writes
-    a number into memory of the host.
+    The device writes the numbers of marks into memory of the host. A query of a CUDA event instead
+    would end a CUDA graph that another thread captures.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -7,7 +7,8 @@ one is encoded.
 
 Collectives of one group run one after the other, in the order of their calls. The second collective
 of an exchange waits for what the device computes between the two, so the first collective of the
-next exchange comes before it, where the caller allows that: 1a 2a 1b 3a 2b ..., not 1a 1b 2a 2b.
+next exchange comes before it, where the caller allows that. With collectives a and b of exchanges
+1, 2 and 3, the order is 1a 2a 1b 3a 2b ..., not 1a 1b 2a 2b.
 
 All ranks launch buckets in the same order, so the order of collectives is the same everywhere. With
 a backend that blocks (Gloo on CUDA tensors) the same code is correct and slow.
@@ -53,7 +54,7 @@ def stream_module(device: str) -> Any:
     return module
 
 
-# One encodes, one waits for the line, and one is paused. A whole exchange on one stream, rather
+# One encodes, one waits for the link, and one is paused. A whole exchange is on one stream, rather
 # than encoding on one and decoding on the other: an allocator hands out memory per stream, so that
 # memory freed by one exchange cannot be overwritten too early.
 _SIDE_STREAMS = 3
@@ -75,13 +76,20 @@ class _NotIssued(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Paused:
-    """Holds an exchange whose first collective is issued, and whose second one is not."""
+class _Started:
+    """Holds an exchange whose first collective is issued.
+
+    Attributes:
+        task: the exchange.
+        future: gets the result.
+        stream: makes the exchange's stream current.
+        work: the handle of the first collective; None if the exchange is over without any.
+    """
 
     task: Task
     future: torch.futures.Future[Tensor | None]
-    stream: AbstractContextManager[None]  # makes its stream current
-    work: _Work | None  # None: the exchange is over
+    stream: AbstractContextManager[None]
+    work: _Work | None
 
 
 class Streams:
@@ -96,7 +104,7 @@ class Streams:
         self._streams: dict[torch.device, list[Any]] = {}
         self._turns: dict[torch.device, Iterator[Any]] = {}
         self._last: dict[torch.device, Any] = {}  # the stream of the latest exchange
-        self._paused: _Paused | None = None
+        self._paused: _Started | None = None
 
     def run(
         self, task: Task, device: torch.device, *, may_pause: bool = False
@@ -117,7 +125,7 @@ class Streams:
             work = self._issue(task, task.advance())
         self.resume()
         stream = nullcontext() if on_host else self._last_stream(device)
-        started = _Paused(task, future, stream, work)
+        started = _Started(task, future, stream, work)
         if may_pause and work is not None:
             self._paused = started
         else:
@@ -144,7 +152,7 @@ class Streams:
             return _NotIssued(error)
         return work
 
-    def _finish(self, started: _Paused) -> None:
+    def _finish(self, started: _Started) -> None:
         """Enqueues what comes after an exchange's first collective, and completes its future."""
         task, work = started.task, started.work
         with started.stream:

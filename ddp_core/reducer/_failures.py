@@ -381,7 +381,7 @@ class _Pending:
 
     place: WaitPoint  # the bucket that was enqueued last
     thread: int  # that of the training loop
-    mark: int = sys.maxsize  # behind its exchanges, once all are enqueued
+    mark: int = sys.maxsize  # number of the mark behind its exchanges, once all are enqueued
 
 
 class DeviceWatchdog:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -65,7 +65,7 @@ PARTS = {
     "profile": Part(programs.COLUMNS, programs.profile_steps),
     "training": Part(training.COLUMNS, training.steps),
     "compiled": Part(copy_ratio.COMPILED_COLUMNS, copy_ratio.compiled_steps),
-    "cubins": Part(cubins.COLUMNS, lambda _: cubins.steps("90"), workers=2, needs_gpu=False),
+    "cubins": Part(cubins.COLUMNS, cubins.steps, workers=2, needs_gpu=False),
 }
 
 
@@ -106,29 +106,29 @@ def main(
     plan = RUNS[run] if run else Run(dict.fromkeys(part or (), minutes), minutes + 1, repeats)
     # A new process after a lost device ends when the first one had to.
     ends = float(os.environ.get(_ENDS, time.monotonic() + 60 * plan.minutes))
-    setting = Setting(out, repeats=plan.repeats, only=only, ends=ends)
+    given: dict[str, Any] = {"only": only, "ends": ends, "architecture": architecture}
     if rehearse:
         with rehearsed() as small:
-            _run_all(plan, replace(small(out), only=only, ends=ends), architecture)
+            _run_all(plan, replace(small(out), **given))
         return
     reason = cuda.missing() if torch.cuda.is_available() else "torch sees no CUDA device"
     if reason and any(PARTS[name].needs_gpu for name in plan.parts):
-        # ``versions`` reports the reason, so that does not end the run.
+        # ``versions`` reports a reason other than a missing device, which does not end the run.
         typer.echo(f"experiments.gpu_kernels: {reason}")
         if not torch.cuda.is_available():
             sys.exit(1)
     # A case that hangs: its stack, and an end, so that the next call continues with the next case.
     faulthandler.dump_traceback_later(max(ends - time.monotonic(), 1), exit=True)
     try:
-        _run_all(plan, setting, architecture)
+        _run_all(plan, Setting(out, repeats=plan.repeats, **given))
     except LostDeviceError as lost:
-        _again(str(lost), ends)
+        _restart(str(lost), ends)
     faulthandler.cancel_dump_traceback_later()
 
 
-def _run_all(plan: Run, setting: Setting, architecture: str) -> None:
+def _run_all(plan: Run, setting: Setting) -> None:
     for name, minutes in plan.parts.items():
-        _run_part(name, setting, min(time.monotonic() + 60 * minutes, setting.ends), architecture)
+        _run_part(name, setting, min(time.monotonic() + 60 * minutes, setting.ends))
         if name == "versions" and _is_first_launch_wrong(setting):
             typer.echo("the first launch failed: nothing else is tried")
             break
@@ -137,11 +137,10 @@ def _run_all(plan: Run, setting: Setting, architecture: str) -> None:
     typer.echo("\n".join(lines))
 
 
-def _run_part(name: str, setting: Setting, until: float, architecture: str) -> None:
-    study = PARTS[name]
-    table = Table(setting.out / f"{name}.csv", study.columns)
-    steps = cubins.steps(architecture) if name == "cubins" else study.steps(setting)
-    listed = [step for step in steps if setting.only in step.name]
+def _run_part(name: str, setting: Setting, until: float) -> None:
+    part = PARTS[name]
+    table = Table(setting.out / f"{name}.csv", part.columns)
+    listed = [step for step in part.steps(setting) if setting.only in step.name]
     with Progress() as progress:
         bar = progress.add_task(name, total=len(listed))
 
@@ -149,7 +148,7 @@ def _run_part(name: str, setting: Setting, until: float, architecture: str) -> N
             progress.advance(bar)
             progress.console.print(text, markup=False, highlight=False)
 
-        outcome = run_steps(table, listed, until=until, workers=study.workers, report=report)
+        outcome = run_steps(table, listed, until=until, workers=part.workers, report=report)
     if outcome.left:
         typer.echo(f"{name}: {len(outcome.left)} cases are left: run the command again")
 
@@ -162,7 +161,7 @@ def _is_first_launch_wrong(setting: Setting) -> bool:
     )
 
 
-def _again(why: str, ends: float) -> None:
+def _restart(why: str, ends: float) -> None:
     """Continues in a new process, for the time that is left: this one can launch nothing."""
     restarts = int(os.environ.get(_RESTARTS, "0"))
     typer.echo(why)

@@ -15,7 +15,7 @@ from commhooks import make
 from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import copy_ratio, exchange
 from experiments.gpu_kernels.dry_run import Launches, rehearsed
-from experiments.gpu_kernels.table import Step
+from experiments.gpu_kernels.table import Setting, Step
 from experiments.tools.fake_gpu import counts_of
 from tests.device.device_cases import SCHEMES, SHAPES
 from tests.kernels.fuzz import FAMILIES
@@ -35,8 +35,8 @@ def all_kernels() -> dict[str, list[str]]:
     """Returns the kernels that tests launch, and those that a dry run of the study launches."""
     launches = Launches()
     with rehearsed(launches) as small:
-        setting = small(Path())
-        for step in (*copy_ratio.steps(setting), *exchange.steps(setting)):
+        rehearsal = small(Path())
+        for step in (*copy_ratio.steps(rehearsal), *exchange.steps(rehearsal)):
             with suppress(Exception):  # a case that fails does so where it is timed
                 step.run()
     by_file = kernels()
@@ -56,14 +56,14 @@ def _of_schemes_on_devices() -> Iterator[dict[str, set[str]]]:
                 yield counts.instances
 
 
-def steps(architecture: str, which: Mapping[str, Sequence[str]] | None = None) -> Iterator[Step]:
+def steps(setting: Setting, which: Mapping[str, Sequence[str]] | None = None) -> Iterator[Step]:
     """Yields a step per kernel.
 
     Args:
-        architecture: such as "90".
+        setting: has the architecture.
         which: kernels by file; all by default.
     """
-    version = ".".join(map(str, nvrtc._nvrtc_version()))
+    architecture, version = setting.architecture, ".".join(map(str, nvrtc._nvrtc_version()))
     for file, names in (all_kernels() if which is None else which).items():
         for name in names:
 

@@ -1,9 +1,9 @@
 """Lists the shares of a copy that were expected of ops before anything was measured.
 
 For buckets of 256 MiB on an H100, from machine code of NVRTC 13.0 for sm_90. An op's share is 0.92,
-or less where its warps issue more instructions than fit into the time of a copy, or where few warps
-are resident: min(0.92, 0.8 * most / instructions). A bucket of 25 MiB lies in the cache, where
-nothing was predicted.
+or less where few warps are resident, or where its warps issue more instructions than fit into the
+time of a copy: min(0.92, 0.8 * instructions that fit / instructions issued). A bucket of 25 MiB
+lies in the cache, where nothing was predicted.
 """
 
 from __future__ import annotations

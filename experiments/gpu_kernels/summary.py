@@ -10,9 +10,9 @@ from pathlib import Path
 __all__ = ["LINES", "pack_logs", "summary"]
 
 LINES = 100
-_OF_A_LOG = 6  # its last lines, of a program that failed
+_LOG_LINES = 6  # the last lines of the log of a program that failed
 _WIDTH = 110
-# Columns of the tables of which every row is shown.
+# Tables whose rows are all shown, with the columns that are shown.
 _SHOWN = {
     "versions": ("value",),
     "exchange": ("own kernels", "operations of torch", "host microseconds", "GPU microseconds"),
@@ -25,14 +25,12 @@ def summary(out: Path, parts: Sequence[str]) -> list[str]:
     tables = {name: _rows(out / f"{name}.csv") for name in parts}
     lines = [_counts(name, rows) for name, rows in tables.items()]
     failed = [(name, row) for name, rows in tables.items() for row in rows if row["error"]]
-    figures = [
-        text for name, rows in tables.items() for text in _figures(name, rows) if name in tables
-    ]
-    room = LINES - len(lines) - min(len(figures), LINES // 2) - 1  # that there are more
+    figures = [text for name, rows in tables.items() for text in _figures(name, rows)]
+    room = LINES - len(lines) - min(len(figures), LINES // 2) - 1  # 1: "and more failures"
     for name, row in failed:
         about = [f"! {name}, {row['case']}: {row['error']}", *_log_of(out, row["error"])]
         if len(about) > room:
-            about = about[:room][:1]
+            about = about[: min(room, 1)]  # without its log
         if not about:
             lines.append(f"! and more failures: see {name}.csv")
             break
@@ -63,7 +61,7 @@ def _log_of(out: Path, error: str) -> list[str]:
         return []
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     marked = [line for line in lines if line.startswith(("E  ", "FAILED", "ERROR", "========="))]
-    return [f"    {line}" for line in (marked or lines)[-_OF_A_LOG:]]
+    return [f"    {line}" for line in (marked or lines)[-_LOG_LINES:]]
 
 
 def _figures(name: str, rows: Sequence[dict[str, str]]) -> Iterator[str]:

@@ -34,6 +34,7 @@ class Setting:
         large, small: entries of a bucket.
         only: text that the names of cases contain.
         ends: ``time.monotonic()`` at which programs are ended.
+        architecture: of cubins, such as "90".
     """
 
     out: Path
@@ -43,6 +44,7 @@ class Setting:
     small: int = 25 * 2**20 // 4
     only: str = ""
     ends: float = math.inf
+    architecture: str = "90"
 
 
 @dataclass(frozen=True)

@@ -155,11 +155,11 @@ def test_a_new_process_goes_on_until_the_run_ends(monkeypatch) -> None:
     monkeypatch.setenv(study._RESTARTS, "19")
     monkeypatch.setenv(study._ENDS, "")
     ends = time.monotonic() + 90
-    study._again("lost", ends)
+    study._restart("lost", ends)
     assert started[0][1:] == ["-m", "experiments.gpu_kernels", "--run", "2"]
     assert float(study.os.environ[study._ENDS]) == ends
     with pytest.raises(SystemExit):  # not for ever
-        study._again("lost", ends)
+        study._restart("lost", ends)
 
 
 def test_programs_get_what_they_need_and_say_how_they_ended(tmp_path: Path, monkeypatch) -> None:
@@ -254,7 +254,9 @@ def test_cubins_are_compiled_without_a_gpu(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("COMMHOOKS_CACHE", str(tmp_path / "cache"))
     table = Table(tmp_path / "cubins.csv", cubins.COLUMNS)
     which = {"finite.cu": ["finite<float>", "nonsense<float>"]}
-    run_steps(table, cubins.steps("90", which), until=FOREVER, workers=2)
+    run_steps(
+        table, cubins.steps(Setting(tmp_path, architecture="90"), which), until=FOREVER, workers=2
+    )
     right, wrong = sorted(table.rows(), key=lambda row: row["case"])
     assert int(right["bytes"]) > 1000
     assert "CudaCompileError" in wrong["error"]

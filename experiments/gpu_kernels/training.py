@@ -55,7 +55,7 @@ def _compare(name: str, setting: Setting) -> dict[str, Any]:
     with _group(setting):
         models = {kind: _wrapped(setting) for kind in ("none", "ours", "torch's")}
         if of_torch:
-            _register_torchs(models["torch's"], of_torch)
+            _register_torch_hook(models["torch's"], of_torch)
         else:
             del models["torch's"]
         commhooks.register(models["none"], "none")
@@ -138,7 +138,7 @@ def _step_of(model: nn.Module, setting: Setting) -> Callable[[], None]:
     return step
 
 
-def _register_torchs(model: DistributedDataParallel, name: str) -> None:
+def _register_torch_hook(model: DistributedDataParallel, name: str) -> None:
     if name == "powerSGD_hook":
         state = torch_powersgd.PowerSGDState(
             None, matrix_approximation_rank=4, start_powerSGD_iter=2

@@ -162,9 +162,6 @@ template <class F> constexpr int kScaleBytes = F::is_mx ? 1 : 4;
 template <class F> INLINE i64 end_of_scales(i64 n, int block) {
     return (n + block - 1) / block * kScaleBytes<F>;
 }
-template <class F> INLINE i64 end_of_codes(i64 n, i64 codes_at) {
-    return codes_at + (n + kUnit<F> - 1) / kUnit<F> * kUnitBytes<F>;
-}
 
 // Where the parts of a payload are, in bytes: codes, entries of 16 bits, and the next payload.
 struct Places {

@@ -106,7 +106,7 @@ struct Place {
     i64 entry, left;
 };
 
-// Returns the run with a slot: the last that begins there or before.
+// Returns the place of a slot in its row.
 INLINE Place place_of(Segments first, Segments end, i64 slot) {
     if (first == end) return {0, 0};
     while (end - first > 1) {

@@ -106,6 +106,14 @@ INLINE void store(BFloat16* out, const Floats (&row)[kVectors]) {
     narrow(bits, (u16*)out);
 }
 
+// Stores the first `count` entries of a row.
+template <class T> INLINE void store_row(T* out, const Floats (&row)[kVectors], i64 count) {
+    if (count == kRow) return store(out, row);
+    alignas(Floats) T some[kRow];
+    store(some, row);
+    for (i64 l = 0; l < count; ++l) out[l] = some[l];
+}
+
 template <class T> INLINE bool worth_streaming(const T*, i64) { return false; }
 template <class T> INLINE void stream(T* out, const Floats (&row)[kVectors]) { store(out, row); }
 

@@ -1,8 +1,8 @@
-// The fast cosine transform of numbers or vectors; the specification is in dct.py.
+// Fast discrete cosine transforms (DCT) of numbers or vectors; the specification is in dct.py.
 #pragma once
 #include "portable.h"
 
-// All places are known to the compiler, so that entries are in registers.
+// Loops are unrolled: the compiler then knows the places of entries, and keeps them in registers.
 #if defined(__CUDACC_RTC__) || defined(__clang__)
 #define UNROLL _Pragma("unroll")
 #else
@@ -25,32 +25,33 @@ INLINE constexpr float cosine(int k) {
     return kTable[k];
 }
 
-template <int N, class V> INLINE void cosines_four(V (&x)[N]);
+template <int N, class V> INLINE void dct_iv(V (&x)[N]);
 
-// Takes a DCT-II times sqrt(N) in place: that of sums of entries and their mirror images has the even
-// results, and a DCT-IV of their differences the odd ones.
-template <int N, class V> INLINE void cosines_two(V (&x)[N]) {
+// Takes a DCT-II times sqrt(N) in place. Its even results are the DCT-II of the sums of entries and
+// their mirror images, its odd results the DCT-IV of their differences.
+template <int N, class V> INLINE void dct_ii(V (&x)[N]) {
     if constexpr (N > 1) {
         V sums[N / 2], differences[N / 2];
         UNROLL
         for (int j = 0; j < N / 2; ++j) sums[j] = x[j] + x[N - 1 - j];
         UNROLL
         for (int j = 0; j < N / 2; ++j) differences[j] = x[j] - x[N - 1 - j];
-        cosines_two(sums);
-        cosines_four(differences);
+        dct_ii(sums);
+        dct_iv(differences);
         UNROLL
         for (int j = 0; j < N / 2; ++j) x[2 * j] = sums[j], x[2 * j + 1] = differences[j];
     }
 }
 
-// Takes the transpose of `cosines_two`, by the same steps in reverse. A DCT-IV is its own transpose.
-template <int N, class V> INLINE void cosines_two_back(V (&x)[N]) {
+// Takes a DCT-III times sqrt(N) in place: the transpose of `dct_ii`, by the same steps in reverse. A
+// DCT-IV is its own transpose.
+template <int N, class V> INLINE void dct_iii(V (&x)[N]) {
     if constexpr (N > 1) {
         V sums[N / 2], differences[N / 2];
         UNROLL
         for (int j = 0; j < N / 2; ++j) sums[j] = x[2 * j], differences[j] = x[2 * j + 1];
-        cosines_two_back(sums);
-        cosines_four(differences);
+        dct_iii(sums);
+        dct_iv(differences);
         UNROLL
         for (int j = 0; j < N / 2; ++j) {
             x[j] = sums[j] + differences[j];
@@ -60,7 +61,7 @@ template <int N, class V> INLINE void cosines_two_back(V (&x)[N]) {
 }
 
 // Takes a DCT-IV times sqrt(N) in place: rotates entries and their mirror images, and adds two DCT-II.
-template <int N, class V> INLINE void cosines_four(V (&x)[N]) {
+template <int N, class V> INLINE void dct_iv(V (&x)[N]) {
     if constexpr (N > 1) {
         constexpr float kRoot = 2.0f * cosine(32);  // of 2
         V a[N / 2], b[N / 2];
@@ -72,8 +73,8 @@ template <int N, class V> INLINE void cosines_four(V (&x)[N]) {
             const V p = x[N - 1 - j] * c, q = x[j] * s;
             b[j] = j % 2 ? q - p : p - q;
         }
-        cosines_two(a);
-        cosines_two(b);
+        dct_ii(a);
+        dct_ii(b);
         x[0] = a[0] * kRoot;
         x[N - 1] = b[0] * -kRoot;
         UNROLL
@@ -84,10 +85,11 @@ template <int N, class V> INLINE void cosines_four(V (&x)[N]) {
     }
 }
 
-// 1 / sqrt(64), and exact. Taken first, so that no sum overflows where results do not.
+// 1 / sqrt(64), which is exact. Entries are multiplied by it before the transform, so that no sum
+// overflows where results do not.
 constexpr float kUnit = 0.125f;
 
-template <bool INVERSE, class V> INLINE void cosines_of(V (&x)[64]) {
-    if constexpr (INVERSE) cosines_two_back(x);
-    else cosines_two(x);
+template <bool INVERSE, class V> INLINE void dct_64(V (&x)[64]) {
+    if constexpr (INVERSE) dct_iii(x);
+    else dct_ii(x);
 }

@@ -1,21 +1,40 @@
-// What fingerprints of gradients are made of; the specification is in fingerprint.py.
+// Draws sketches, and hashes entries, of gradients and parameters; the specification is in fingerprint.py.
 #pragma once
 #include "parts.h"
 
-// A row of the table: the first entry of a piece, and what is counted before it. The last row has the
-// ends.
+// A piece of the gradient, or what lies behind the last one: numbers of what the pieces before it have.
 struct Piece {
-    i64 begin;
+    i64 begin;   // entries
     i64 sketch;  // numbers of sketches
-    i64 task;    // of a warp: 32 columns of a slice
-    i64 block;   // of 32 columns
+    i64 task;    // tasks of a warp: 32 columns of a slice
+    i64 block;   // blocks of 32 numbers
 };
 
-constexpr int kSlice = 32;     // lines that are added up one after the other
-constexpr int kWidest = 1024;  // numbers of a sketch
-constexpr int kSquares = 5;    // contribution, average, difference, residual before and after
+// The table of `Pieces` in fingerprint.py, in lines of four numbers: the numbers of pieces and of owners;
+// each piece, and what lies behind the last one; for each owner, and once more, the number of owned pieces
+// before it; and the owned pieces.
+struct Table {
+    const i64* lines;
 
-// Mixes the bits of a number: other numbers have other results, in which every bit depends on all.
+    INLINE i64 pieces(const Table& table) { return table.lines[0]; }
+    INLINE i64 owners(const Table& table) { return table.lines[1]; }
+    INLINE const Piece* piece(const Table& table, i64 p) { return (const Piece*)table.lines + 1 + p; }
+    INLINE i64 owned_before(const Table& table, i64 owner) {
+        return table.lines[4 * (2 + table.lines[0] + owner)];
+    }
+    INLINE i64 owned(const Table& table, i64 place) {
+        return table.lines[4 * (3 + table.lines[0] + table.lines[1] + place)];
+    }
+};
+
+constexpr int kSlice = 32;     // lines of a piece that are added up one after the other
+constexpr int kWidest = 1024;  // numbers of a sketch
+// Sums of squares of a task: of the contribution, the average, their difference, and the residual before
+// and after the step.
+constexpr int kSquares = 5;
+
+// Mixes the bits of a number: different numbers have different results, of which every bit depends on
+// every bit of the number.
 // Reference: Wellons, Prospecting for Hash Functions, 2018 (lowbias32).
 template <class V> INLINE V mixed(V x) {
     x = (x ^ x >> 16) * 0x7feb352du;
@@ -23,7 +42,7 @@ template <class V> INLINE V mixed(V x) {
     return x ^ x >> 16;
 }
 
-// Returns the hash of 32 bits at a place; a tensor's is the sum of all.
+// Returns the hash of 32 bits at a place. The hash of a tensor is the sum of the hashes of its entries.
 template <class V> INLINE V hash_of(V bits, V place) { return mixed(bits + place * 0x9e3779b9u); }
 
 // Bits of a number, or of a vector of float32. All zeros are equal, and so are all NaN.
@@ -38,7 +57,7 @@ template <class V> INLINE auto canonical_bits(V x) {
 struct Draw {
     i64 n, blocks;  // entries, and blocks of 32 numbers
     i64 width;
-    u32 mask;   // of columns; a sketch of less than 64 numbers has one line
+    u32 mask;   // of columns; a piece with a sketch of less than 64 numbers has one line
     u32 key, turn_key;
 
     INLINE Draw of(const Piece& piece, const Piece& next, u32 step) {
@@ -73,19 +92,3 @@ INLINE u64 hash_of_entry(u64 bits, u32 place) {
     return (u64)hash_of((u32)bits, 2 * place) + hash_of((u32)(bits >> 32), 2 * place + 1);
 }
 template <class Word> INLINE u64 hash_of_entry(Word bits, u32 place) { return hash_of((u32)bits, place); }
-
-// The table: the numbers of pieces and of owners, a row per piece and one more, a row per owner and one
-// more with the number of owned pieces before it, and these pieces.
-struct Table {
-    const i64* lines;  // of four numbers
-
-    INLINE i64 pieces(const Table& table) { return table.lines[0]; }
-    INLINE i64 owners(const Table& table) { return table.lines[1]; }
-    INLINE const Piece* piece(const Table& table, i64 p) { return (const Piece*)table.lines + 1 + p; }
-    INLINE i64 owned_before(const Table& table, i64 owner) {
-        return table.lines[4 * (2 + table.lines[0] + owner)];
-    }
-    INLINE i64 owned(const Table& table, i64 place) {
-        return table.lines[4 * (3 + table.lines[0] + table.lines[1] + place)];
-    }
-};

@@ -10,15 +10,5 @@ struct Part {
     i64 byte;   // of payloads
 };
 
-// Returns the row of a table in which a block or a chunk is: the last that begins there or before.
-template <class Row> INLINE i64 row_with(const Row* rows, i64 count, i64 Row::*first, i64 task) {
-    i64 low = 0, high = count;
-    while (high - low > 1) {
-        const i64 middle = (low + high) / 2;
-        (rows[middle].*first <= task ? low : high) = middle;
-    }
-    return low;
-}
-
 constexpr i64 kBlock = 256, kChunk = 2048;
 constexpr int kThreads = 256;  // sums that a part's chunks are added to

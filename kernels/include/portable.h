@@ -137,3 +137,14 @@ template <int E, int M, u32 TOP> struct Float8 {
 using E4M3 = Float8<4, 3, 0x7e>;  // up to 448
 using E5M2 = Float8<5, 2, 0x7b>;  // up to 57344
 using E2M1 = Float8<2, 1, 0x07>;  // up to 6; the code's sign is in bit 7
+
+// Returns the number of the row of a table to which a task belongs: of the last row that begins there or
+// before, by binary search.
+template <class Row> INLINE i64 row_with(const Row* rows, i64 count, i64 Row::*first, i64 task) {
+    i64 low = 0, high = count;
+    while (high - low > 1) {
+        const i64 middle = (low + high) / 2;
+        (rows[middle].*first <= task ? low : high) = middle;
+    }
+    return low;
+}

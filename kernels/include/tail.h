@@ -6,12 +6,8 @@ struct Piece { i64 begin, place; };  // in the bucket and in the tail
 
 // Returns the place in the bucket of entry `i` of the tail.
 INLINE i64 place_of(const Piece* pieces, i64 count, i64 i) {
-    i64 low = 0;
-    while (count - low > 1) {
-        const i64 middle = (low + count) / 2;
-        (pieces[middle].place <= i ? low : count) = middle;
-    }
-    return pieces[low].begin + (i - pieces[low].place);
+    const Piece& piece = pieces[row_with(pieces, count, &Piece::place, i)];
+    return piece.begin + (i - piece.place);
 }
 
 // Writes entry `i` of the tail of x + residual to `tail`, and to its place in `total`.

@@ -15,15 +15,9 @@ struct Tiles {
     i64 matrices, pieces, squares, count;
 };
 
-// Returns the last run that begins at `value` or before, by binary search in `count` runs.
+// Returns the run to which a tile, or a place in the line, belongs.
 INLINE const Run* run_at(const Run* runs, i64 count, i64 value) {
-    i64 low = 0;
-    while (count - low > 1) {
-        const i64 middle = (low + count) / 2;
-        if (runs[middle].first <= value) low = middle;
-        else count = middle;
-    }
-    return runs + low;
+    return runs + row_with(runs, count, &Run::first, value);
 }
 
 // A square of a matrix: its first entry in the bucket, the rows and columns that exist, and how far rows
@@ -41,8 +35,9 @@ INLINE Square square_of(const Tiles* table, i64 tile) {
             one.columns - column < kSide ? (int)(one.columns - column) : kSide, one.columns};
 }
 
-// As integers, NaN is largest; all kinds of it are equal.
-INLINE u32 rank_of(float x) {
+// Returns the magnitude of a number as an integer that orders as magnitudes do. NaN is largest, and all
+// kinds of it are equal.
+INLINE u32 magnitude_bits(float x) {
     const u32 bits = magnitude(x);
     return bits > kInfinity ? kNaN : bits;
 }

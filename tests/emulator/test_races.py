@@ -29,7 +29,8 @@ from tests.kernels import test_dct, test_parts, test_random_k, test_scatter, tes
 from tests.kernels.inputs import plain
 from tests.kernels.machines import Runner
 
-# Behind a fence it orders blocks, of which one runs at a time here: tests/kernels/test_fences.py.
+# A barrier behind a fence orders blocks, of which one runs at a time here; see
+# tests/kernels/test_fences.py.
 BARRIER = re.compile(r"(__threadfence\(\);[\s}]*)?__sync(threads|warp)\(\);")
 RACE = 66  # ThreadSanitizer's exit code
 TICKETS = nvrtc.add_source(

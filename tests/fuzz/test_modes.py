@@ -90,17 +90,23 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qsgd, in two phases": {"scheme": "qsgd", "wrap": ("two_phase",)},
     "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
 }
-# They travel in ways of their own; the others meet some modes: views of buckets, 16 bits, join.
+# Schemes of each way to travel, which run in all modes. All schemes run in the thorough modes:
+# views of buckets, 16 bits, join, other ranks.
 SOME = (
     *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
     *("topk, coalesced", "topk, cut"),
 )
+<<<<<<< HEAD
 THOROUGH = (
     *("no_sync, view", "half", "join", "loaded on other ranks", "resumed", "three ranks, resumed"),
 )
 
 
 # At every run; the others before a release.
+=======
+THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
+# Modes and hosts of every run; all others are marked slow.
+>>>>>>> rb
 QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
     *(("core", mode) for mode in ("hold, unused", "hold, static graph", "three ranks, unused")),

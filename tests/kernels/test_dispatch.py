@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from commhooks.kernels import blockwise, implementations, use_kernels, warn_if_missing
+from commhooks.kernels import blockwise, implementations, use_kernels
 from commhooks.kernels.blockwise import dequantize, payload_bytes, quantize
 from commhooks.kernels.runtime import cpu
 from commhooks.kernels.runtime import op as _op
@@ -37,7 +37,7 @@ def test_without_the_library_definitions_run_and_say_why():
         ):
             assert torch.equal(quantized(x), expected)
         quantized(x)  # a second warning would be an error
-        warn_if_missing()
+        _op.warn_if_missing()
         assert "install g++" in implementations("cpu")["quantize"]
         with use_kernels("native"), pytest.raises(RuntimeError, match=r"'native', but .*g\+\+"):
             quantized(x)
@@ -49,7 +49,7 @@ def test_definitions_that_are_asked_for_need_no_warning():
     _op._say_once.cache_clear()
     with mock.patch.object(cpu, "_library", return_value=None), use_kernels("definition"):
         quantized(torch.randn(8))
-        warn_if_missing()
+        _op.warn_if_missing()
 
 
 def test_a_kernel_that_fails_is_not_replaced():
