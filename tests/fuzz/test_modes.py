@@ -96,17 +96,10 @@ SOME = (
     *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
     *("topk, coalesced", "topk, cut"),
 )
-<<<<<<< HEAD
 THOROUGH = (
     *("no_sync, view", "half", "join", "loaded on other ranks", "resumed", "three ranks, resumed"),
 )
-
-
-# At every run; the others before a release.
-=======
-THOROUGH = ("no_sync, view", "half", "join", "loaded on other ranks")
 # Modes and hosts of every run; all others are marked slow.
->>>>>>> rb
 QUICK = {
     *(("core", mode) for mode in ("plain", "raised", "hold, delayed", "static graph", "join")),
     *(("core", mode) for mode in ("hold, unused", "hold, static graph", "three ranks, unused")),

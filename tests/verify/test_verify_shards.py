@@ -125,34 +125,6 @@ def test_residuals_are_part_of_what_shards_have_to_average(rank: int) -> None:
     assert not hook.verification.findings
 
 
-<<<<<<< HEAD
-=======
-@on_ranks(2)
-def test_errors_many_times_the_dense_mean_are_told_as_well(rank: int) -> None:
-    """Gradients shrink, so that feedback sends many times the dense mean."""
-    ours, plain = sharded(model_of((96, 96, 96))), sharded(model_of((96, 96, 96)))
-    hook = commhooks.register(ours, "topk", ratio=0.01, verify=1)
-    rows = {}
-    for step in range(24):
-        for model in (ours, plain):
-            torch.manual_seed(10 * step + rank)
-            model.zero_grad()
-            (model(torch.randn(4, 96)).square().mean() * (1.0 if step < 15 else 0.1)).backward()
-        averages, means = gradients(ours), gradients(plain)
-        rows |= {(step, name): row_of(averages[name], mean) for name, mean in means.items()}
-    frame = hook.verification.report()
-    weights = frame[frame["parameter"].str.contains("weight")]
-    keys = zip(weights["step"], weights["parameter"], strict=True)
-    exact = np.array([rows[key] for key in keys])
-    sketch = weights[["error", "cosine", "norm"]].to_numpy()
-    assert float(exact[:, 0].max()) > 3
-    # Pieces of half a matrix have sketches of 64 numbers.
-    off = np.abs(sketch / exact - 1)
-    assert float(off[:, [0, 2]].max()) < 4 * 2**0.5 * (2 * 2 * 64) ** -0.5
-    assert float(np.nanmax(np.abs(sketch[:, 1] - exact[:, 1]))) < 0.25
-
-
->>>>>>> rb
 @dataclass(frozen=True)
 class WrongShard(Wrapper):
     """Spoils what one rank decodes of its shard of one parameter, in step 2 and later."""
