@@ -12,6 +12,7 @@ Chen and Farach-Colton (2002).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_float
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import TypeVar
@@ -179,7 +180,8 @@ def fingerprint(
         residuals: before the step and after it, of the gradient's dtype.
         keeps: whether the scheme keeps what it has not sent.
         begin: the first entry of the gradient that has an average.
-        factor: multiplies the average where it is subtracted and sketched.
+        factor: multiplies the average where it is subtracted and sketched; rounded to
+            float32.
 
     Raises:
         TypeError, ValueError: a tensor has the wrong dtype, size or device; the message names it.
@@ -224,7 +226,7 @@ def fingerprint_op(
     averaged = torch.zeros_like(flat)
     averaged[begin : begin + mean.numel()] = mean.view(-1).to(flat.dtype)
     old, new = (torch.zeros_like(flat) if x is None else x.view(-1) for x in (before, after))
-    total, ours = flat + old - new, averaged * factor
+    total, ours = flat + old - new, averaged * c_float(factor).value  # as kernels take it
     contributed = flat if keeps else total
     # Norms and the hash.
     row = rows.view(len(ROWS), -1)

@@ -80,10 +80,12 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     hook.bind()  # a hook that has never run may not know its model
     # First: nothing below needs the former ranks, which may be gone.
     if not fault:
-        hook.runner.step_aborted()
         hook.drivers.abort()
+        hook.runner.step_aborted()
         if hook.verification is not None:
             hook.verification.abort()
+    # Which buckets pause depends on layers that were unfrozen, of which other ranks may not know.
+    hook.target.launches_ahead = False
 
     # Compare the ranks, and agree on the source of shared values.
     engine = hook.engine

@@ -192,8 +192,11 @@ class Runner:
 
     def step_aborted(self) -> None:
         """Drops the open step after its backward pass raised."""
-        self._step = None
         self._drivers.resume()  # a peer that aborts as well does the same
+        self._drop_step()
+
+    def _drop_step(self) -> None:
+        self._step = None
         self._engine.abort()
         self._coalescer.abort(ABORTED)
 
@@ -216,8 +219,11 @@ class Runner:
         # ``ddp_core`` reports the end itself, so there the outer pass has raised.
         if step.in_outer_pass and not step.core_notifies:
             self.gradients_written(unused_parameters(step))
-        else:
-            self.step_aborted()
+            return
+        # No collective: this rank may be the only one that calls this, to save a checkpoint.
+        if not step.core_notifies:  # it calls ``step_aborted`` on all ranks, and waits for results
+            self._drivers.drop_paused()
+        self._drop_step()
 
     @property
     def under_way(self) -> bool:

@@ -44,8 +44,9 @@ def keeps_equal(scheme: Scheme) -> bool:
 
 
 def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Hashes each tensor, of any dtype and strides, to an integer on the first one's device.
+    """Hashes each tensor, of any dtype and strides, to an integer.
 
+    They are on the first tensor's device that is not the CPU, if there is one: nobody waits for it.
     Every bit and every position counts; zero has two forms, which are equal.
     """
     if not tensors:
@@ -59,7 +60,8 @@ def hashes_of(tensors: Sequence[Tensor]) -> Tensor:
     ]
     if len(kinds) == 1:
         return hashed[0]
-    device = tensors[0].device
+    devices = [tensor.device for tensor in tensors]
+    device = next((each for each in devices if each.type != "cpu"), devices[0])
     together = torch.cat([part.to(device, non_blocking=True) for part in hashed])
     return together[_order(tuple(place for places in kinds.values() for place in places), device)]
 

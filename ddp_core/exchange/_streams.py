@@ -207,12 +207,16 @@ class Streams:
             if other is not last:
                 other.wait_stream(last)
 
-    def close(self) -> None:
-        """Drops the streams, and the paused exchange, whose future gets an error."""
+    def drop_paused(self) -> None:
+        """Issues no second collective of the paused exchange; its future gets an error."""
         paused, self._paused = self._paused, None
         if paused is not None:
             paused.task.abort()
             paused.future.set_result(None)
+
+    def close(self) -> None:
+        """Drops the streams, and the paused exchange."""
+        self.drop_paused()
         self._streams.clear()
         self._turns.clear()
         self._last.clear()
@@ -282,6 +286,11 @@ class Drivers:
         """Starts the rest of an exchange that has paused."""
         if self._streams is not None:
             self._streams.resume()
+
+    def drop_paused(self) -> None:
+        """Drops an exchange that has paused; its ranks need not do the same at this moment."""
+        if self._streams is not None:
+            self._streams.drop_paused()
 
     def join(self) -> None:
         """Makes the caller's streams wait for all exchanges so far; the host does not wait."""

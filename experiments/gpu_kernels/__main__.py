@@ -43,6 +43,7 @@ from experiments.gpu_kernels.table import LostDeviceError, Setting, Step, Table,
 
 _RESTARTS = "COMMHOOKS_GPU_KERNELS_RESTARTS"
 _ENDS = "COMMHOOKS_GPU_KERNELS_ENDS"  # ``time.monotonic()``, which all processes share
+_GRACE = 20.0  # seconds
 
 
 class Part(NamedTuple):
@@ -118,7 +119,8 @@ def main(
         if not torch.cuda.is_available():
             sys.exit(1)
     # A case that hangs: its stack, and an end, so that the next call continues with the next case.
-    faulthandler.dump_traceback_later(max(ends - time.monotonic(), 1), exit=True)
+    # Later than programs are ended, whose rows and summary are still to be written.
+    faulthandler.dump_traceback_later(max(ends + _GRACE - time.monotonic(), 1), exit=True)
     try:
         _run_all(plan, Setting(out, repeats=plan.repeats, **given))
     except LostDeviceError as lost:

@@ -162,6 +162,18 @@ def test_a_new_process_goes_on_until_the_run_ends(monkeypatch) -> None:
         study._restart("lost", ends)
 
 
+def test_rows_and_summary_have_time_after_programs_were_ended(tmp_path: Path, monkeypatch) -> None:
+    seen: list[float] = []
+    monkeypatch.setattr(
+        study.faulthandler, "dump_traceback_later", lambda after, exit: seen.append(after)
+    )
+    monkeypatch.setattr(study.faulthandler, "cancel_dump_traceback_later", lambda: None)
+    left = lambda plan, setting, which: seen.append(setting.ends - time.monotonic())  # noqa: E731
+    monkeypatch.setattr(study, "_run_all", left)
+    study.main(part=["cubins"], out=tmp_path)
+    assert seen[0] > seen[1] + 10
+
+
 def test_programs_get_what_they_need_and_say_how_they_ended(tmp_path: Path, monkeypatch) -> None:
     called: list[tuple[list[str], dict[str, str]]] = []
 

@@ -117,9 +117,18 @@ def counters(device: torch.device) -> Tensor:
 
     Each stream has its own: kernels of one stream run one after the other.
     """
-    # On the CPU, where the emulator runs kernels, and on a pretended GPU there is one stream.
-    is_real = device.type == "cuda"
-    return _counters(device, current_stream(device.index or 0) if is_real else 0)
+    if device.type != "cuda":
+        # On the CPU, where the emulator runs kernels, and on a pretended GPU there is one stream.
+        return _counters(device, 0)
+    index = device.index or 0
+    if index != current_device():
+        with torch.cuda.device(index):
+            return counters(device)
+    if torch.cuda.is_current_stream_capturing():
+        # A graph runs on any stream, and fills its own at each replay: what is filled in a capture
+        # is not filled before the graph runs.
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    return _counters(device, current_stream(index))
 
 
 @cache

@@ -31,7 +31,7 @@ PER_BLOCK int current, live, at_barrier;
 PER_BLOCK void* main_stack;
 PER_BLOCK char* stacks;
 PER_BLOCK uint3 block_index;
-constexpr size_t kStack = 1 << 16;
+constexpr size_t kStack = 1 << 18;
 
 // Saves the callee's registers on the stack `*from` and goes on with those on the stack `to`.
 extern "C" void emulator_switch(void** from, void* to);

@@ -115,6 +115,43 @@ def test_a_second_collective_comes_after_the_first_of_the_next_bucket(rank: int)
         hook.close()
 
 
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize(
+    "kind", [ddp_core.DistributedDataParallel, torch.nn.parallel.DistributedDataParallel]
+)
+@on_ranks(2)
+def test_a_paused_exchange_of_a_step_that_raised_goes_on_on_no_rank_alone(
+    rank: int, kind: Any
+) -> None:
+    with as_gpu():
+        module = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(8)))
+        model = kind(module, bucket_cap_mb=1e-3)
+        hook = commhooks.register(model, "int8", error_feedback=True)
+        for step in range(3):
+            model(batch(step, rank, 4, 16)).square().mean().backward()
+        handle = module[3].register_forward_hook(lambda layer, x, y: _Fails.apply(y))
+        with pytest.raises(ArithmeticError):
+            model(batch(3, rank, 4, 16)).square().mean().backward()
+        handle.remove()
+        streams = hook.drivers._streams
+        assert streams is not None
+        assert streams._paused is not None
+        with mock.patch.object(streams, "_issue", side_effect=AssertionError):
+            if rank == 0:
+                hook.state_dict()
+            hook.change_group(torch.distributed.group.WORLD)
+        hook.close()
+
+
 def _held(rank: int) -> torch.Tensor:
     model = ddp_core.DistributedDataParallel(mlp(depth=6), bucket_cap_mb=2e-3)
     for step in range(3):

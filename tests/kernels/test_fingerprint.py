@@ -59,8 +59,8 @@ def test_kernels_equal_the_definition():
         n = sum(sizes)
         for make, dtype in ((tricky, DTYPES[0]), (unaligned, DTYPES[1]), (plain, DTYPES[2])):
             assert_agree(KERNELS, outputs, make(n, dtype), sizes)
-        wide = (tricky(n).double(), plain(n).double() / 3)
-        assert_agree(KERNELS, outputs, tricky(n).double() / 3, sizes, keeps=True, residuals=wide)
+        wide = {"residuals": (tricky(n).double(), plain(n).double() / 3), "factor": 1 / 3}
+        assert_agree(KERNELS, outputs, tricky(n).double() / 3, sizes, keeps=True, **wide)
         residuals = (unaligned(n, torch.float32), tricky(n, torch.float32))
         for keeps in (False, True):
             for some in (residuals, (None, residuals[1]), (residuals[0], None)):

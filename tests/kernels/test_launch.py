@@ -59,6 +59,28 @@ def test_a_launch_is_on_torchs_stream_of_the_tensors_device(monkeypatch, device,
     assert machine.current == 0
 
 
+def test_counters_belong_to_a_stream_or_to_a_captured_graph(monkeypatch):
+    machine, capturing = Machine(monkeypatch), [True]
+    filled = []
+
+    def zeros(*size: int, **options: Any) -> object:
+        filled.append(machine.current)
+        return object()
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    cuda._counters.cache_clear()
+    first, second = (torch.device("cuda", index) for index in range(2))
+    # A fill that is captured has not run, and each graph may run on a stream of its own.
+    captured = [cuda.counters(second), cuda.counters(second)]
+    capturing[0] = False
+    eager = [cuda.counters(device) for device in (second, second, first)]
+    assert filled == [1, 1, 1, 0]
+    assert eager[0] is eager[1]
+    assert len({*captured, *eager}) == 4
+    cuda._counters.cache_clear()
+
+
 def test_a_kernel_that_has_too_many_registers_is_not_launched(monkeypatch):
     class Module:
         def load(self, code: bytes) -> None:

@@ -20,6 +20,7 @@ from commhooks.verify._equal import hashes_of, keeps_equal
 from commhooks.wrappers import Schedule
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
+from tests.device.deferred_device import Order, lazy_device
 from tests.fsdp.test_fsdp2 import backward, model_of, sharded
 from tests.hosts.test_tensor_parallel import _build
 from tests.shelf import BUILT_IN
@@ -58,6 +59,16 @@ def test_a_hash_is_of_every_bit_whatever_the_dtype(dtype: torch.dtype) -> None:
         flat = changed[place].view(-1).view(torch.uint8)
         flat[len(flat) // 2] ^= 1
         assert (hashes_of(changed) != before).nonzero().view(-1).tolist() == [place]
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_hashes_of_the_host_and_of_a_device_wait_for_nothing(order: Order) -> None:
+    host, other = torch.arange(5.0), torch.arange(7.0)
+    expected = hashes_of([host, other])
+    with lazy_device(order) as machine:
+        on_device = torch.empty(7, device="meta")
+        on_device.copy_(other, non_blocking=True)
+        assert torch.equal(machine.read(hashes_of([host, on_device])), expected)
 
 
 def test_a_hash_depends_on_the_order_of_chunks_and_entries() -> None:
