@@ -49,12 +49,10 @@ template <class T> const float* floats(const T* x, int count, float* copy) {
 // Returns `count` entries of x + residual, which are `at` behind the first one of a matrix; `sum` receives
 // them. Those from entry `end` of the matrix on do not exist and count as zeros.
 template <class T>
-const float* entries_of(const T* x, const float* residual, float* sum, i64 at, int count, i64 end, float* copy,
-                        const float* next = nullptr) {
-    const int there = end - at < count ? (int)(end - at > 0 ? end - at : 0) : count;
-    const float* rest = residual ? residual + at : nullptr;
-    if (sum) gather(x + at, rest, there, sum + at, next);
-    if (there == count) return sum ? sum + at : floats(x + at, count, copy);
+[[gnu::noinline]] const float* short_row(const T* x, const float* residual, float* sum, i64 at, int count, i64 end,
+                                         float* copy) {
+    const int there = (int)(end - at > 0 ? end - at : 0);
+    if (sum) gather(x + at, residual ? residual + at : nullptr, there, sum + at);
     if (sum) __builtin_memcpy(copy, sum + at, 4 * (unsigned)there);
     else gather(x + at, nullptr, there, copy);
     for (int i = there; i < count; ++i) copy[i] = 0.0f;
@@ -140,8 +138,13 @@ void right_product(const Matrix& one, i64 end, const T* x, const float* residual
             const float* from[kRows];
             for (int r = 0; r < rows; ++r) {
                 const i64 at = first + r * one.columns;
-                const float* next = residual && one_loop ? residual + at + ahead : nullptr;
-                from[r] = entries_of(x, residual, sum, at, count, end, copy[r], next);
+                if (at + count > end) {
+                    from[r] = short_row(x, residual, sum, at, count, end, copy[r]);
+                    continue;
+                }
+                const float* rest = residual ? residual + at : nullptr;
+                if (sum) gather(x + at, rest, count, sum + at, rest && one_loop ? rest + ahead : nullptr);
+                from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
             }
             for (i64 k = 0, ranks; k < one.rank; k += ranks) {
                 const float* q = right + k * one.columns + j;
@@ -206,9 +209,14 @@ void left_product(const Matrix& one, i64 there, const T* x, const float* residua
                     const float* from[kDeep];
                     for (int r = 0; r < rows; ++r) {
                         const i64 at = (i + r) * one.columns + j;
-                        // After the first slab, `sum` has the sums.
-                        from[r] = sum && slab ? entries_of(sum, nullptr, nullptr, at, count, there, copy[r])
-                                              : entries_of(x, residual, sum, at, count, there, copy[r]);
+                        if (at + count > there) {  // after the first slab, `sum` has the sums
+                            from[r] = sum && slab ? short_row(sum, nullptr, nullptr, at, count, there, copy[r])
+                                                  : short_row(x, residual, sum, at, count, there, copy[r]);
+                            continue;
+                        }
+                        if (sum && !slab)
+                            gather(x + at, residual ? residual + at : nullptr, count, sum + at);
+                        from[r] = sum ? sum + at : floats(x + at, count, copy[r]);
                     }
                     // The next rows of this tile, else the next tile's, else the next chunk's.
                     const i64 next = i + kDeep < end           ? (i + kDeep) * one.columns + j

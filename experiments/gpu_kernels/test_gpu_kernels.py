@@ -168,7 +168,7 @@ def test_rows_and_summary_have_time_after_programs_were_ended(tmp_path: Path, mo
         study.faulthandler, "dump_traceback_later", lambda after, exit: seen.append(after)
     )
     monkeypatch.setattr(study.faulthandler, "cancel_dump_traceback_later", lambda: None)
-    left = lambda plan, setting, which: seen.append(setting.ends - time.monotonic())  # noqa: E731
+    left = lambda plan, setting: seen.append(setting.ends - time.monotonic())  # noqa: E731
     monkeypatch.setattr(study, "_run_all", left)
     study.main(part=["cubins"], out=tmp_path)
     assert seen[0] > seen[1] + 10
