@@ -1,13 +1,15 @@
 """Times one rank's exchange of a bucket: launches, host time and GPU time.
 
 The bucket has the 12 parameters of a GPT-2 block (27 MiB of float32). Collectives are answered at
-once by the same device, so that what is left is the work of a scheme among that many ranks. Torch's
-hooks run in a group of one rank, on the same bucket.
+once by the same device, so that what is left is the work of a scheme among that many ranks; the
+host's time is that of buckets one after the other, without that of these answers. Torch's hooks run
+in a group of one rank of NCCL, on the same bucket.
 """
 
 from __future__ import annotations
 
 import os
+import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +27,7 @@ from ddp_core import Streams, Task
 from experiments.gpu_kernels import timing
 from experiments.gpu_kernels.table import Setting, Step
 from experiments.tools.fake_gpu import counts_of
-from tests.device.loopback import loopback
+from tests.device.loopback import Loopback, loopback
 
 __all__ = ["COLUMNS", "steps"]
 
@@ -57,6 +59,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 # wait for itself.
 _ENDED: list[Any] = []
 _BUSY = 40_000_000  # clock cycles, 20 ms: longer than any exchange takes the host
+_ROW = 10  # buckets one after the other
 
 
 class Bucket:
@@ -128,7 +131,7 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
         before = link.issued
         exchange()
         row["collectives"] = link.issued - before
-        row |= _times(exchange, setting)
+        row |= _times(exchange, setting, link)
     try:
         counts = counts_of(scheme, SHAPES, world_size=ranks)
     except Exception as error:  # the counts are of a pretended GPU, and no reason to lose the times
@@ -137,9 +140,19 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
     return row | {"own kernels": kernel_count, "operations of torch": others}
 
 
-def _times(call: Callable[[], Any], setting: Setting) -> dict[str, float]:
+def _times(
+    call: Callable[[], Any], setting: Setting, link: Loopback | None = None
+) -> dict[str, float]:
+    answers: list[float] = []  # seconds of a call in the link
+
+    def timed() -> None:
+        before = link.seconds if link else 0.0
+        call()
+        answers.append(link.seconds - before if link else 0.0)
+
+    host = timing.host_microseconds(timed, setting.repeats, _ROW)
     return {
-        "host microseconds": timing.host_microseconds(call, setting.repeats),
+        "host microseconds": host - statistics.median(answers) * 1e6,
         "GPU microseconds": timing.behind_a_sleep(call, setting.repeats, _BUSY) * 1e3,
     }
 

@@ -42,14 +42,18 @@ def replayed(call: Callable[[], Any], repeats: int) -> float:
     return milliseconds([graph.replay], repeats) / 10
 
 
-def host_microseconds(call: Callable[[], Any], repeats: int) -> float:
-    """Returns the median time that the host takes for a call, with an idle device before each."""
+def host_microseconds(call: Callable[[], Any], repeats: int, row: int = 1) -> float:
+    """Returns the median time that the host takes for a call, of ``row`` calls one after the other.
+
+    The device is idle before the first.
+    """
     times = []
     for _ in range(repeats + 2):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - begin)
+        for _ in range(row):
+            call()
+        times.append((time.perf_counter() - begin) / row)
     torch.cuda.synchronize()
     return statistics.median(times[2:]) * 1e6
 

@@ -68,25 +68,17 @@ def _copy(setting: Setting) -> float:
     return 8 * setting.large / timing.milliseconds(copies, setting.repeats) / 1e6
 
 
-def _few(call: Callable[[], Any]) -> float:
-    """Returns the host's time of a call among several in a row."""
-
-    def several() -> None:
-        for _ in range(LAUNCHES):
-            call()
-
-    return timing.host_microseconds(several, 9) / LAUNCHES
-
-
 def _launch_cost() -> float:
     x = torch.zeros(32, device="cuda")
     finite = torch.ones((), dtype=torch.bool, device="cuda")
     arguments = (x, x.numel(), finite, cuda.counters(x.device))
-    return _few(lambda: cuda.launch("finite.cu", "finite<float>", x.device, 1, arguments))
+    return timing.host_microseconds(
+        lambda: cuda.launch("finite.cu", "finite<float>", x.device, 1, arguments), 9, LAUNCHES
+    )
 
 
 def _op_cost() -> float:
     x = torch.zeros(32, device="cuda")
     finite = torch.ones((), dtype=torch.bool, device="cuda")
     with use_kernels("native"):
-        return _few(lambda: finite_op(x, finite))
+        return timing.host_microseconds(lambda: finite_op(x, finite), 9, LAUNCHES)

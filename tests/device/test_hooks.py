@@ -105,7 +105,7 @@ def test_a_bucket_launches_what_a_pretended_gpu_counts(name: str, ranks: int) ->
     layout = Layout([f"p{i}" for i in range(len(SHAPES))], SHAPES)
     streams = Streams(None)  # type: ignore[arg-type]  # the loopback asks no group
     with loopback(torch.cuda, ranks), mock.patch.object(cuda, "launch", note):
-        for step in range(3):
+        for step in range(4):  # the step that `counts_of` counts: sides of a matrix take turns
             launched.clear()
             gradient = torch.cat([value.flatten() for value in given(step, 0)]).cuda()
             engine.begin_bucket(0, is_last=True)
