@@ -49,10 +49,8 @@ def encode_row(
         narrow = stochastic(tail, torch.bfloat16, here).to(torch.bfloat16)
     else:
         narrow = tail.to(torch.bfloat16)
-    # Torch's conversions have several NaNs; kernels have one, with a sign where they draw.
-    negative = tail.view(torch.int32) < 0 if tails is not None else torch.zeros_like(tail) > 0
-    nan = torch.where(negative, -0x40, 0x7FC0).to(torch.int16)
-    bits = torch.where(narrow.isnan(), nan, narrow.view(torch.int16))
+    # Torch's conversions have several NaNs, and processors give that of a sum either sign.
+    bits = narrow.view(torch.int16).masked_fill(narrow.isnan(), 0x7FC0)
     payload[layout.tails_at : layout.tails_at + 2 * len(tail)] = bits.view(torch.uint8)
     left_out[entries] = tail - narrow.to(torch.float32)
     return left_out

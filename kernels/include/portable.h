@@ -73,11 +73,12 @@ template <class V> INLINE auto to_bfloat16(V x) {
     auto rounded = (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16;
     return (bits & 0x7fffffffu) > kInfinity ? (bits & 0u) + 0x7fc0u : rounded;
 }
-// Rounds stochastically: adds random bits below the last place and truncates.
+// Rounds stochastically: adds random bits below the last place and truncates. NaN has no sign, since
+// processors give that of a sum either sign.
 template <class V, class W> INLINE auto to_bfloat16(V x, W random) {
     auto a = magnitude(x), sign = bits_of(x) >> 16 & 0x8000u;
-    auto beyond = a > kInfinity ? (a & 0u) + 0x7fc0u : (a & 0u) + 0x7f80u;
-    return sign | (a >= kInfinity ? beyond : (a + random) >> 16);
+    auto cut = sign | (a >= kInfinity ? (a & 0u) + 0x7f80u : (a + random) >> 16);
+    return a > kInfinity ? (a & 0u) + 0x7fc0u : cut;
 }
 template <class W> INLINE auto from_half(W bits) {
     auto sign = (bits & 0x8000u) << 16, rest = bits & 0x7fffu;

@@ -213,6 +213,19 @@ def test_blocks_that_are_not_finite_or_tiny(format):
     assert (rows[6] != 0).any()
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_sign_of_nan_is_not_sent(format):
+    # A CPU keeps it through sums, and a GPU does not.
+    x, segments = plain(300), segments_for(format, 256, [[300]])
+    payload = torch.zeros(2, payload_bytes(segments, format, 256), dtype=torch.uint8)
+    for mode in ("definition", "native"):
+        for bits, out in zip((0x7FC00000, -0x400000), payload, strict=True):
+            x.view(torch.int32)[torch.tensor([3, 299])] = bits  # in a block, and in 16 bits
+            with use_kernels(mode):
+                quantize(x, out, format, 256, segments=segments, random=DRAWS)
+        assert torch.equal(*payload)
+
+
 @pytest.mark.parametrize("format", ["int8", "int4", "int2", "e4m3", "e5m2", "e2m1"])
 def test_stochastic_rounding_is_unbiased(format):
     x = plain(512)
