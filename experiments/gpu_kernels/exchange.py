@@ -1,18 +1,18 @@
 """Times one rank's exchange of a bucket: launches, host time and GPU time.
 
 The bucket has the 12 parameters of a GPT-2 block (27 MiB of float32). Collectives are answered at
-once by the same device, so that what is left is the work of a scheme among that many ranks; the
-host's time is that of buckets one after the other, without that of these answers. Torch's hooks run
+once by the same device; what these answers take is subtracted, so that the work of a scheme among
+that many ranks is left. The host's time is that of buckets one after the other. Torch's hooks run
 in a group of one rank of NCCL, on the same bucket.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_p
 from commhooks.core._layout import Layout
 from commhooks.hook._engine import Engine
 from commhooks.wrappers._make import make
-from ddp_core import Streams, Task
+from ddp_core import Collective, Streams, Task
 from experiments.gpu_kernels import timing
 from experiments.gpu_kernels.table import Setting, Step
 from experiments.tools.fake_gpu import counts_of
-from tests.device.loopback import Loopback, loopback
+from tests.device.loopback import loopback
 
 __all__ = ["COLUMNS", "steps"]
 
@@ -125,13 +125,26 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
     row: dict[str, Any] = {"hook": name, "ranks": ranks}
     # At once: not what a network takes, but the order of streams is that of a real exchange.
     module = torch.cuda if setting.device == "cuda" else None
+    requests: list[Collective] = []
     with loopback(module, ranks) as link:
         for _ in range(3):  # tables and buffers of the first steps
             exchange()
-        before = link.issued
-        exchange()
-        row["collectives"] = link.issued - before
-        row |= _times(exchange, setting, link)
+        answer = link.issue
+
+        def noted(request: Collective) -> Any:
+            requests.append(request)
+            return answer(request)
+
+        with mock.patch.object(link, "issue", noted):
+            exchange()
+        row["collectives"] = len(requests)
+
+        def rest() -> None:
+            gradient.copy_(source)
+            for request in requests:
+                answer(request).wait()
+
+        row |= _times(exchange, rest, setting)
     try:
         counts = counts_of(scheme, SHAPES, world_size=ranks)
     except Exception as error:  # the counts are of a pretended GPU, and no reason to lose the times
@@ -140,20 +153,14 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
     return row | {"own kernels": kernel_count, "operations of torch": others}
 
 
-def _times(
-    call: Callable[[], Any], setting: Setting, link: Loopback | None = None
-) -> dict[str, float]:
-    answers: list[float] = []  # seconds of a call in the link
-
-    def timed() -> None:
-        before = link.seconds if link else 0.0
-        call()
-        answers.append(link.seconds - before if link else 0.0)
-
-    host = timing.host_microseconds(timed, setting.repeats, _ROW)
+def _times(call: Callable[[], Any], rest: Callable[[], Any], setting: Setting) -> dict[str, float]:
+    """Returns the times of ``call`` without those of ``rest``, which is a part of it."""
+    rest()
+    host = [timing.host_microseconds(each, setting.repeats, _ROW) for each in (call, rest)]
+    device = [timing.behind_a_sleep(each, setting.repeats, _BUSY) for each in (call, rest)]
     return {
-        "host microseconds": host - statistics.median(answers) * 1e6,
-        "GPU microseconds": timing.behind_a_sleep(call, setting.repeats, _BUSY) * 1e3,
+        "host microseconds": host[0] - host[1],
+        "GPU microseconds": (device[0] - device[1]) * 1e3,
     }
 
 
@@ -175,7 +182,8 @@ def _torch(name: str, setting: Setting) -> dict[str, Any]:
 
             for _ in range(3):
                 exchange()
-            return {"hook": name, "ranks": 1, **_times(exchange, setting)}
+            copied = lambda: bucket.gradient.copy_(source)  # noqa: E731
+            return {"hook": name, "ranks": 1, **_times(exchange, copied, setting)}
         finally:
             if made:
                 _ENDED.append(dist.group.WORLD)
