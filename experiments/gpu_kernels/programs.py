@@ -35,8 +35,8 @@ ROUNDS = 10  # random calls per family under a sanitizer
 LIMIT = 300.0  # seconds of a program
 TWO_RANKS = "tests/device/test_two_ranks.py"
 PROBE = "test_nccl_connects_two_ranks_on_one_gpu"
-# On the GPU alone: neither the emulator nor instruction sets of the CPU.
-ENVIRONMENT = {"COMMHOOKS_TEST_MACHINES": "gpu"}
+# On the GPU alone: neither the emulator nor instruction sets of the CPU; the latter in a rehearsal.
+MACHINES = {"cuda": "gpu", "cpu": "guarded"}
 # The allocator of torch serves tensors out of blocks of megabytes, in which no tool sees that an
 # access is out of bounds, or what was not written.
 NO_CACHING = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -152,7 +152,7 @@ def _run(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | ENVIRONMENT | (more or {}),
+            env=os.environ | {"COMMHOOKS_TEST_MACHINES": MACHINES[setting.device]} | (more or {}),
             start_new_session=True,
         )
         ended = ""

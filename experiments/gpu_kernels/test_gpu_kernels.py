@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,15 @@ def test_every_case_builds_its_arguments(rehearsal: Any, part: str, least: int) 
     assert len(rows) >= least
     failed = [row for row in rows if row["error"]]
     assert [row["case"] for row in failed if "BF16 all reduce" not in row["error"]] == []
+
+
+def test_the_files_of_tests_that_run_on_a_gpu_launch_every_kernel() -> None:
+    named = {step.name for step in programs.check_steps(Setting(Path()))}
+    launched = set()
+    for name in named:
+        with suppress(ImportError):  # those of tests/device
+            launched |= getattr(import_module(f"tests.kernels.{name}"), "KERNELS", {}).keys()
+    assert launched == cubins.kernels().keys()
 
 
 @pytest.mark.slow

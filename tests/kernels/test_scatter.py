@@ -77,8 +77,8 @@ def test_a_wrong_place_is_an_error(places, mode):
 
 def test_wrong_places_write_nothing_outside_on_a_gpu():
     for machine in machines():
-        if machine.startswith("v"):
-            continue
+        if not machine.startswith(("emulator", "gpu")):
+            continue  # a kernel of the CPU raises
         indices = torch.randint(-(2**31), 2**31 - 1, (5, 600), dtype=torch.int32)
         indices[1:] %= 9000
         around = torch.full((9000 + 200,), 7.0)
