@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,17 +19,25 @@ from commhooks.hook._state import HookState
 
 __all__ = ["FrameworkHook"]
 
+_NO_STATE = "one process"  # the key of a state in which nothing is
+
 
 class FrameworkHook:
     """Holds the hook of a framework's model, and saves the states of all its ranks as one.
 
-    Frameworks save what rank 0's objects return, and load it on every rank.
+    Frameworks save what rank 0's objects return, and load it on every rank. In one process there is
+    nothing to exchange: a warning says so once, and the hook does nothing.
 
     Args:
         scheme: a name or a scheme.
         options: options of the scheme and of :func:`commhooks.register`.
+
+    Raises:
+        TypeError: ``scheme`` is neither.
     """
 
+    # The right calls, for messages.
+    _calls = 'CommHook("int8")'
     # Advice if the framework's model is not in DistributedDataParallel.
     _advice = "wrap the model in DistributedDataParallel"
     # The rank that saves; None if every node saves a copy.
@@ -35,8 +45,14 @@ class FrameworkHook:
     _file = "commhooks_state.pt"  # in the folder of a checkpoint
 
     def __init__(self, scheme: str | Scheme = "none", **options: Any) -> None:
+        if not isinstance(scheme, str | Scheme):
+            raise TypeError(
+                f"{self._name}(scheme): a name or a scheme, got {type(scheme).__name__}. Call "
+                f"{self._calls}"
+            )
         self._scheme, self._options = scheme, options
         self._hook: HookState | None = None
+        self._idle = False  # in one process
         self._pending_state: Mapping[str, Any] | None = None  # loaded before there was a hook
 
     @property
@@ -53,7 +69,7 @@ class FrameworkHook:
             )
         return self._hook
 
-    def attach(self, model: nn.Module, world_size: int) -> None:
+    def _attach(self, model: nn.Module, world_size: int) -> None:
         """Registers the scheme on a wrapped model, and applies a state that was loaded before.
 
         Args:
@@ -64,6 +80,9 @@ class FrameworkHook:
             RegistrationError: the model is not wrapped, or its gradients are averaged over a part
                 of the ranks, whose state rank 0 could not save.
         """
+        if world_size == 1:
+            self._stay_idle()
+            return
         try:
             ddp = find_ddp(model)
         except RegistrationError as error:
@@ -84,15 +103,38 @@ class FrameworkHook:
             self._hook.load_state_dict(self._pending_state)
             self._pending_state = None
 
+    def _stay_idle(self) -> None:
+        """Holds a hook that is on no model, so that scripts run in one process as they are."""
+        if not self._idle:
+            warnings.warn(
+                f"{self._name}: there is one process, which exchanges nothing, so the hook does "
+                f"nothing",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+        of_register = inspect.signature(register).parameters.keys() - {"seed", "history"}
+        options = {key: self._options[key] for key in self._options.keys() - of_register}
+        # "auto" chooses among schemes on a model.
+        self._hook = HookState() if self._scheme == "auto" else HookState(self._scheme, **options)
+        self._idle = True
+        self._hook.call_monitor.disable()
+
+    def _check(self, right: bool) -> None:
+        """Raises TypeError that shows the right call, unless the arguments are right."""
+        if not right:
+            raise TypeError(f"{self._name}.attach: wrong arguments. Call {self._calls}")
+
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of all ranks on rank 0, an empty dict on the others; all ranks call it.
+
+        In one process, returns what was loaded, which the next job of several can load.
 
         Raises:
             MismatchError: the ranks are not at the same step, or (MissingRankError) some of them
                 did not come.
         """
-        if self._hook is None:
-            return dict(self._pending_state or {})
+        if self._hook is None or self._idle:
+            return dict(self._pending_state or ({_NO_STATE: True} if self._idle else {}))
         return self._hook.state_dict(gather=True, dst=self._to)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -106,7 +148,9 @@ class FrameworkHook:
                 f"{self._name}.load_state_dict: the state is empty; state_dict() returns the state "
                 f"of all ranks on rank 0 only: load what rank 0 has saved"
             )
-        if self._hook is None:
+        if _NO_STATE in state:
+            return
+        if self._hook is None or self._idle:
             self._pending_state = state
         else:
             self._hook.load_state_dict(state)
@@ -134,8 +178,11 @@ class FrameworkHook:
         self.load_state_dict(state)
 
     def metrics(self) -> dict[str, float]:
-        """Returns numbers of the latest step as ``comm/...``; see :meth:`HookState.metrics`."""
-        return self.hook.metrics("comm/")
+        """Returns numbers of the latest step as ``comm/...``; see :meth:`HookState.metrics`.
+
+        Returns none in one process.
+        """
+        return {} if self._idle else self.hook.metrics("comm/")
 
     @property
     def _name(self) -> str:

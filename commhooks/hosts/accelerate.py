@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
-from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hosts._framework_hook import FrameworkHook
 
@@ -20,33 +19,32 @@ class CommHook(FrameworkHook):
     """Registers a scheme; ``save_state`` and ``load_state`` of the accelerator include it.
 
     Args:
-        accelerator: the accelerator that has prepared the model.
-        model: result of ``accelerator.prepare``.
         scheme: a name or a scheme.
         options: options of the scheme and of :func:`commhooks.register`.
 
-    Raises:
-        RegistrationError: the model is not in DistributedDataParallel (one process, FSDP,
-            DeepSpeed), or ``DistributedDataParallelKwargs(comm_hook=...)`` was given as well.
-
     Example:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        >>> comm = CommHook(accelerator, model, "powersgd", rank=4)
+        >>> comm = CommHook("powersgd", rank=4).attach(accelerator, model)
     """
 
+    _calls = 'CommHook("int8").attach(accelerator, model), after accelerator.prepare'
     _advice = (
         "start several processes (accelerate launch --multi-gpu, or torchrun) without FSDP and "
         "DeepSpeed, and give the model after accelerator.prepare"
     )
 
-    def __init__(
-        self,
-        accelerator: Accelerator,
-        model: nn.Module,
-        scheme: str | Scheme = "none",
-        **options: Any,
-    ) -> None:
-        super().__init__(scheme, **options)
+    def attach(self, accelerator: Accelerator, model: nn.Module) -> CommHook:
+        """Registers the scheme; does nothing, with a warning, in one process.
+
+        Args:
+            accelerator: the accelerator that has prepared the model.
+            model: result of ``accelerator.prepare``.
+
+        Raises:
+            RegistrationError: the model is not in DistributedDataParallel (FSDP, DeepSpeed), or
+                ``DistributedDataParallelKwargs(comm_hook=...)`` was given as well.
+        """
+        self._check(hasattr(accelerator, "ddp_handler") and isinstance(model, nn.Module))
         given = getattr(accelerator.ddp_handler, "comm_hook", None)
         if getattr(given, "value", given) not in (None, "no"):
             raise RegistrationError(
@@ -56,5 +54,6 @@ class CommHook(FrameworkHook):
             )
         if accelerator.project_configuration.save_on_each_node:
             self._to = None
-        self.attach(model, accelerator.num_processes)
+        self._attach(model, accelerator.num_processes)
         accelerator.register_for_checkpointing(self)
+        return self

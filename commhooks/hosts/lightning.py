@@ -38,6 +38,7 @@ class CommHook(FrameworkHook, Callback):
         >>> trainer = Trainer(strategy="ddp", devices=2, callbacks=[comm])
     """
 
+    _calls = 'Trainer(callbacks=[CommHook("int8")])'
     _advice = "use Trainer(strategy='ddp'), which wraps the model in DistributedDataParallel"
 
     def __init__(self, scheme: str | Scheme = "none", *, log: bool = True, **options: Any) -> None:
@@ -55,16 +56,16 @@ class CommHook(FrameworkHook, Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Registers the scheme: the strategy has wrapped the model, and callbacks are restored."""
-        self.attach(trainer.strategy.model, trainer.world_size)
+        self._attach(trainer.strategy.model, trainer.world_size)
 
     def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Logs the metrics of the hook."""
         # With accumulation several batches are one step; manual optimization counts optimizers.
         step, every = trainer.global_step, trainer.log_every_n_steps
         if self._log and every and step // every > self._logged // every:
-            self._logged = step
-            for logger in trainer.loggers:
-                logger.log_metrics(self.metrics(), step=step)
+            self._logged, metrics = step, self.metrics()
+            for logger in trainer.loggers if metrics else ():
+                logger.log_metrics(metrics, step=step)
 
 
 class CoreDDPStrategy(DDPStrategy):

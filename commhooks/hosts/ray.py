@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 from torch import nn
 
-from commhooks.core._scheme import Scheme
 from commhooks.errors import RegistrationError
 from commhooks.hosts._framework_hook import FrameworkHook
 
@@ -18,30 +15,36 @@ class CommHook(FrameworkHook):
     """Registers a scheme; ``save`` and ``load`` use the folder of a Ray checkpoint.
 
     Args:
-        model: result of ``ray.train.torch.prepare_model``.
         scheme: a name or a scheme.
         options: options of the scheme and of :func:`commhooks.register`.
 
-    Raises:
-        RegistrationError: the model is not in DistributedDataParallel (one worker, FSDP), or this
-            is not a worker of a ``TorchTrainer``.
-
     Example:
-        >>> comm = CommHook(prepare_model(model), "powersgd", rank=4)
+        >>> comm = CommHook("powersgd", rank=4).attach(prepare_model(model))
         >>> comm.save(folder)  # all workers; rank 0 has the file
         >>> ray.train.report(comm.metrics(), checkpoint=Checkpoint.from_directory(folder))
     """
 
+    _calls = 'CommHook("int8").attach(model), after prepare_model'
     _advice = (
         "use ScalingConfig(num_workers=2) or more and prepare_model's DistributedDataParallel, "
         "and give the model that prepare_model has returned"
     )
 
-    def __init__(self, model: nn.Module, scheme: str | Scheme = "none", **options: Any) -> None:
-        super().__init__(scheme, **options)
+    def attach(self, model: nn.Module) -> CommHook:
+        """Registers the scheme; does nothing, with a warning, with one worker.
+
+        Args:
+            model: result of ``ray.train.torch.prepare_model``.
+
+        Raises:
+            RegistrationError: the model is not in DistributedDataParallel (FSDP), or this is not a
+                worker of a ``TorchTrainer``.
+        """
+        self._check(isinstance(model, nn.Module))
         if not dist.is_initialized():
             raise RegistrationError(
                 f"{self._name}: no process group; call it in the training function of a "
                 f"TorchTrainer, whose workers have one"
             )
-        self.attach(model, dist.get_world_size())
+        self._attach(model, dist.get_world_size())
+        return self

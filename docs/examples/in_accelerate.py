@@ -32,7 +32,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = DataLoader(dataset(), batch_size=5)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    comm = CommHook(accelerator, model, "powersgd", rank=2, start_step=3)
+    comm = CommHook("powersgd", rank=2, start_step=3).attach(accelerator, model)
 
     first = sum(1 for _ in args.folder.glob("epoch*"))
     if first:

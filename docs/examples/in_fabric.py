@@ -33,7 +33,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     model, optimizer = fabric.setup(model, optimizer)
     loader = fabric.setup_dataloaders(DataLoader(dataset(), batch_size=10))
-    comm = CommHook(fabric, model, "powersgd", rank=2, start_step=3)
+    comm = CommHook("powersgd", rank=2, start_step=3).attach(fabric, model)
 
     state = {"model": model, "optimizer": optimizer, "epoch": 0, "comm": comm}
     last = args.folder / "last.ckpt"

@@ -32,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     loader = prepare_data_loader(DataLoader(dataset(), batch_size=10, shuffle=True))
-    comm = CommHook(model, "powersgd", rank=2, start_step=3)
+    comm = CommHook("powersgd", rank=2, start_step=3).attach(model)
 
     first, checkpoint = 0, ray.train.get_checkpoint()
     if checkpoint:

@@ -44,7 +44,7 @@ def main() -> None:
         ),
         train_dataset=dataset(),
     )
-    comm = CommHook(trainer, "powersgd", rank=4, start_step=2)
+    comm = CommHook("powersgd", rank=4, start_step=2).attach(trainer)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(args.folder))
     if trainer.is_world_process_zero():
         print(comm.hook.summary())

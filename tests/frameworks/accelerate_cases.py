@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import DDPCommunicationHookType, ProjectConfiguration
@@ -34,7 +35,7 @@ def trains(folder: Path) -> dict[str, Any]:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     for scheme in (None, "none", "int8"):
         model, optimizer = prepared(accelerator)
-        comm = None if scheme is None else CommHook(accelerator, model, scheme)
+        comm = None if scheme is None else CommHook(scheme).attach(accelerator, model)
         steps(accelerator, model, optimizer, 6)
         facts[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
     accelerator.end_training()
@@ -47,21 +48,27 @@ def refuses(folder: Path) -> dict[str, Any]:
     def with_hook(given: Any) -> None:
         kwargs = DistributedDataParallelKwargs(comm_hook=given)
         accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
-        CommHook(accelerator, prepared(accelerator)[0], "int8")
+        CommHook("int8").attach(accelerator, prepared(accelerator)[0])
 
     refusals = {
         "of the enum": attempt(lambda: with_hook(DDPCommunicationHookType.POWER_SGD)),
         "a function": attempt(lambda: with_hook(commhooks.powerSGD_hook)),
-        "not prepared": attempt(lambda: CommHook(Accelerator(cpu=True), network(), "int8")),
+        "not prepared": attempt(lambda: CommHook("int8").attach(Accelerator(cpu=True), network())),
     }
     Accelerator(cpu=True).end_training()
     return refusals
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """One process, whose model Accelerate does not wrap."""
+    """One process, whose model Accelerate does not wrap: a script runs as it is."""
     accelerator = Accelerator(cpu=True)
-    return {"error": attempt(lambda: CommHook(accelerator, prepared(accelerator)[0], "int8"))}
+    model, optimizer = prepared(accelerator)
+    with pytest.warns(RuntimeWarning, match="there is one process") as said:
+        comm = CommHook("int8").attach(accelerator, model)
+    steps(accelerator, model, optimizer, 2)
+    accelerator.save_state(folder / "saved")
+    accelerator.load_state(folder / "saved")
+    return {"said": len(said), "metrics": comm.metrics(), "wrong": attempt(lambda: CommHook(model))}
 
 
 def copies(folder: Path) -> dict[str, Any]:
@@ -69,7 +76,7 @@ def copies(folder: Path) -> dict[str, Any]:
     project = ProjectConfiguration(save_on_each_node=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     model, optimizer = prepared(accelerator)
-    comm = CommHook(accelerator, model, "topk", ratio=0.05)
+    comm = CommHook("topk", ratio=0.05).attach(accelerator, model)
     steps(accelerator, model, optimizer, 2)
     before = comm.hook.residual("0.weight")
     state = comm.state_dict()

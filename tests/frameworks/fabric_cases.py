@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.fabric import Fabric
 
@@ -41,7 +42,7 @@ def trains(folder: Path) -> dict[str, Any]:
     fabric = launched()
     for scheme in (None, "none", "int8"):
         model, optimizer = set_up(fabric)
-        comm = None if scheme is None else CommHook(fabric, model, scheme)
+        comm = None if scheme is None else CommHook(scheme).attach(fabric, model)
         steps(fabric, model, optimizer, 6)
         facts[str(scheme)] = [digest(model), 0 if comm is None else comm.hook.step]
     return facts
@@ -58,7 +59,7 @@ def saves(folder: Path) -> dict[str, Any]:
     """A checkpoint with residuals; this rank's, for one parameter."""
     fabric = launched()
     model, optimizer = set_up(fabric)
-    comm = CommHook(fabric, model, "topk", ratio=0.05)
+    comm = CommHook("topk", ratio=0.05).attach(fabric, model)
     steps(fabric, model, optimizer, 4)
     fabric.save(folder / "saved", {"model": model, "comm": comm})
     return told(comm)
@@ -68,7 +69,7 @@ def loads(folder: Path) -> dict[str, Any]:
     """The residual that this rank continues from."""
     fabric = launched()
     model, _ = set_up(fabric)
-    comm = CommHook(fabric, model, "topk", ratio=0.05)
+    comm = CommHook("topk", ratio=0.05).attach(fabric, model)
     fabric.load(folder / "saved", {"model": model, "comm": comm})
     return told(comm)
 
@@ -76,7 +77,7 @@ def loads(folder: Path) -> dict[str, Any]:
 def refuses(folder: Path) -> dict[str, Any]:
     """The errors where a hook would not run."""
     fabric = launched()
-    return {"not set up": attempt(lambda: CommHook(fabric, network(), "int8"))}
+    return {"not set up": attempt(lambda: CommHook("int8").attach(fabric, network()))}
 
 
 def alone(folder: Path) -> dict[str, Any]:
@@ -84,7 +85,8 @@ def alone(folder: Path) -> dict[str, Any]:
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.launch()
     model, _ = set_up(fabric)
-    return {"error": attempt(lambda: CommHook(fabric, model, "int8"))}
+    with pytest.warns(RuntimeWarning, match="there is one process"):
+        return {"step": CommHook("int8").attach(fabric, model).hook.step}
 
 
 if __name__ == "__main__":

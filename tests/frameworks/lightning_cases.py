@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy
@@ -124,7 +125,9 @@ def refuses(folder: Path) -> dict[str, Any]:
 
 def alone(folder: Path) -> dict[str, Any]:
     """One process with Lightning's default strategy, which does not wrap the model."""
-    return {"error": attempt(lambda: fit(Automatic(), folder, CommHook("int8"), "auto", 1))}
+    with pytest.warns(RuntimeWarning, match="there is one process"):
+        trained = fit(Automatic(), folder, CommHook("int8"), "auto", 1)
+    return {"trained": trained.global_step}
 
 
 def bare(folder: Path) -> dict[str, Any]:

@@ -51,8 +51,12 @@ def test_what_would_not_run_is_an_error(tmp_path: Path) -> None:
             assert "DistributedDataParallelKwargs(comm_hook=" in seen[given]
             assert "Leave it out" in seen[given]
         assert "after accelerator.prepare" in seen["not prepared"]
+
+
+def test_a_script_runs_in_one_process(tmp_path: Path) -> None:
     (seen,) = cases(SCRIPT, "alone", tmp_path, ranks=0)
-    assert "the hook would never run: start several processes" in seen["error"]
+    assert (seen["said"], seen["metrics"]) == (1, {})
+    assert 'Call CommHook("int8").attach(accelerator, model)' in seen["wrong"]
 
 
 def test_a_checkpoint_that_every_node_keeps_is_whole_on_every_rank(tmp_path: Path) -> None:

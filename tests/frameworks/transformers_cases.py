@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
@@ -33,7 +34,7 @@ def trains(folder: Path) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for scheme in (None, "none", "int8"):
         made = trainer(folder / str(scheme), gradient_accumulation_steps=2)
-        comm = None if scheme is None else CommHook(made, scheme)
+        comm = None if scheme is None else CommHook(scheme).attach(made)
         made.train()
         facts[str(scheme)] = [digest(made.model), 0 if comm is None else comm.hook.step]
         facts["logged"] = [
@@ -47,7 +48,7 @@ def resumes(folder: Path) -> dict[str, Any]:
 
     def run(place: str, steps: int, comm: bool = True, **options: Any) -> Any:
         made = trainer(folder / place, steps)
-        hook = CommHook(made, "topk", ratio=0.05, **options) if comm else None
+        hook = CommHook("topk", ratio=0.05, **options).attach(made) if comm else None
         return made, hook
 
     made, comm = run("first", 2)
@@ -73,10 +74,14 @@ def resumes(folder: Path) -> dict[str, Any]:
 
 
 def alone(folder: Path) -> dict[str, Any]:
-    """One process, whose model the Trainer does not wrap."""
+    """One process, whose model the Trainer does not wrap: a script runs as it is."""
     made = trainer(folder)
-    CommHook(made, "int8")
-    return {"error": attempt(made.train)}
+    CommHook("int8").attach(made)
+    with pytest.warns(RuntimeWarning, match="there is one process"):
+        made.train()
+    bare = trainer(folder)
+    bare.add_callback(CommHook("int8"))
+    return {"trained": made.state.global_step, "bare": attempt(bare.train)}
 
 
 if __name__ == "__main__":

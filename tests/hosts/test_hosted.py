@@ -59,7 +59,7 @@ def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(
 ) -> None:
     folder = str(tmp_path)
     model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
-    host.attach(model, world_size)
+    host._attach(model, world_size)
     train(model, range(4))
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     host.save(folder)
@@ -76,7 +76,7 @@ def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(
         if loads_first:  # as Lightning: callbacks are restored before the model is wrapped
             host.load(folder)
             assert host.state_dict()["step"] == 4  # and saved again, if nothing trains
-        host.attach(model, world_size)
+        host._attach(model, world_size)
         if not loads_first:
             host.load(folder)
         assert host.hook.step == 4
@@ -90,7 +90,7 @@ def test_every_rank_has_the_state_where_each_node_saves_a_copy(world_size: int) 
         ddp_handler=None, project_configuration=project, num_processes=world_size,
         register_for_checkpointing=lambda value: None,
     )  # fmt: skip
-    comm = accelerate.CommHook(accelerator, wrapped(), "topk")
+    comm = accelerate.CommHook("topk").attach(accelerator, wrapped())
     assert sorted(key for key in comm.state_dict() if key.startswith("rank")) == ["rank0", "rank1"]
 
 
@@ -104,27 +104,27 @@ def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
     folder = str(tmp_path)
     host = FrameworkHook("topk", ratio=0.1)
     assert "nothing is registered yet" in error_of(lambda: host.hook)
-    assert "would never run: wrap the model" in error_of(lambda: host.attach(nn.Linear(2, 2), 2))
+    assert "would never run: wrap the model" in error_of(lambda: host._attach(nn.Linear(2, 2), 2))
     assert "the state is empty" in error_of(lambda: host.load_state_dict({}), CheckpointError)
     assert "saved without this hook" in error_of(lambda: host.load(folder), CheckpointError)
 
     group = dist.new_group([rank], use_local_synchronization=True)
     alone = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-    said = error_of(lambda: host.attach(alone, world_size))
+    said = error_of(lambda: host._attach(alone, world_size))
     assert "has 2 ranks and gradients are averaged over 1 of them" in said
     assert not alone._comm_hooks
     # Registered for training by groups is what the option asks for, not the model.
     grouped = FrameworkHook("none", process_group=group)
-    assert "over 1 of them" in error_of(lambda: grouped.attach(wrapped(), world_size))
+    assert "over 1 of them" in error_of(lambda: grouped._attach(wrapped(), world_size))
 
 
 @on_ranks(2)
 def test_a_second_run_has_a_hook_of_its_own(world_size: int) -> None:
     host = FrameworkHook("int8")
-    host.attach(wrapped(), world_size)
+    host._attach(wrapped(), world_size)
     first = host.hook
     model = wrapped()
-    host.attach(model, world_size)
+    host._attach(model, world_size)
     assert first._closed
     assert host.hook is not first
     train(model, range(2))
@@ -132,8 +132,43 @@ def test_a_second_run_has_a_hook_of_its_own(world_size: int) -> None:
     assert host.metrics()["comm/wire_bytes"] > 0
 
 
+@pytest.mark.parametrize(
+    ("scheme", "options"), [("topk", {"ratio": 0.1, "verify": 5}), ("auto", {"max_error": 0.1})]
+)
+def test_in_one_process_a_warning_says_that_nothing_is_exchanged(
+    tmp_path: Path, scheme: str, options: dict[str, Any]
+) -> None:
+    model, host = nn.Linear(2, 2), FrameworkHook(scheme, **options)
+    with pytest.warns(RuntimeWarning, match="there is one process") as said:
+        [host._attach(model, 1) for _ in range(2)]  # of two runs
+    assert len(said) == 1
+    assert (host.hook.step, host.metrics()) == (0, {})
+    assert "nothing has been exchanged" in host.hook.summary()
+    host.save(tmp_path)
+    later = FrameworkHook("topk", ratio=0.1)
+    later.load(tmp_path)  # of several processes: there is nothing to restore
+    assert later.state_dict() == {}
+    # What a job of several ranks has saved goes through a job of one process.
+    host.load_state_dict({"step": 4})
+    assert host.state_dict() == {"step": 4}
+
+
+def test_wrong_arguments_show_the_right_call() -> None:
+    model, other = nn.Linear(2, 2), SimpleNamespace(world_size=2, ddp_handler=None)
+    for call in (
+        lambda: fabric.CommHook(other),
+        lambda: fabric.CommHook("int8").attach(model, other),
+        lambda: accelerate.CommHook("int8").attach(model, other),
+        lambda: ray.CommHook("int8").attach(other),
+    ):
+        with pytest.raises(TypeError, match=r'Call CommHook\("int8"\).attach\('):
+            call()
+
+
 def test_no_process_group_is_an_error() -> None:
-    assert "training function of a TorchTrainer" in error_of(lambda: ray.CommHook(nn.Linear(1, 1)))
+    assert "training function of a TorchTrainer" in error_of(
+        lambda: ray.CommHook().attach(nn.Linear(1, 1))
+    )
 
 
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
@@ -149,9 +184,11 @@ def test_a_framework_that_is_missing_is_named(name: str, monkeypatch: pytest.Mon
 
 @on_ranks(2)
 def test_fabric_accelerate_and_ray_are_asked_for_what_they_have(world_size: int) -> None:
-    comm = fabric.CommHook(SimpleNamespace(world_size=world_size), nn.Sequential(wrapped()), "int8")
+    comm = fabric.CommHook("int8").attach(
+        SimpleNamespace(world_size=world_size), nn.Sequential(wrapped())
+    )
     assert comm.hook.world_size == world_size
-    ray.CommHook(wrapped(), "int8")
+    ray.CommHook("int8").attach(wrapped())
 
     objects: list[Any] = []
     accelerator = SimpleNamespace(
@@ -160,11 +197,11 @@ def test_fabric_accelerate_and_ray_are_asked_for_what_they_have(world_size: int)
         num_processes=world_size,
         register_for_checkpointing=objects.append,
     )
-    comm = accelerate.CommHook(accelerator, wrapped(), "int8")
+    comm = accelerate.CommHook("int8").attach(accelerator, wrapped())
     assert objects == [comm]
     for given in (SimpleNamespace(value="power_sgd"), print):
         accelerator.ddp_handler.comm_hook = given
-        said = error_of(lambda: accelerate.CommHook(accelerator, wrapped(), "int8"))
+        said = error_of(lambda: accelerate.CommHook("int8").attach(accelerator, wrapped()))
         assert "Accelerate registers the members of its own enum" in said
 
 
@@ -229,7 +266,7 @@ def test_transformers_by_what_it_has_published(world_size: int, tmp_path: Path) 
         )  # fmt: skip
 
     def begun(trainer: Any, state: Any, **options: Any) -> Any:
-        comm = CommHook(trainer, "topk", ratio=0.1, **options)
+        comm = CommHook("topk", ratio=0.1, **options).attach(trainer)
         comm.on_train_begin(trainer.args, state, None, model=None)
         return comm
 
