@@ -2,9 +2,10 @@
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>
-__global__ void quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent,
-                         const i64* step, i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload,
-                         i64 codes_at, i64 tails_at, i64 bytes) {
+__global__ void __launch_bounds__(256, F::is_sign && BLOCK > 512 ? 3 : 4)
+    quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent, const i64* step,
+             i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at,
+             i64 bytes) {
     const Row row = row_here(table, chosen);
     x += row.entry;
     if (residual) residual += row.entry;
@@ -41,9 +42,10 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
 }
 
 template <class F, class T>
-__global__ void __launch_bounds__(256, 4) dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride,
-                           i64 payload_count, Segments table, i64 chosen, i64 block, float factor,
-                           i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, T* out) {
+__global__ void __launch_bounds__(256, 4)
+    dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride, i64 payload_count,
+               Segments table, i64 chosen, i64 block, float factor, i64 accumulate, const i64* step, i64 seed,
+               i64 stream, i64 first, T* out) {
     const Dither dither = {step, seed, stream, first + blockIdx.y * kRowKeys, 0, dither_step(payload_count)};
     const Row row = row_here(table, chosen);
     payloads += blockIdx.y * bytes;

@@ -308,6 +308,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
                 } else {
                     const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
                     code = step ? F::encode(y, bits, value) : F::encode(y, value);
+                    if constexpr (F::is_float) value = F::decode_high(code << (32 - F::bits));
                 }
                 const int plane = k % kPlanes<F>;
                 byte = (plane ? byte : 0) | code << (F::bits * plane);
