@@ -9,6 +9,7 @@
 #include "include/cuda.h"
 
 constexpr int kPitch = kSide + 1;
+constexpr int kCountPitch = kSide + 2;  // of counts, of which a bank has two
 
 // Returns where entry `i` of the line is in the bucket; -1 behind its end.
 INLINE i64 place_in_line(const Tiles* table, i64 i) {
@@ -158,26 +159,25 @@ __global__ void encode_cosines(const T* x, const float* momentum, float decay, c
 template <class T>
 __global__ void decode_cosines(const u16* payloads, i64 count, i64 k, const Tiles* table, i64 sign, T* out) {
     __shared__ float room[kSide * kPitch];
-    __shared__ u16 counts[kTile];
+    __shared__ u16 counts[kSide * kCountPitch];
     const int t = (int)threadIdx.x;
     for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
-        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f, counts[i * kSide + t] = 0;
+        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f, counts[i * kCountPitch + t] = 0;
         __syncthreads();
         const u16* places = payloads + tile * k;
         const i64 plane = table->count * k;
         for (i64 r = 0; r < count; ++r, places += 2 * plane) {
             for (i64 i = t; i < k; i += kSide) {
                 const int place = places[i] & (kTile - 1);  // those of one payload differ
-                room[place / kSide * kPitch + place % kSide] += from_bfloat16((u32)places[plane + i]);
-                ++counts[place];
+                const int row = place / kSide, column = place % kSide;
+                room[row * kPitch + column] += from_bfloat16((u32)places[plane + i]);
+                ++counts[row * kCountPitch + column];
             }
             __syncthreads();
         }
 #pragma unroll 4
-        for (int j = 0; j < kSide; ++j) {
-            const int some = counts[t * kSide + j];
-            room[t * kPitch + j] /= (float)(some > 1 ? some : 1);
-        }
+        for (int j = 0; j < kSide; ++j)
+            if (const int some = counts[t * kCountPitch + j]; some > 1) room[t * kPitch + j] /= (float)some;
         transform_back(tile < table->squares, room);
         for_column(table, tile, [&](int i, i64 place) {
             const float entry = room[i * kPitch + t];
