@@ -69,6 +69,14 @@ INLINE void transform_back(bool square, float* room) {
     store_column(c, room);
 }
 
+// Returns the smallest and the largest number of both warps, in all threads.
+INLINE void extremes_of_block(u32& low, u32& high, u32 (&lows)[2], u32 (&highs)[2]) {
+    const u32 lowest = ~largest_of_warp(~low), highest = largest_of_warp(high);
+    if (lane() == 0) lows[threadIdx.x / kLanes] = lowest, highs[threadIdx.x / kLanes] = highest;
+    __syncthreads();
+    low = smaller(lows[0], lows[1]), high = larger(highs[0], highs[1]);
+}
+
 // Returns the sum of both warps, in all threads. Rows of `sums` take turns, so that one barrier is enough.
 INLINE u32 sum_of_block(u32 x, u32 (&sums)[2][2], int& turn) {
     x = __reduce_add_sync(kAllLanes, x);
@@ -80,10 +88,10 @@ INLINE u32 sum_of_block(u32 x, u32 (&sums)[2][2], int& turn) {
 }
 
 template <class T>
-__global__ void encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k,
+__global__ void __launch_bounds__(64, 10) encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k,
                                float* fresh, u16* payload) {
     __shared__ float room[kSide * kPitch];
-    __shared__ u32 sums[2][2];
+    __shared__ u32 sums[2][2], lows[2], highs[2];
     const int t = (int)threadIdx.x;
     int turn = 0;
     for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
@@ -107,14 +115,26 @@ __global__ void encode_cosines(const T* x, const float* momentum, float decay, c
         u32 words[kSide];
 #pragma unroll
         for (int j = 0; j < kSide; ++j) words[j] = magnitude_bits(c[j]) << 1 | bits_of(c[j]) >> 31;
+        // All reach the first number, or of each row one does; none is above the second.
+        u32 low = 0, high = words[0];
+#pragma unroll
+        for (int j = 1; j < kSide; ++j) high = larger(high, words[j]);
+        if (k <= kSide) low = high;
+        extremes_of_block(low, high, lows, highs);
         // The k-th largest magnitude, bit by bit, until exactly k reach the bound.
         u32 bound = 0, reached = kTile;
         for (u32 bit = 1u << 31; bit > 1 && reached != k; bit >>= 1) {
+            const u32 next = bound | bit;
+            if (next > high) continue;
+            if (next <= low) {
+                bound = next;
+                continue;
+            }
             u32 some = 0;
 #pragma unroll
-            for (int j = 0; j < kSide; ++j) some += words[j] >= (bound | bit);
+            for (int j = 0; j < kSide; ++j) some += words[j] >= next;
             some = sum_of_block(some, sums, turn);
-            if (some >= k) bound |= bit, reached = some;
+            if (some >= k) bound = next, reached = some;
         }
         const u32 last = bound | 1u;  // the bound with the sign
         // Both counts of a thread in one word: entries above the bound, and equal ones.
@@ -139,15 +159,18 @@ __global__ void encode_cosines(const T* x, const float* momentum, float decay, c
 #pragma unroll 4
         for (int j = 0; j < kSide; ++j) {
             const u32 word = bits_of(room[t * kPitch + j]);
-            const bool tie = word >= bound && word <= last;
-            const bool taken = word > last || (tie && equal < wanted);
-            equal += tie;
-            const u32 bits = to_bfloat16(float_of(word >> 1 | word << 31));
-            if (taken) {
-                places[at] = (u16)(t * kSide + j);
-                values[at++] = (u16)bits;
+            float sent = 0.0f;
+            if (word >= bound) {
+                const bool tie = word <= last, taken = !tie || equal < wanted;
+                equal += tie;
+                if (taken) {
+                    const u32 bits = to_bfloat16(float_of(word >> 1 | word << 31));
+                    sent = from_bfloat16(bits);
+                    places[at] = (u16)(t * kSide + j);
+                    values[at++] = (u16)bits;
+                }
             }
-            room[t * kPitch + j] = taken ? from_bfloat16(bits) : 0.0f;
+            room[t * kPitch + j] = sent;
         }
         transform_back(square, room);
         for_column(table, tile, [&](int i, i64 place) {
