@@ -36,37 +36,36 @@ template <class F> INLINE void for_column(const Tiles* table, i64 tile, F f) {
     for (int i = 0; i < rows; ++i, place += square.stride) f(i, place);
 }
 
-// The next four move a column or a row of this thread between registers and `room`; loads multiply by
-// kUnit.
-INLINE void load_column(const float* room, float (&c)[kSide]) {
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) c[i] = room[i * kPitch + threadIdx.x] * kUnit;
-}
-INLINE void store_column(const float (&c)[kSide], float* room) {
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) room[i * kPitch + threadIdx.x] = c[i];
-}
-INLINE void load_row(const float* room, float (&c)[kSide]) {
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) c[j] = room[threadIdx.x * kPitch + j] * kUnit;
-}
-INLINE void store_row(const float (&c)[kSide], float* room) {
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) room[threadIdx.x * kPitch + j] = c[j];
-}
+// Columns of a square and then rows, or rows alone, are transformed by the same code, which is half as long:
+// what a thread reads as a column it writes as a row, so that the other one is a column in the next turn.
 
-// Transforms the rows of `room` back, each by the thread that has written it, and then the columns of a
-// square.
+// Transforms columns and rows; returns this thread's row.
+INLINE void transform(bool square, float* room, float (&c)[kSide]) {
+#pragma unroll 1
+    for (int left = square ? 2 : 1; left; --left) {
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kSide; ++i) c[i] = room[i * kPitch + threadIdx.x] * kUnit;
+        dct_64<false>(c);
+        if (left == 1) continue;
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) room[threadIdx.x * kPitch + j] = c[j];
+    }
+}
+// Transforms rows back, of which each thread has written its own, and columns.
 INLINE void transform_back(bool square, float* room) {
-    float c[kSide];
-    load_row(room, c);
-    dct_64<true>(c);
-    store_row(c, room);
-    __syncthreads();
-    if (!square) return;
-    load_column(room, c);
-    dct_64<true>(c);
-    store_column(c, room);
+#pragma unroll 1
+    for (int left = square ? 2 : 1; left; --left) {
+        float c[kSide];
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) c[j] = room[threadIdx.x * kPitch + j] * kUnit;
+        dct_64<true>(c);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kSide; ++i) room[i * kPitch + threadIdx.x] = c[i];
+        __syncthreads();
+    }
 }
 
 // Returns the smallest and the largest number of both warps, in all threads.
@@ -96,20 +95,16 @@ __global__ void __launch_bounds__(64, 10) encode_cosines(const T* x, const float
     int turn = 0;
     for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
         const bool square = tile < table->squares;
-        float c[kSide];
-        // Until the first barrier, and after the last, a thread touches its own column only.
-        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f;
+        // A part of the line lies turned, so that its rows come first.
+        const int down = square ? kPitch : 1;
+        float* column = room + (square ? t : t * kPitch);
+        __syncthreads();  // others read the tile before
+        for (int i = 0; i < kSide; ++i) column[i * down] = 0.0f;
         for_column(table, tile, [&](int i, i64 place) {
-            room[i * kPitch + t] = to_float(x[place]) + momentum[place] * decay;
+            column[i * down] = to_float(x[place]) + momentum[place] * decay;
         });
-        if (square) {
-            load_column(room, c);
-            dct_64<false>(c);
-            store_column(c, room);
-        }
-        __syncthreads();
-        load_row(room, c);
-        dct_64<false>(c);
+        float c[kSide];
+        transform(square, room, c);
 
         // Magnitudes, with the sign as the last bit: a comparison takes no further register.
         u32 words[kSide];
@@ -174,7 +169,7 @@ __global__ void __launch_bounds__(64, 10) encode_cosines(const T* x, const float
         }
         transform_back(square, room);
         for_column(table, tile, [&](int i, i64 place) {
-            fresh[place] = to_float(x[place]) + momentum[place] * decay - room[i * kPitch + t];
+            fresh[place] = to_float(x[place]) + momentum[place] * decay - column[i * down];
         });
     }
 }
@@ -185,6 +180,8 @@ __global__ void decode_cosines(const u16* payloads, i64 count, i64 k, const Tile
     __shared__ u16 counts[kSide * kCountPitch];
     const int t = (int)threadIdx.x;
     for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
+        const bool square = tile < table->squares;
+        __syncthreads();  // others read the tile before
         for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f, counts[i * kCountPitch + t] = 0;
         __syncthreads();
         const u16* places = payloads + tile * k;
@@ -201,9 +198,9 @@ __global__ void decode_cosines(const u16* payloads, i64 count, i64 k, const Tile
 #pragma unroll 4
         for (int j = 0; j < kSide; ++j)
             if (const int some = counts[t * kCountPitch + j]; some > 1) room[t * kPitch + j] /= (float)some;
-        transform_back(tile < table->squares, room);
+        transform_back(square, room);
         for_column(table, tile, [&](int i, i64 place) {
-            const float entry = room[i * kPitch + t];
+            const float entry = square ? room[i * kPitch + t] : room[t * kPitch + i];
             const float sign_of = entry > 0.0f ? 1.0f : entry < 0.0f ? -1.0f : 0.0f;
             const bool finite = magnitude(entry) < kInfinity;
             store(out + place, !sign ? entry : finite ? sign_of : float_of(kNaN));
