@@ -28,7 +28,7 @@ struct Dither {
     u32 shift, apart;  // of the rank that encodes, and from a rank to the next
 };
 
-// The draws of this lane's entries of a group of 256 slots, of which the first is `from` places behind its begin.
+// This lane's draws in a group of 256 slots; its first entry is `from` places behind the group's begin.
 template <class F> struct Draws {
     u32 a = 0, b = 0, step = 0;
 
