@@ -2,7 +2,7 @@
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>
-__global__ void __launch_bounds__(256, F::is_sign && BLOCK > 512 ? 3 : 4)
+__global__ void __launch_bounds__(256, kResident<kSpan<BLOCK>>)
     quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent, const i64* step,
              i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at,
              i64 bytes) {
@@ -42,7 +42,7 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
 }
 
 template <class F, class T>
-__global__ void __launch_bounds__(256, 4)
+__global__ void __launch_bounds__(256, kResident<256>)
     dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride, i64 payload_count,
                Segments table, i64 chosen, i64 block, float factor, i64 accumulate, const i64* step, i64 seed,
                i64 stream, i64 first, T* out) {

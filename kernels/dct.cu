@@ -87,8 +87,9 @@ INLINE u32 sum_of_block(u32 x, u32 (&sums)[2][2], int& turn) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(64, 10) encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k,
-                               float* fresh, u16* payload) {
+__global__ void __launch_bounds__(kSide, 10)
+    encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k, float* fresh,
+                   u16* payload) {
     __shared__ float room[kSide * kPitch];
     __shared__ u32 sums[2][2], lows[2], highs[2];
     const int t = (int)threadIdx.x;

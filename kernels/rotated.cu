@@ -1,9 +1,6 @@
 // Rotates and quantises in blocks on a GPU; the specification is in rotated.py.
 #include "include/blockwise_cuda.h"
 
-// The blocks of threads that a multiprocessor is to hold at once, whatever registers are left to each.
-template <int BLOCK> constexpr int kResident = BLOCK > 512 ? 2 : BLOCK > 256 ? 3 : 4;
-
 template <class F, class T, int BLOCK>
 __global__ void __launch_bounds__(256, kResident<BLOCK>)
     quantize_rotated(const T* x, Segments table, i64 chosen, float scale, const i64* turn, i64 turn_seed,

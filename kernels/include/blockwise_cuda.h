@@ -18,6 +18,9 @@ template <class F> INLINE float scale_at(const u8* scales, i64 block) {
 // registers, with which 8 warps fit a multiprocessor instead of 40.
 template <int BLOCK, bool WHOLE = false> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK > kMeanOf && !WHOLE ? kMeanOf : BLOCK;
 template <int BLOCK, bool WHOLE = false> using Entries = float[kSpan<BLOCK, WHOLE> / kLanes];
+// How many blocks of 256 threads a multiprocessor is to hold where warps have spans of SPAN entries: as
+// many as do without spilled registers.
+template <int SPAN> constexpr int kResident = SPAN > 512 ? 2 : SPAN > 256 ? 3 : 4;
 template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
 template <> constexpr int kLogRows<32> = 0;
 
