@@ -2,9 +2,10 @@
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>
-__global__ void quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent,
-                         const i64* step, i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload,
-                         i64 codes_at, i64 tails_at, i64 bytes) {
+__global__ void __launch_bounds__(256, kResident<kSpan<BLOCK>>)
+    quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent, const i64* step,
+             i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at,
+             i64 bytes) {
     const Row row = row_here(table, chosen);
     x += row.entry;
     if (residual) residual += row.entry;
@@ -33,7 +34,7 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
         table, row, nullptr, {unsent, weight, accumulate != 0}, step, seed, stream, first, payload,
         {codes_at, tails_at, bytes},
         [=](i64 at, i64, int count, Entries<BLOCK>& c) {
-            sum_payloads<F, kLogRows<BLOCK>>(from, at, count, 0, received, c);
+            sum_payloads<F>(from, at, count, kLogRows<BLOCK> + 5, received, c);
 #pragma unroll
             for (int k = 0; k < kSpan<BLOCK> / kLanes; ++k) c[k] = has(k, count) ? c[k] * factor : 0.0f;
         },
@@ -41,21 +42,23 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
 }
 
 template <class F, class T>
-__global__ void dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride,
-                           i64 payload_count, Segments table, i64 chosen, i64 block, float factor,
-                           i64 accumulate, const i64* step, i64 seed, i64 stream, i64 first, T* out) {
+__global__ void __launch_bounds__(256, kResident<256>)
+    dequantize(const u8* payloads, i64 codes_at, i64 tails_at, i64 bytes, i64 stride, i64 payload_count,
+               Segments table, i64 chosen, i64 block, float factor, i64 accumulate, const i64* step, i64 seed,
+               i64 stream, i64 first, T* out) {
     const Dither dither = {step, seed, stream, first + blockIdx.y * kRowKeys, 0, dither_step(payload_count)};
     const Row row = row_here(table, chosen);
     payloads += blockIdx.y * bytes;
     out += row.entry;
     const Payloads from = {payloads, payloads + codes_at, stride, (int)payload_count};
-    const int log = 26 - __clz((int)block);  // log2 of the rows of 32 entries in a block
+    const int log = 31 - __clz((int)block);
     const i64 slots = slots_of_row(table);
+    const Segments runs = runs_of(table, row.index), end = runs_of(table, row.index + 1);
     for (i64 at = warp() * kSpan<256>; at < slots; at += warps() * kSpan<256>) {
-        const Place place = coded_place(table, row.index, at);
+        const Place place = place_of(runs, end, at);
         const int count = entries_at<kSpan<256>>(place);
-        Entries<256> sum;  // a copy per span, so that its loads are under way together
-        sum_payloads<F, -1>(from, at, count, log, dither, sum);
+        Entries<256> sum;
+        sum_payloads<F>(from, at, count, log, dither, sum);
         store_span(out, place.entry, count, factor, accumulate, sum);
     }
     each_tail(table, row.index, nullptr, 0, 0, 0, [=](i64 entry, i64 place, u32) {

@@ -9,6 +9,7 @@
 #include "include/cuda.h"
 
 constexpr int kPitch = kSide + 1;
+constexpr int kCountPitch = kSide + 2;  // of counts, of which a bank has two
 
 // Returns where entry `i` of the line is in the bucket; -1 behind its end.
 INLINE i64 place_in_line(const Tiles* table, i64 i) {
@@ -35,37 +36,44 @@ template <class F> INLINE void for_column(const Tiles* table, i64 tile, F f) {
     for (int i = 0; i < rows; ++i, place += square.stride) f(i, place);
 }
 
-// The next four move a column or a row of this thread between registers and `room`; loads multiply by
-// kUnit.
-INLINE void load_column(const float* room, float (&c)[kSide]) {
+// Columns of a square and then rows, or rows alone, are transformed by the same code, which is half as long:
+// what a thread reads as a column it writes as a row, so that the other one is a column in the next turn.
+
+// Transforms columns and rows; returns this thread's row.
+INLINE void transform(bool square, float* room, float (&c)[kSide]) {
+#pragma unroll 1
+    for (int left = square ? 2 : 1; left; --left) {
+        __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) c[i] = room[i * kPitch + threadIdx.x] * kUnit;
+        for (int i = 0; i < kSide; ++i) c[i] = room[i * kPitch + threadIdx.x] * kUnit;
+        dct_64<false>(c);
+        if (left == 1) continue;
+        __syncthreads();
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) room[threadIdx.x * kPitch + j] = c[j];
+    }
 }
-INLINE void store_column(const float (&c)[kSide], float* room) {
+// Transforms rows back, of which each thread has written its own, and columns.
+INLINE void transform_back(bool square, float* room) {
+#pragma unroll 1
+    for (int left = square ? 2 : 1; left; --left) {
+        float c[kSide];
 #pragma unroll
-    for (int i = 0; i < kSide; ++i) room[i * kPitch + threadIdx.x] = c[i];
-}
-INLINE void load_row(const float* room, float (&c)[kSide]) {
+        for (int j = 0; j < kSide; ++j) c[j] = room[threadIdx.x * kPitch + j] * kUnit;
+        dct_64<true>(c);
+        __syncthreads();
 #pragma unroll
-    for (int j = 0; j < kSide; ++j) c[j] = room[threadIdx.x * kPitch + j] * kUnit;
-}
-INLINE void store_row(const float (&c)[kSide], float* room) {
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) room[threadIdx.x * kPitch + j] = c[j];
+        for (int i = 0; i < kSide; ++i) room[i * kPitch + threadIdx.x] = c[i];
+        __syncthreads();
+    }
 }
 
-// Transforms the rows of `room` back, each by the thread that has written it, and then the columns of a
-// square.
-INLINE void transform_back(bool square, float* room) {
-    float c[kSide];
-    load_row(room, c);
-    dct_64<true>(c);
-    store_row(c, room);
+// Returns the smallest and the largest number of both warps, in all threads.
+INLINE void extremes_of_block(u32& low, u32& high, u32 (&lows)[2], u32 (&highs)[2]) {
+    const u32 lowest = ~largest_of_warp(~low), highest = largest_of_warp(high);
+    if (lane() == 0) lows[threadIdx.x / kLanes] = lowest, highs[threadIdx.x / kLanes] = highest;
     __syncthreads();
-    if (!square) return;
-    load_column(room, c);
-    dct_64<true>(c);
-    store_column(c, room);
+    low = smaller(lows[0], lows[1]), high = larger(highs[0], highs[1]);
 }
 
 // Returns the sum of both warps, in all threads. Rows of `sums` take turns, so that one barrier is enough.
@@ -79,41 +87,50 @@ INLINE u32 sum_of_block(u32 x, u32 (&sums)[2][2], int& turn) {
 }
 
 template <class T>
-__global__ void encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k,
-                               float* fresh, u16* payload) {
+__global__ void __launch_bounds__(kSide, 10)
+    encode_cosines(const T* x, const float* momentum, float decay, const Tiles* table, i64 k, float* fresh,
+                   u16* payload) {
     __shared__ float room[kSide * kPitch];
-    __shared__ u32 sums[2][2];
+    __shared__ u32 sums[2][2], lows[2], highs[2];
     const int t = (int)threadIdx.x;
     int turn = 0;
     for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
         const bool square = tile < table->squares;
-        float c[kSide];
-        // Until the first barrier, and after the last, a thread touches its own column only.
-        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f;
+        // A part of the line lies turned, so that its rows come first.
+        const int down = square ? kPitch : 1;
+        float* column = room + (square ? t : t * kPitch);
+        __syncthreads();  // others read the tile before
+        for (int i = 0; i < kSide; ++i) column[i * down] = 0.0f;
         for_column(table, tile, [&](int i, i64 place) {
-            room[i * kPitch + t] = to_float(x[place]) + momentum[place] * decay;
+            column[i * down] = to_float(x[place]) + momentum[place] * decay;
         });
-        if (square) {
-            load_column(room, c);
-            dct_64<false>(c);
-            store_column(c, room);
-        }
-        __syncthreads();
-        load_row(room, c);
-        dct_64<false>(c);
+        float c[kSide];
+        transform(square, room, c);
 
         // Magnitudes, with the sign as the last bit: a comparison takes no further register.
         u32 words[kSide];
 #pragma unroll
         for (int j = 0; j < kSide; ++j) words[j] = magnitude_bits(c[j]) << 1 | bits_of(c[j]) >> 31;
+        // All reach the first number, or of each row one does; none is above the second.
+        u32 low = 0, high = words[0];
+#pragma unroll
+        for (int j = 1; j < kSide; ++j) high = larger(high, words[j]);
+        if (k <= kSide) low = high;
+        extremes_of_block(low, high, lows, highs);
         // The k-th largest magnitude, bit by bit, until exactly k reach the bound.
         u32 bound = 0, reached = kTile;
         for (u32 bit = 1u << 31; bit > 1 && reached != k; bit >>= 1) {
+            const u32 next = bound | bit;
+            if (next > high) continue;
+            if (next <= low) {
+                bound = next;
+                continue;
+            }
             u32 some = 0;
 #pragma unroll
-            for (int j = 0; j < kSide; ++j) some += words[j] >= (bound | bit);
+            for (int j = 0; j < kSide; ++j) some += words[j] >= next;
             some = sum_of_block(some, sums, turn);
-            if (some >= k) bound |= bit, reached = some;
+            if (some >= k) bound = next, reached = some;
         }
         const u32 last = bound | 1u;  // the bound with the sign
         // Both counts of a thread in one word: entries above the bound, and equal ones.
@@ -138,19 +155,22 @@ __global__ void encode_cosines(const T* x, const float* momentum, float decay, c
 #pragma unroll 4
         for (int j = 0; j < kSide; ++j) {
             const u32 word = bits_of(room[t * kPitch + j]);
-            const bool tie = word >= bound && word <= last;
-            const bool taken = word > last || (tie && equal < wanted);
-            equal += tie;
-            const u32 bits = to_bfloat16(float_of(word >> 1 | word << 31));
-            if (taken) {
-                places[at] = (u16)(t * kSide + j);
-                values[at++] = (u16)bits;
+            float sent = 0.0f;
+            if (word >= bound) {
+                const bool tie = word <= last, taken = !tie || equal < wanted;
+                equal += tie;
+                if (taken) {
+                    const u32 bits = to_bfloat16(float_of(word >> 1 | word << 31));
+                    sent = from_bfloat16(bits);
+                    places[at] = (u16)(t * kSide + j);
+                    values[at++] = (u16)bits;
+                }
             }
-            room[t * kPitch + j] = taken ? from_bfloat16(bits) : 0.0f;
+            room[t * kPitch + j] = sent;
         }
         transform_back(square, room);
         for_column(table, tile, [&](int i, i64 place) {
-            fresh[place] = to_float(x[place]) + momentum[place] * decay - room[i * kPitch + t];
+            fresh[place] = to_float(x[place]) + momentum[place] * decay - column[i * down];
         });
     }
 }
@@ -158,29 +178,30 @@ __global__ void encode_cosines(const T* x, const float* momentum, float decay, c
 template <class T>
 __global__ void decode_cosines(const u16* payloads, i64 count, i64 k, const Tiles* table, i64 sign, T* out) {
     __shared__ float room[kSide * kPitch];
-    __shared__ u16 counts[kTile];
+    __shared__ u16 counts[kSide * kCountPitch];
     const int t = (int)threadIdx.x;
     for (i64 tile = blockIdx.x; tile < table->count; tile += gridDim.x) {
-        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f, counts[i * kSide + t] = 0;
+        const bool square = tile < table->squares;
+        __syncthreads();  // others read the tile before
+        for (int i = 0; i < kSide; ++i) room[i * kPitch + t] = 0.0f, counts[i * kCountPitch + t] = 0;
         __syncthreads();
         const u16* places = payloads + tile * k;
         const i64 plane = table->count * k;
         for (i64 r = 0; r < count; ++r, places += 2 * plane) {
             for (i64 i = t; i < k; i += kSide) {
                 const int place = places[i] & (kTile - 1);  // those of one payload differ
-                room[place / kSide * kPitch + place % kSide] += from_bfloat16((u32)places[plane + i]);
-                ++counts[place];
+                const int row = place / kSide, column = place % kSide;
+                room[row * kPitch + column] += from_bfloat16((u32)places[plane + i]);
+                ++counts[row * kCountPitch + column];
             }
             __syncthreads();
         }
 #pragma unroll 4
-        for (int j = 0; j < kSide; ++j) {
-            const int some = counts[t * kSide + j];
-            room[t * kPitch + j] /= (float)(some > 1 ? some : 1);
-        }
-        transform_back(tile < table->squares, room);
+        for (int j = 0; j < kSide; ++j)
+            if (const int some = counts[t * kCountPitch + j]; some > 1) room[t * kPitch + j] /= (float)some;
+        transform_back(square, room);
         for_column(table, tile, [&](int i, i64 place) {
-            const float entry = room[i * kPitch + t];
+            const float entry = square ? room[i * kPitch + t] : room[t * kPitch + i];
             const float sign_of = entry > 0.0f ? 1.0f : entry < 0.0f ? -1.0f : 0.0f;
             const bool finite = magnitude(entry) < kInfinity;
             store(out + place, !sign ? entry : finite ? sign_of : float_of(kNaN));

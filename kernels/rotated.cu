@@ -2,10 +2,10 @@
 #include "include/blockwise_cuda.h"
 
 template <class F, class T, int BLOCK>
-__global__ void quantize_rotated(const T* x, Segments table, i64 chosen, float scale, const i64* turn,
-                                 i64 turn_seed, i64 turn_stream, i64 turn_first, const float* residual,
-                                 float* unsent, const i64* step, i64 seed, i64 stream, i64 first,
-                                 u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
+__global__ void __launch_bounds__(256, kResident<BLOCK>)
+    quantize_rotated(const T* x, Segments table, i64 chosen, float scale, const i64* turn, i64 turn_seed,
+                     i64 turn_stream, i64 turn_first, const float* residual, float* unsent, const i64* step,
+                     i64 seed, i64 stream, i64 first, u8* payload, i64 codes_at, i64 tails_at, i64 bytes) {
     const Row row = row_here(table, chosen);
     const i64 key = blockIdx.y * kRowKeys;
     x += row.entry;
@@ -33,7 +33,7 @@ __global__ void dequantize_rotated(const u8* payloads, i64 codes_at, i64 tails_a
     for (i64 at = warp() * SPAN; at < slots; at += warps() * SPAN) {
         const Place place = coded_place(table, row.index, at);
         Entries<BLOCK, true> c;
-        sum_payloads<F, kLogRows<BLOCK>>(from, at, SPAN, 0, Dither{}, c);
+        sum_payloads<F>(from, at, SPAN, kLogRows<BLOCK> + 5, Dither{}, c);
         turn_back<BLOCK>(rotation, at, c);
         store_span(out, place.entry, entries_at<SPAN>(place), factor, accumulate, c);
     }

@@ -5,7 +5,7 @@
 // Signed integers of BITS bits between -TOP and TOP; the scale is the largest magnitude over TOP.
 template <int BITS> struct Integer {
     static constexpr int bits = BITS;
-    static constexpr bool is_sign = false, is_mx = false, is_dithered = false;
+    static constexpr bool is_sign = false, is_mx = false, is_dithered = false, is_float = false;
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return (float)((1 << (BITS - 1)) - 1); }
 
@@ -31,7 +31,7 @@ template <int BITS> struct Integer {
 // for every entry and known to all ranks; see docs/design/kernels.md.
 struct DitheredInt8 {
     static constexpr int bits = 8;
-    static constexpr bool is_sign = false, is_mx = false, is_dithered = true;
+    static constexpr bool is_sign = false, is_mx = false, is_dithered = true, is_float = false;
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return 126.5f; }  // half a step of room for the draw
 
@@ -51,16 +51,17 @@ struct DitheredInt8 {
         value = taken ? (shifted - kRound) - (384.5f - float_of(place(draw))) : zero;
         return bits_of(shifted) & 0xffu;
     }
-    template <class W> INLINE auto decode(W code, W draw) {
-        auto value = float_of(code << 15 ^ place(draw)) - 384.5f;
-        return code == 0u ? decltype(value){} : value;
+    template <class W> INLINE auto decode(W code, W draw) { return decode_shifted(code << 15, draw); }
+    template <class W> INLINE auto decode_shifted(W shifted, W draw) {
+        auto value = float_of(shifted ^ place(draw)) - 384.5f;
+        return shifted == 0u ? decltype(value){} : value;
     }
 };
 
 // 8-bit floats; the scale is the largest magnitude over the largest value, or a power of two (MX).
 template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
     static constexpr int bits = 8;
-    static constexpr bool is_sign = false, is_mx = MX, is_dithered = false;
+    static constexpr bool is_sign = false, is_mx = MX, is_dithered = false, is_float = true;
     static constexpr int log2_top = LOG2_TOP;
     static constexpr u32 tiny = MX ? kTiny : (127u - 110u) << 23;  // top / 2^-120 would overflow
     INLINE float top() { return float_of(TOP_BITS); }
@@ -76,11 +77,12 @@ template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
         return code;
     }
     template <class W> INLINE auto decode(W code) { return F::decode(code); }
+    INLINE float decode_high(u32 code) { return F::template decode_high<bits>(code); }
 };
 // 4-bit floats; the scale is the largest magnitude over 6.
 struct E2M1Scaled {
     static constexpr int bits = 4;
-    static constexpr bool is_sign = false, is_mx = false, is_dithered = false;
+    static constexpr bool is_sign = false, is_mx = false, is_dithered = false, is_float = true;
     static constexpr u32 tiny = kTiny;
     INLINE float top() { return 6.0f; }
 
@@ -100,6 +102,7 @@ struct E2M1Scaled {
     }
     // Bits of `code` above the lowest four are ignored: they are codes of other entries.
     template <class W> INLINE auto decode(W code) { return E2M1::decode(wide(code)); }
+    INLINE float decode_high(u32 code) { return E2M1::decode_high<bits>(code); }
 };
 using Int8 = Integer<8>;
 using Int4 = Integer<4>;
@@ -116,7 +119,7 @@ constexpr int kMeanOf = 512;
 // One bit, set for negative numbers; the scale is the mean magnitude.
 struct Sign {
     static constexpr int bits = 1;
-    static constexpr bool is_sign = true, is_mx = false, is_dithered = false;
+    static constexpr bool is_sign = true, is_mx = false, is_dithered = false, is_float = false;
     static constexpr u32 tiny = kTiny;
 
     template <class V> INLINE V value(V y) { return y < 0.0f ? -1.0f : 1.0f; }

@@ -18,6 +18,9 @@ template <class F> INLINE float scale_at(const u8* scales, i64 block) {
 // registers, with which 8 warps fit a multiprocessor instead of 40.
 template <int BLOCK, bool WHOLE = false> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK > kMeanOf && !WHOLE ? kMeanOf : BLOCK;
 template <int BLOCK, bool WHOLE = false> using Entries = float[kSpan<BLOCK, WHOLE> / kLanes];
+// How many blocks of 256 threads a multiprocessor is to hold where warps have spans of SPAN entries: as
+// many as do without spilled registers.
+template <int SPAN> constexpr int kResident = SPAN > 512 ? 2 : SPAN > 256 ? 3 : 4;
 template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
 template <> constexpr int kLogRows<32> = 0;
 
@@ -28,76 +31,111 @@ struct Dither {
     u32 shift, apart;  // of the rank that encodes, and from a rank to the next
 };
 
-// This lane's draws in the groups of ROWS rows; kept in registers, as every index is known to the compiler.
-template <class F, int ROWS> struct Draws {
-    static constexpr int kGroups = F::is_dithered ? (ROWS + 7) / 8 : 1;
-    u32 a[kGroups], b[kGroups], step;
+// This lane's draws in a group of 256 slots; its first entry is `from` places behind the group's begin.
+template <class F> struct Draws {
+    u32 a = 0, b = 0, step = 0;
 
-    __device__ __forceinline__ Draws(const Dither& dither, i64 slot) {
-        step = 0;
+    Draws() = default;
+    __device__ __forceinline__ Draws(const Dither& dither, i64 slot, int from) {
         if constexpr (F::is_dithered) {
+            u32 unused[2];
+            philox(dither.seed, kDitherCalls + ((dither.first + slot) >> 8), (u32)*dither.step,
+                   dither.stream, a, b, unused[0], unused[1]);
+            a += dither.shift + b * (u32)from;
             step = dither.apart;
-#pragma unroll
-            for (int g = 0; g < kGroups; ++g) {
-                u32 unused[2];
-                const i64 group = ((dither.first + slot) >> 8) + g;
-                philox(dither.seed, kDitherCalls + group, (u32)*dither.step, dither.stream, a[g], b[g],
-                       unused[0], unused[1]);
-                a[g] += dither.shift + b[g] * (u32)lane();
-            }
         }
     }
-    __device__ __forceinline__ void next_rank() {
-        if constexpr (F::is_dithered)
-            for (int g = 0; g < kGroups; ++g) a[g] += step;
-    }
-    // Returns the draw of this lane's entry of row `k`.
-    __device__ __forceinline__ u32 at(int k) const {
-        return a[k / 8] + b[k / 8] * (u32)(k % 8 * kLanes);
-    }
+    __device__ __forceinline__ void next_rank() { a += step; }
+    // Returns the draw of the entry `places` behind the first.
+    __device__ __forceinline__ u32 at(int places) const { return a + b * (u32)places; }
 };
 
-// Adds the decoded payload `r` in the ROWS rows from entry `at` on, of which `count` entries exist. A
-// block has 2^LOG rows, or 2^log where LOG is -1.
-template <class F, int LOG, bool FIRST, int ROWS>
-INLINE void add_payload(const Payloads& from, int r, i64 at, int count, int log, const Draws<F, ROWS>& draws,
-                        float (&sum)[ROWS]) {
-    const u8* codes = from.codes + r * from.stride + (at >> 3) * F::bits;
-    const u8* scales = from.scales + r * from.stride;
-    const i64 row = at >> 5;
-    if (LOG >= 0) log = LOG;
-    const bool one = LOG < 0 && log >= 3;  // the 8 rows share one scale
-    float scale = one ? scale_at<F>(scales, row >> log) : 0.0f;
-#pragma unroll
-    for (int k = 0; k < ROWS; ++k) {
-        if (k * kLanes >= count) continue;
-        if (LOG >= 0 ? k % (1 << (LOG < 0 ? 0 : LOG)) == 0 : !one) scale = scale_at<F>(scales, (row + k) >> log);
-        float value;
-        if constexpr (F::is_sign) {
-            value = F::decode(((const u32*)codes)[k] << (31 - lane()));
-        } else {
-            const u32 byte = codes[k / kPlanes<F> * kLanes + lane()];
-            if constexpr (F::is_dithered) value = F::decode(byte, draws.at(k));
-            else value = F::decode(byte >> (F::bits * (k % kPlanes<F>)));
-        }
-        sum[k] = FIRST ? value * scale : sum[k] + value * scale;
+// A lane decodes 8 of the 256 entries of a group: those whose codes are consecutive bytes, so that it
+// loads them at once. All lie in one block: kInRun entries follow each other, and more lie 32 behind.
+template <class F> constexpr int kInRun = F::is_sign ? 8 : F::bits;
+template <class F> INLINE int first_place() {
+    const int byte = lane() * kInRun<F>;
+    return byte / 32 * kUnit<F> + byte % 32;
+}
+constexpr int kPitch = kLanes + 1;  // of rows in shared memory, so that lanes reach different banks
+template <class F> INLINE u64 load_codes(const u8* codes) {
+    if constexpr (F::bits == 8) return *(const u64*)codes;
+    else if constexpr (F::bits == 4) return *(const u32*)codes;
+    else if constexpr (F::bits == 2) return *(const u16*)codes;
+    else return *codes;
+}
+// Returns entry `j` of a lane's codes, times their scale.
+template <class F> INLINE float decoded(u64 codes, int j, float scale, const Draws<F>& draws) {
+    const int byte = j % kInRun<F> % 4, plane = j / kInRun<F> * F::bits;
+    const u32 four = (u32)(codes >> j % kInRun<F> / 4 * 32);  // bytes
+    if constexpr (F::is_sign) {
+        return float_of(bits_of(scale) ^ ((u32)codes << (31 - j) & 0x80000000u));
+    } else if constexpr (F::is_dithered) {
+        const u32 shifted = byte < 2 ? four << (15 - byte * 8) : four >> (byte * 8 - 15);
+        return F::decode_shifted(shifted & 0xffu << 15, draws.at(j)) * scale;
+    } else if constexpr (F::is_float) {
+        return F::decode_high(four << (32 - F::bits - byte * 8 - plane)) * scale;
+    } else {
+        // As F::decode, four codes at a time: a byte goes below those of a float whose last place is 1.
+        constexpr u32 kEach = 0x01010101u, kMiddle = 1u << (F::bits - 1);
+        const u32 flipped = (four >> plane & kEach * (2 * kMiddle - 1)) ^ kEach * kMiddle;
+        const float shifted = float_of(__byte_perm(flipped, bits_of(kRound), 0x7650 + byte));
+        return (shifted - (kRound + (float)kMiddle)) * scale;
     }
 }
 
-// Sums all decoded payloads in their order; rows beyond `count` are zero.
-template <class F, int LOG, int ROWS>
+// Sums all decoded payloads in their order, of the 256 slots from `at` on, of which `count` have entries;
+// what is beyond these means nothing. A block has 2^log entries.
+template <class F>
+INLINE void sum_group(const Payloads& from, i64 at, int count, int log, const Dither& dither, float* room,
+                      float (&c)[8]) {
+    constexpr int kAhead = 4;  // payloads whose loads are under way together
+    const int first = first_place<F>();
+    const u8* codes = from.codes + (at >> 3) * F::bits + lane() * F::bits;
+    const u8* scales = from.scales + ((at + first) >> log) * kScaleBytes<F>;
+    Draws<F> draws(dither, at, first);
+    float sum[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) sum[j] = -0.0f;  // which changes no number that is added to it
+    for (int r = 0; r < from.count && first < count; r += kAhead) {
+        u64 words[kAhead];
+        float factors[kAhead];
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a)
+            if (r + a < from.count) {
+                words[a] = load_codes<F>(codes + a * from.stride);
+                factors[a] = scale_at<F>(scales + a * from.stride, 0);
+            }
+        codes += kAhead * from.stride, scales += kAhead * from.stride;
+#pragma unroll
+        for (int a = 0; a < kAhead; ++a)
+            if (r + a < from.count) {
+#pragma unroll
+                for (int j = 0; j < 8; ++j) sum[j] += decoded<F>(words[a], j, factors[a], draws);
+                draws.next_rank();
+            }
+    }
+    // From the lanes that have decoded entries to those of their rows.
+    __syncwarp();
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+        room[first + first / kLanes + j / kInRun<F> * kPitch + j % kInRun<F>] = sum[j];
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < 8; ++k) c[k] = room[k * kPitch + lane()];
+}
+
+// Sums the payloads in a span.
+template <class F, int ROWS>
 INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, const Dither& dither,
                          float (&sum)[ROWS]) {
-    Draws<F, ROWS> draws(dither, at);
+    __shared__ float rooms[8][8 * kPitch];
 #pragma unroll
-    for (int k = 0; k < ROWS; ++k) sum[k] = 0.0f;
-    add_payload<F, LOG, true>(from, 0, at, count, log, draws, sum);
-    // Payloads whose loads are under way together, as far as registers go.
-    constexpr int kAhead = ROWS > 8 ? 1 : F::is_dithered ? 2 : 4;
-#pragma unroll kAhead
-    for (int r = 1; r < from.count; ++r) {
-        draws.next_rank();
-        add_payload<F, LOG, false>(from, r, at, count, log, draws, sum);
+    for (int g = 0; g < ROWS / 8; ++g) {
+        float c[8];
+        sum_group<F>(from, at + g * 256, count - g * 256, log, dither, rooms[threadIdx.x / kLanes], c);
+#pragma unroll
+        for (int k = 0; k < 8; ++k) sum[g * 8 + k] = c[k];
     }
 }
 
@@ -133,17 +171,16 @@ INLINE void each_tail(Segments table, i64 row, const i64* step, i64 seed, i64 st
     const Segments runs = tail_runs_of(table, row), end = tail_runs_of(table, row + 1);
     if (runs == end) return;
     const i64 tails = (end - 1)->slot + (end - 1)->count;
-    for (i64 at = (warps() - 1 - warp()) * 256; at < tails; at += warps() * 256) {
+    // A row at a time, which takes few registers: of 256 entries, each row has one half-word of a call.
+    for (i64 at = (warps() - 1 - warp()) * kLanes; at < tails; at += warps() * kLanes) {
+        const i64 place = at + lane();
+        const int k = (int)(at / kLanes % 8);
         u32 random[4] = {};
         if (step)
-            philox(seed, ((u64)(first + slots_of_row(table) + at) >> 8) * kLanes + lane(), (u32)*step, stream,
-                   random[0], random[1], random[2], random[3]);
-#pragma unroll
-        for (int k = 0; k < 8; ++k) {
-            const i64 place = at + k * kLanes + lane();
-            if (place < tails)
-                call(place_of(runs, end, place).entry, place, random[k / 2] >> (k % 2 * 16) & 0xffffu);
-        }
+            philox(seed, ((u64)(first + slots_of_row(table) + at - k * kLanes) >> 8) * kLanes + lane(), (u32)*step,
+                   stream, random[0], random[1], random[2], random[3]);
+        const u32 word = k < 2 ? random[0] : k < 4 ? random[1] : k < 6 ? random[2] : random[3];
+        if (place < tails) call(place_of(runs, end, place).entry, place, word >> (k % 2 * 16) & 0xffffu);
     }
 }
 
@@ -226,7 +263,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
         u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
         Scale scale = {};
         u32 random[4] = {}, byte = 0;
-        const Draws<F, kRows> draws(Dither{step, seed, stream, first, shift, 0}, at);
+        Draws<F> draws;
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
             if (k % kPerBlock == 0) {
@@ -257,6 +294,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
                     else ((float*)scales)[k / kPerBlock] = scale.value;
                 }
             }
+            if (k % 8 == 0) draws = {Dither{step, seed, stream, first, shift, 0}, at + k * kLanes, lane()};
             if (!F::is_dithered && step && k % 8 == 0)
                 philox(seed, (((u64)(first + at) >> 8) + k / 8) * kLanes + lane(), (u32)*step, stream,
                        random[0], random[1], random[2], random[3]);
@@ -269,10 +307,11 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
             } else {
                 u32 code;
                 if constexpr (F::is_dithered) {
-                    code = F::encode(y, draws.at(k), value);
+                    code = F::encode(y, draws.at(k % 8 * kLanes), value);
                 } else {
                     const u32 bits = random[k % 8 / 2] >> (k % 2 * 16) & 0xffffu;
                     code = step ? F::encode(y, bits, value) : F::encode(y, value);
+                    if constexpr (F::is_float) value = F::decode_high(code << (32 - F::bits));
                 }
                 const int plane = k % kPlanes<F>;
                 byte = (plane ? byte : 0) | code << (F::bits * plane);

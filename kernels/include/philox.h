@@ -12,8 +12,18 @@ constexpr i64 kRowKeys = (i64)1 << 40;
 constexpr int kRounds = 7;  // the fewest that pass BigCrush, by the paper; 10 is the usual margin
 constexpr u32 kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u}, kFactors[2] = {0xD2511F53u, 0xCD9E8D57u};
 
+// In CUDA the compiler adds a product of the zero upper half of a factor unless the instruction is named.
+INLINE u64 wide_product(u32 a, u32 b) {
+#if defined(__CUDACC_RTC__)
+    u64 product;
+    asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+    return product;
+#else
+    return (u64)a * b;
+#endif
+}
 INLINE void philox_round(u32& a, u32& b, u32& c, u32& d, u32 key0, u32 key1) {
-    u64 p = (u64)kFactors[0] * a, q = (u64)kFactors[1] * c;
+    u64 p = wide_product(kFactors[0], a), q = wide_product(kFactors[1], c);
     u32 e = (u32)(q >> 32) ^ b ^ key0, f = (u32)(p >> 32) ^ d ^ key1;
     b = (u32)q;
     d = (u32)p;

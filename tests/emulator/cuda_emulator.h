@@ -180,3 +180,9 @@ template <class T, class U> T atomicOr(T* p, U v) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned places) {
+    const uint64_t bytes = (uint64_t)y << 32 | x;
+    unsigned result = 0;
+    for (int i = 0; i < 4; i++) result |= (unsigned)(bytes >> (places >> 4 * i & 7) * 8 & 255) << 8 * i;
+    return result;
+}

@@ -76,6 +76,7 @@ def blocks_of_teams(run: Any) -> None:
     payload = torch.zeros(payload_bytes(segments, "int8", 2048), dtype=torch.uint8)
     form = ("int8", 2048, segments.table, -1)
     run(blockwise.quantize_op, x, payload, *form, kept, left, *philox.NO_STREAM, 0, 1)
+    run(blockwise.dequantize_op, payload[None], x, *form, 1.0, False, *philox.NO_STREAM)
 
 
 def two_ranks(run: Any) -> None:
@@ -109,7 +110,7 @@ CASES = {
     ),
     "blockwise": Case(
         "blockwise.cu",
-        ("quantize<Int8, float, 2048>",),
+        ("quantize<Int8, float, 2048>", "dequantize<Int8, float>"),
         blocks_of_teams,
         ("include/blockwise_cuda.h",),
     ),
