@@ -169,7 +169,6 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
                 for (int k = 0; k < kSlab; ++k)
                     factor[i].of[k] = i < rows && k < ranks ? p[k * one.rows + i] : 0.0f;
-            __syncwarp();
             i64 at = one.offset + first * one.columns + column + lane();
             float sum[kColumns][kSlab] = {};
             for (int i = 0; i < rows; i += kRows, at += kRows * one.columns) {
@@ -181,7 +180,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                     there[c] = (j < last ? rows : j < columns ? rows - 1 : 0) - i;
                 }
                 load_rows(from, at, slab == 0, row, there, entry);
-                __syncwarp();  // keeps the compiler from loading factors before
+                __syncwarp();  // in the loop, so that the compiler loads factors here and not before
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
                     const Ranks here = factor[i + r];
@@ -275,7 +274,7 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
     few[r].of[k] = k < ranks && r < block.rows ? p[k * one.rows + r] : -0.0f;
     for (int first = 0; first < block.columns; first += COLUMNS * kLanes) {
         const int j = first + lane();
-        __syncwarp();  // also keeps the compiler from loading `few` before the loop, into 32 registers
+        __syncwarp();  // in the loop, so that the compiler does not keep `few` in 32 registers
         float sum[kRows][COLUMNS], entry[kRows][COLUMNS], factor[kSlab][COLUMNS];
         int rows[COLUMNS];
 #pragma unroll

@@ -32,8 +32,11 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
         for (int i = thread; i < kRange; i += kThreads) sums[i] = 0.0f;
         for (i64 first = 0; first < payloads; first += kTogether) {
             const i64 some = payloads - first < kTogether ? payloads - first : kTogether;
-            for (int b = thread / kSeekers; b < 2 * some; b += kThreads / kSeekers)  // whole warps
-                bounds[b] = first_from(indices + (first + b / 2) * indices_stride, k, (u64)begin + (b % 2 ? count : 0));
+            for (int b = thread / kSeekers; b < 2 * some; b += kThreads / kSeekers) {  // whole warps
+                const int* row = indices + (first + b / 2) * indices_stride;
+                const i64 bound = first_from(row, k, (u64)begin + (b % 2 ? count : 0));
+                if (thread % kSeekers == 0) bounds[b] = bound;
+            }
             __syncthreads();
             for (i64 p = 0; p < some; p += kAhead) {
                 int places[kAhead];
