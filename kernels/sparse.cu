@@ -20,14 +20,18 @@ struct Work {
 };
 INLINE u64* sums_of(u8* memory) { return (u64*)(memory + sizeof(Work)); }
 
-// Locates what follows `Work` and the sums of parts in memory: per tile the number of slots in use, and
-// the slots.
+// A candidate; one access.
+struct alignas(8) Slot {
+    int index;
+    float value;
+};
+
+// Locates what follows `Work` in memory: the sums of parts, the slots of each tile, and how many are in use.
 struct Tiles {
     Work* work;
     u64* sums;
-    u32* slots;
-    int* indices;
-    float* values;
+    Slot* slots;
+    u32* used;
     i64 count, parts;
     int room;  // slots of a tile
 };
@@ -35,9 +39,8 @@ struct Tiles {
 INLINE Tiles tiles_of(u8* memory, i64 n, i64 room) {
     const i64 count = (n + kTile - 1) / kTile, parts = (count + kWarps - 1) / kWarps;
     u64* sums = sums_of(memory);
-    u32* slots = (u32*)(sums + parts);
-    int* indices = (int*)(slots + count);
-    return {(Work*)memory, sums, slots, indices, (float*)(indices + room * count), count, parts, (int)room};
+    Slot* slots = (Slot*)(sums + parts);
+    return {(Work*)memory, sums, slots, (u32*)(slots + room * count), count, parts, (int)room};
 }
 
 INLINE int ones_before(u32 word) { return __popc(word & ((1u << lane()) - 1)); }
@@ -99,14 +102,13 @@ INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 group, F f) 
     const i64 first = group * kGroup;
     if (!seen(&tiles.work->overflow) && !seen(&tiles.work->recount)) {
         const bool there = lane() < kGroup && first + lane() < tiles.count;
-        const int count = there ? (int)tiles.slots[first + lane()] : 0;
+        const int count = there ? (int)tiles.used[first + lane()] : 0;
         int end[kGroup];  // of each tile, among the slots of all
 #pragma unroll
         for (int g = 0; g < kGroup; ++g)
             end[g] = (g ? end[g - 1] : 0) + __shfl_sync(kAllLanes, count, g);
         for (int begin = 0; begin < end[kGroup - 1]; begin += kTogether * kLanes) {
-            int indices[kTogether];
-            float values[kTogether];
+            Slot some[kTogether];
 #pragma unroll
             for (int row = 0; row < kTogether; ++row) {
                 const int slot = begin + row * kLanes + lane();
@@ -114,14 +116,13 @@ INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 group, F f) 
 #pragma unroll
                 for (int g = 0; g < kGroup - 1; ++g)
                     if (slot >= end[g]) at = (first + g + 1) * tiles.room + (slot - end[g]);
-                const bool valid = slot < end[kGroup - 1];
-                indices[row] = valid ? tiles.indices[at] : 0;
-                values[row] = valid ? tiles.values[at] : 0.0f;
+                some[row] = slot < end[kGroup - 1] ? tiles.slots[at] : Slot{0, 0.0f};
             }
 #pragma unroll
             for (int row = 0; row < kTogether; ++row) {
                 const int slot = begin + row * kLanes + lane();
-                if (slot - lane() < end[kGroup - 1]) f(indices[row], values[row], slot < end[kGroup - 1]);
+                if (slot - lane() >= end[kGroup - 1]) break;
+                f(some[row].index, some[row].value, slot < end[kGroup - 1]);
             }
         }
         return;
@@ -141,6 +142,7 @@ INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 group, F f) 
 template <class T>
 INLINE void collect(const Entries<T>& from, const Tiles& tiles, i64 tile, u32* bins) {
     const u32 bound = tiles.work->bound;
+    Slot* slots = tiles.slots + tile * tiles.room;
     int count = 0;
     for (i64 at = tile * kTile; at < (tile + 1) * kTile && at < from.n; at += kSpan) {
         float c[kSpan / kLanes];
@@ -153,14 +155,11 @@ INLINE void collect(const Entries<T>& from, const Tiles& tiles, i64 tile, u32* b
             if (!word) continue;
             const int slot = count + ones_before(word);
             if (taken) atomicAdd(&bins[key >> 20], 1u);
-            if (taken && slot < tiles.room) {
-                tiles.indices[tile * tiles.room + slot] = (int)at + row * kLanes + lane();
-                tiles.values[tile * tiles.room + slot] = c[row];
-            }
+            if (taken && slot < tiles.room) slots[slot] = {(int)at + row * kLanes + lane(), c[row]};
             count += __popc(word);
         }
     }
-    if (lane() == 0) tiles.slots[tile] = (u32)count;
+    if (lane() == 0) tiles.used[tile] = (u32)count;
     if (lane() == 0 && count > tiles.room) tiles.work->overflow = 1;
 }
 
