@@ -102,30 +102,37 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
     }
 }
 
-// Adds the entries from `first` to `end` that are `distance` apart to `sum`, in order.
-template <class N> INLINE N added_in_order(N sum, const N* x, i64 first, i64 end, i64 distance) {
+// Adds the entries from `first` to `end` that are `distance` apart to a sum, in order, for each of COUNT
+// arrays that are `apart` from one another.
+template <int COUNT, class N>
+INLINE void add_in_order(N (&sums)[COUNT], const N* x, i64 apart, i64 first, i64 end, i64 distance) {
     for (; first < end; first += kAhead * distance) {
-        N some[kAhead];
+        N some[kAhead][COUNT];
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const i64 at = first + i * distance;
-            some[i] = at < end ? x[at] : (N)-0.0;  // x + -0 is x
-        }
+        for (int i = 0; i < kAhead; ++i)
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) sum += some[i];
+            for (int c = 0; c < COUNT; ++c) {
+                const i64 at = first + i * distance;
+                some[i][c] = at < end ? x[c * apart + at] : (N)-0.0;  // x + -0 is x
+            }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c) sums[c] += some[i][c];
     }
-    return sum;
 }
 
-// Adds up numbers of an owner's tasks, in the order of its pieces.
-template <class N> INLINE N of_owner(Table table, i64 owner, const N* numbers) {
-    N sum = 0;
+// Adds up numbers of an owner's tasks, in the order of its pieces, and the results for COUNT arrays.
+template <int COUNT, class N> INLINE N of_owner(Table table, i64 owner, const N* numbers, i64 apart) {
+    N sums[COUNT] = {};
     for (i64 place = Table::owned_before(table, owner); place < Table::owned_before(table, owner + 1);
          ++place) {
         const Piece* piece = Table::piece(table, Table::owned(table, place));
-        sum = added_in_order(sum, numbers, piece[0].task + lane(), piece[1].task, kLanes);
+        add_in_order(sums, numbers, apart, piece[0].task + lane(), piece[1].task, kLanes);
     }
-    return added_up(sum);
+    N all = added_up(sums[0]);
+    for (int c = 1; c < COUNT; ++c) all += added_up(sums[c]);
+    return all;
 }
 
 // Adds up the sums of tasks. A warp takes a row of an owner, or 32 numbers of a sketch of a piece.
@@ -140,14 +147,14 @@ __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squa
         if (work < kRows * owners) {
             const i64 row = work / owners, owner = work % owners;
             if (row == kHash) {
-                const u64 hash = of_owner(table, owner, hashes);
+                const u64 hash = of_owner<1>(table, owner, hashes, tasks);
                 if (lane() == 0) ((u64*)rows)[work] = hash;
                 continue;
             }
             // The squares of a row: as in `kSquares`, but the difference comes last.
             const double* of = squares + (row == 2 ? 3 : row == 3 ? 2 : row) * tasks;
-            double sum = of_owner(table, owner, of);
-            if (row == 2) sum = 2.0 * (sum + of_owner(table, owner, of + tasks));
+            const double sum =
+                row == 2 ? 2.0 * of_owner<2>(table, owner, of, tasks) : of_owner<1>(table, owner, of, tasks);
             if (lane() == 0) rows[work] = sum;
             continue;
         }
@@ -156,8 +163,9 @@ __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squa
         const i64 block = all - piece->block, blocks = piece[1].block - piece->block;
         const i64 number = block * kLanes + lane(), width = piece[1].sketch - piece->sketch;
         const G* of = sums + s * tasks * kLanes + lane();
-        const G sum = added_in_order((G)0, of, (piece->task + block) * kLanes, piece[1].task * kLanes, blocks * kLanes);
-        if (number < width) sketches[s * ends.sketch + piece->sketch + number] = sum;
+        G sum[1] = {};
+        add_in_order(sum, of, 0, (piece->task + block) * kLanes, piece[1].task * kLanes, blocks * kLanes);
+        if (number < width) sketches[s * ends.sketch + piece->sketch + number] = sum[0];
     }
 }
 
