@@ -247,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     for (;;) {
         const u32 ticket = next_ticket(&work.ticket), before = stage;
         stage = ticket < parts ? 0 : 1 + (ticket - parts) / later;
-        if (counted && stage != before) {
+        if (stage != before && counted) {
             for (int i = (int)threadIdx.x; i < kBins; i += kThreads) {
                 if (bins[i]) atomicAdd(&work.histogram[pass][i], bins[i]);
                 bins[i] = 0;
@@ -258,11 +258,12 @@ __global__ void __launch_bounds__(kThreads, 4)
             }
             counted = 0;
         }
-        if (stage) {
+        if (stage != before) {
             wait_until(&work.finished, 1);  // stage 0 decides how many stages there are
             pass = (int)(stage - seen(&work.recount));
             if (pass > kEmit) return;
             wait_until(&work.finished, stage);
+            shift = pass == 0 ? 20 : pass == 1 ? 10 : 0, prefix = seen(&work.threshold);
         }
         const u32 part = stage ? (ticket - parts) % later : ticket;
         const i64 nth = (i64)part * kWarps + threadIdx.x / kLanes;  // tile, or group
@@ -276,7 +277,6 @@ __global__ void __launch_bounds__(kThreads, 4)
             if (nth < tiles.count) collect(from, tiles, nth, bins);
             continue;
         }
-        shift = pass == 0 ? 20 : pass == 1 ? 10 : 0, prefix = seen(&work.threshold);
         const int width = pass ? 10 : 11;
         const u32 bound = work.bound;
         rows_of(from, tiles, nth, [&](int, float value, bool valid) {
