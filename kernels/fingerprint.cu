@@ -3,6 +3,9 @@
 
 #include "include/cuda.h"
 
+constexpr int kTogether = 4;  // lines whose loads are under way together
+constexpr int kAhead = 32;    // sums whose loads are under way together
+
 INLINE const Piece* piece_with(Table table, i64 Piece::*first, i64 task) {
     const Piece* pieces = Table::piece(table, 0);
     return pieces + row_with(pieces, Table::pieces(table), first, task);
@@ -16,6 +19,19 @@ template <class N> INLINE N added_up(N x) {
 template <class T> INLINE auto wide(T x) { return to_float(x); }
 INLINE double wide(double x) { return x; }
 INLINE void add_square(double& sum, double x) { sum += x * x; }
+// The square of a float is exact: the sum is rounded once in either way.
+INLINE void add_square(double& sum, float x) { sum = fma((double)x, (double)x, sum); }
+
+// Returns a number of 32 bits, 0 to `most`.
+INLINE int clamped(i64 x, int most) { return x < 0 ? 0 : x < most ? (int)x : most; }
+
+// Loads entries at the places from `low` to `high`; the others are zero.
+template <class X, class G, int COUNT>
+INLINE void load_lines(const X* x, const int (&places)[COUNT], int low, int high, G (&c)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i)
+        c[i] = places[i] >= low && places[i] < high ? (G)wide(x[places[i]]) : (G)0;
+}
 
 // A warp takes 32 columns of a slice, one per lane, and reads every tensor once. G is float or double.
 template <class G, class T>
@@ -28,27 +44,48 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
         const Draw draw = Draw::of(piece[0], piece[1], (u32)step);
         const i64 number = task - piece->task, slice = number / draw.blocks, block = number % draw.blocks;
         const u32 column = (u32)block * kLanes + lane();
+        const i64 first = slice * kSlice, at = piece->begin + first * draw.width;
+        // Places within the slice are numbers of 32 bits.
+        const int width = (int)draw.width, lines = (int)Draw::lines(draw, first);
+        const int count = clamped(draw.n - first * draw.width, kSlice * width);
+        const int low = clamped(begin - at, count), high = clamped(end - at, count);  // that have an average
+        // Each lane draws for a line.
+        const u32 turns = Draw::turn(draw, first + lane()), signs = Draw::signs(draw, first + lane(), block);
         double square[kSquares] = {};
         G sent = 0, difference = 0, averaged = 0;
         u64 hash = 0;
-        const i64 first = slice * kSlice, last = first + Draw::lines(draw, first);
-#pragma unroll 4
-        for (i64 line = first; line < last; ++line) {
-            const i64 place = line * draw.width + ((column - Draw::turn(draw, line)) & draw.mask);
-            const i64 at = piece->begin + place;
-            const bool has = place < draw.n, has_mean = has && at >= begin && at < end;
-            const G g = has ? gradient[at] : (G)0, m = has_mean ? wide(mean[at - begin]) : (G)0;
-            const G b = has && before ? before[at] : (G)0, a = has && after ? after[at] : (G)0;
-            const G all = g + b - a, own = keeps ? g : all, ours = m * factor, d = own - ours;
-            const G values[kSquares] = {own, m, d, b, a};
+        for (int line = 0; line < lines; line += kTogether) {
+            int places[kTogether];
+            G g[kTogether], m[kTogether], b[kTogether] = {}, a[kTogether] = {};
 #pragma unroll
-            for (int s = 0; s < kSquares; ++s) add_square(square[s], values[s]);
-            if (has_mean) hash += hash_of_entry(canonical_bits(m), (u32)place);
-            const bool negative = Draw::signs(draw, line, block) >> lane() & 1;
-            const G rest = all - ours;
-            sent += negative ? -rest : rest;
-            difference += negative ? -d : d;
-            averaged += negative ? -ours : ours;
+            for (int i = 0; i < kTogether; ++i) {
+                const u32 turned = column - __shfl_sync(kAllLanes, turns, line + i);
+                places[i] = (line + i) * width + (int)(turned & draw.mask);
+            }
+            load_lines(gradient + at, places, 0, count, g);
+            load_lines(mean + (at - begin), places, low, high, m);
+            if (before) load_lines(before + at, places, 0, count, b);
+            if (after) load_lines(after + at, places, 0, count, a);
+#pragma unroll
+            for (int i = 0; i < kTogether; ++i) {
+                const G all = g[i] + b[i] - a[i], own = keeps ? g[i] : all, ours = m[i] * factor, d = own - ours;
+                add_square(square[0], own);
+                add_square(square[1], m[i]);
+                add_square(square[2], d);
+                const u32 place = (u32)(first * draw.width) + (u32)places[i];
+                hash += places[i] >= low && places[i] < high ? hash_of_entry(canonical_bits(m[i]), place) : 0;
+                const bool negative = __shfl_sync(kAllLanes, signs, line + i) >> lane() & 1;
+                const G rest = all - ours;
+                sent += negative ? -rest : rest;
+                difference += negative ? -d : d;
+                averaged += negative ? -ours : ours;
+            }
+            if (before)
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) add_square(square[3], b[i]);
+            if (after)
+#pragma unroll
+                for (int i = 0; i < kTogether; ++i) add_square(square[4], a[i]);
         }
         for (int s = 0; s < kSquares; ++s) {
             const double sum = added_up(square[s]);
@@ -65,55 +102,70 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
     }
 }
 
-// Adds up the sums of an owner's tasks, in the order of its pieces.
-INLINE void write_row(Table table, i64 owner, i64 tasks, const double* squares, const u64* hashes,
-                      double* rows) {
-    double square[kSquares] = {};
-    u64 hash = 0;
+// Adds the entries from `first` to `end` that are `distance` apart to a sum, in order, for each of COUNT
+// arrays that are `apart` from one another.
+template <int COUNT, class N>
+INLINE void add_in_order(N (&sums)[COUNT], const N* x, i64 apart, i64 first, i64 end, i64 distance) {
+    for (; first < end; first += kAhead * distance) {
+        N some[kAhead][COUNT];
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c) {
+                const i64 at = first + i * distance;
+                some[i][c] = at < end ? x[c * apart + at] : (N)-0.0;  // x + -0 is x
+            }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i)
+#pragma unroll
+            for (int c = 0; c < COUNT; ++c) sums[c] += some[i][c];
+    }
+}
+
+// Adds up numbers of an owner's tasks, in the order of its pieces, and the results for COUNT arrays.
+template <int COUNT, class N> INLINE N of_owner(Table table, i64 owner, const N* numbers, i64 apart) {
+    N sums[COUNT] = {};
     for (i64 place = Table::owned_before(table, owner); place < Table::owned_before(table, owner + 1);
          ++place) {
         const Piece* piece = Table::piece(table, Table::owned(table, place));
-        for (i64 task = piece[0].task + lane(); task < piece[1].task; task += kLanes) {
-#pragma unroll
-            for (int s = 0; s < kSquares; ++s) square[s] += squares[s * tasks + task];
-            hash += hashes[task];
-        }
+        add_in_order(sums, numbers, apart, piece[0].task + lane(), piece[1].task, kLanes);
     }
-    for (int s = 0; s < kSquares; ++s) square[s] = added_up(square[s]);
-    hash = added_up(hash);
-    if (lane()) return;
-    const i64 owners = Table::owners(table);
-    rows += owner;
-    rows[0] = square[0];
-    rows[owners] = square[1];
-    rows[2 * owners] = 2.0 * (square[3] + square[4]);
-    rows[3 * owners] = square[2];
-    ((u64*)rows)[4 * owners] = hash;
+    N all = added_up(sums[0]);
+    for (int c = 1; c < COUNT; ++c) all += added_up(sums[c]);
+    return all;
 }
 
-// Adds up the sums of tasks. A warp takes an owner, or 32 numbers of the sketches of a piece.
+// Adds up the sums of tasks. A warp takes a row of an owner, or 32 numbers of a sketch of a piece.
 template <class G>
 __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squares, const u64* hashes,
                                  const G* sums, i64 count, double* rows, G* sketches) {
+    constexpr int kHash = 4, kRows = 5;
     const Table table = {lines};
     const i64 owners = Table::owners(table), pieces = Table::pieces(table);
     const Piece& ends = *Table::piece(table, pieces);
-    const i64 all = owners + (count ? ends.block : 0);
-    for (i64 work = warp(); work < all; work += warps()) {
-        if (work < owners) {
-            write_row(table, work, tasks, squares, hashes, rows);
+    for (i64 work = warp(); work < kRows * owners + count * ends.block; work += warps()) {
+        if (work < kRows * owners) {
+            const i64 row = work / owners, owner = work % owners;
+            if (row == kHash) {
+                const u64 hash = of_owner<1>(table, owner, hashes, tasks);
+                if (lane() == 0) ((u64*)rows)[work] = hash;
+                continue;
+            }
+            // The squares of a row: as in `kSquares`, but the difference comes last.
+            const double* of = squares + (row == 2 ? 3 : row == 3 ? 2 : row) * tasks;
+            const double sum =
+                row == 2 ? 2.0 * of_owner<2>(table, owner, of, tasks) : of_owner<1>(table, owner, of, tasks);
+            if (lane() == 0) rows[work] = sum;
             continue;
         }
-        const Piece* piece = piece_with(table, &Piece::block, work - owners);
-        const i64 block = work - owners - piece->block, blocks = piece[1].block - piece->block;
+        const i64 s = (work - kRows * owners) / ends.block, all = (work - kRows * owners) % ends.block;
+        const Piece* piece = piece_with(table, &Piece::block, all);
+        const i64 block = all - piece->block, blocks = piece[1].block - piece->block;
         const i64 number = block * kLanes + lane(), width = piece[1].sketch - piece->sketch;
-        for (i64 s = 0; s < count; ++s) {
-            G sum = 0;
-#pragma unroll 8
-            for (i64 task = piece->task + block; task < piece[1].task; task += blocks)
-                sum += sums[(s * tasks + task) * kLanes + lane()];
-            if (number < width) sketches[s * ends.sketch + piece->sketch + number] = sum;
-        }
+        const G* of = sums + s * tasks * kLanes + lane();
+        G sum[1] = {};
+        add_in_order(sum, of, 0, (piece->task + block) * kLanes, piece[1].task * kLanes, blocks * kLanes);
+        if (number < width) sketches[s * ends.sketch + piece->sketch + number] = sum[0];
     }
 }
 

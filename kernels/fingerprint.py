@@ -433,7 +433,7 @@ def _fingerprint_cuda(
     kernel = f"fingerprint<{wide}, {_NAMES[mean.dtype]}>"
     cuda.launch("fingerprint.cu", kernel, device, tasks, (gradient, mean, *place, *results))
     count = 0 if sketches is None else count
-    work = pieces.owner_count + (pieces.blocks if count else 0)
+    work = len(ROWS) * pieces.owner_count + count * pieces.blocks
     arguments = (*results, count, rows, sketches)
     cuda.launch("fingerprint.cu", f"fingerprint_sums<{wide}>", device, work, arguments)
 

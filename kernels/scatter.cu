@@ -3,14 +3,16 @@
 
 constexpr int kRange = 8192;  // places of a block
 constexpr int kThreads = 256;
+constexpr int kSeekers = 16;  // lanes that search together
 
-// Returns the first of k ascending indices that is at least `least`; -1 counts as largest.
+// Returns the first of k ascending indices that is at least `least`; -1 counts as largest. Each half of a warp
+// searches for another one: it divides what is left by 17 with each load.
 INLINE i64 first_from(const int* indices, i64 k, u64 least) {
-    i64 low = 0, high = k;
-    while (low < high) {
-        const i64 middle = (low + high) / 2;
-        if ((u32)indices[middle] < least) low = middle + 1;
-        else high = middle;
+    i64 low = 0;
+    for (i64 left = k; left > 0; left /= kSeekers + 1) {
+        const i64 step = left / (kSeekers + 1) + 1, at = low + (lane() % kSeekers + 1) * step - 1;
+        const u32 less = __ballot_sync(kAllLanes, at < k && (u32)indices[at] < least);
+        low += __popc(less >> (lane() & kSeekers) & 0xffffu) * step;
     }
     return low;
 }
@@ -30,26 +32,27 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
         for (int i = thread; i < kRange; i += kThreads) sums[i] = 0.0f;
         for (i64 first = 0; first < payloads; first += kTogether) {
             const i64 some = payloads - first < kTogether ? payloads - first : kTogether;
-            if (thread < 2 * some)
-                bounds[thread] = first_from(indices + (first + thread / 2) * indices_stride, k,
-                                            (u64)begin + (thread % 2 ? count : 0));
+            for (int b = thread / kSeekers; b < 2 * some; b += kThreads / kSeekers) {  // whole warps
+                const int* row = indices + (first + b / 2) * indices_stride;
+                const i64 bound = first_from(row, k, (u64)begin + (b % 2 ? count : 0));
+                if (thread % kSeekers == 0) bounds[b] = bound;
+            }
             __syncthreads();
             for (i64 p = 0; p < some; p += kAhead) {
-                u32 places[kAhead];  // within the range
+                int places[kAhead];
                 float entries[kAhead];
 #pragma unroll
                 for (int a = 0; a < kAhead; ++a) {
-                    places[a] = kRange;
-                    if (p + a >= some || bounds[2 * (p + a)] + thread >= bounds[2 * (p + a) + 1]) continue;
-                    const i64 i = bounds[2 * (p + a)] + thread;
-                    places[a] = (u32)indices[(first + p + a) * indices_stride + i] - (u32)begin;
-                    entries[a] = values[(first + p + a) * values_stride + i] * factor;
+                    const i64 i = bounds[2 * (p + a)] + thread, row = first + p + a;
+                    const bool there = p + a < some && i < bounds[2 * (p + a) + 1];
+                    places[a] = there ? indices[row * indices_stride + i] : -1;
+                    entries[a] = there ? values[row * values_stride + i] : 0.0f;
                 }
 #pragma unroll
                 for (int a = 0; a < kAhead; ++a) {
                     if (p + a >= some) break;
                     // The places of one payload differ. Damaged ones may not ascend.
-                    if (places[a] < count) sums[places[a]] += entries[a];
+                    if ((u32)places[a] - (u32)begin < count) sums[(u32)places[a] - (u32)begin] += entries[a] * factor;
                     const i64 row = first + p + a;
                     for (i64 i = bounds[2 * (p + a)] + thread + kThreads; i < bounds[2 * (p + a) + 1]; i += kThreads) {
                         const u32 place = (u32)indices[row * indices_stride + i] - (u32)begin;

@@ -10,6 +10,7 @@
 constexpr int kTile = 2048;  // entries of a warp in `select`; a part has kWarps tiles
 constexpr int kTake = 512;   // entries of a warp in `take`
 constexpr int kSpan = 256;   // entries whose loads are under way together
+constexpr int kGroup = 4;    // tiles of a warp in the later stages of `select`
 constexpr int kBins = 2048;
 constexpr int kThreads = kWarps * kLanes;
 
@@ -19,14 +20,18 @@ struct Work {
 };
 INLINE u64* sums_of(u8* memory) { return (u64*)(memory + sizeof(Work)); }
 
-// Locates what follows `Work` and the sums of parts in memory: per tile the number of slots in use, and
-// the slots.
+// A candidate; one access.
+struct alignas(8) Slot {
+    int index;
+    float value;
+};
+
+// Locates what follows `Work` in memory: the sums of parts, the slots of each tile, and how many are in use.
 struct Tiles {
     Work* work;
     u64* sums;
-    u32* slots;
-    int* indices;
-    float* values;
+    Slot* slots;
+    u32* used;
     i64 count, parts;
     int room;  // slots of a tile
 };
@@ -34,9 +39,8 @@ struct Tiles {
 INLINE Tiles tiles_of(u8* memory, i64 n, i64 room) {
     const i64 count = (n + kTile - 1) / kTile, parts = (count + kWarps - 1) / kWarps;
     u64* sums = sums_of(memory);
-    u32* slots = (u32*)(sums + parts);
-    int* indices = (int*)(slots + count);
-    return {(Work*)memory, sums, slots, indices, (float*)(indices + room * count), count, parts, (int)room};
+    Slot* slots = (Slot*)(sums + parts);
+    return {(Work*)memory, sums, slots, (u32*)(slots + room * count), count, parts, (int)room};
 }
 
 INLINE int ones_before(u32 word) { return __popc(word & ((1u << lane()) - 1)); }
@@ -76,7 +80,7 @@ __global__ void sample(const T* x, const float* residual, i64 n, i64 k, i64 plac
         if (reached >= place) bound |= bit;
     }
     if (threadIdx.x == 0) {
-        work.bound = bound;
+        work.bound = ROUGH && !bound ? 1 : bound;  // `select` counts zeros only where it has to
         work.threshold = work.overflow = work.ticket = work.finished = work.recount = 0;
         work.wanted = (u32)k;
         for (u32& one : work.done) one = 0;
@@ -90,21 +94,40 @@ template <class T> struct Entries {
     i64 n;
 };
 
-// Calls f(index, value, valid) for rows of 32 candidates of a tile, in order, one per lane: from the
-// slots, or from the sums or the gradient itself where the slots do not hold all that is needed.
+// Calls f(index, value, valid) for rows of 32 candidates of a group of tiles, in order, one per lane: from
+// the slots, or from the sums or the gradient itself where the slots do not hold all that is needed.
 template <class T, class F>
-INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, F f) {
+INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 group, F f) {
+    constexpr int kTogether = 4;  // rows whose loads are under way together
+    const i64 first = group * kGroup;
     if (!seen(&tiles.work->overflow) && !seen(&tiles.work->recount)) {
-        const int count = (int)tiles.slots[tile];
-        for (int begin = 0; begin < count; begin += kLanes) {
-            const int slot = begin + lane();
-            const bool valid = slot < count;
-            const i64 at = tile * tiles.room + (valid ? slot : 0);
-            f(tiles.indices[at], tiles.values[at], valid);
+        const bool there = lane() < kGroup && first + lane() < tiles.count;
+        const int count = there ? (int)tiles.used[first + lane()] : 0;
+        int end[kGroup];  // of each tile, among the slots of all
+#pragma unroll
+        for (int g = 0; g < kGroup; ++g)
+            end[g] = (g ? end[g - 1] : 0) + __shfl_sync(kAllLanes, count, g);
+        for (int begin = 0; begin < end[kGroup - 1]; begin += kTogether * kLanes) {
+            Slot some[kTogether];
+#pragma unroll
+            for (int row = 0; row < kTogether; ++row) {
+                const int slot = begin + row * kLanes + lane();
+                i64 at = first * tiles.room + slot;
+#pragma unroll
+                for (int g = 0; g < kGroup - 1; ++g)
+                    if (slot >= end[g]) at = (first + g + 1) * tiles.room + (slot - end[g]);
+                some[row] = slot < end[kGroup - 1] ? tiles.slots[at] : Slot{0, 0.0f};
+            }
+#pragma unroll
+            for (int row = 0; row < kTogether; ++row) {
+                const int slot = begin + row * kLanes + lane();
+                if (slot - lane() >= end[kGroup - 1]) break;
+                f(some[row].index, some[row].value, slot < end[kGroup - 1]);
+            }
         }
         return;
     }
-    for (i64 at = tile * kTile; at < (tile + 1) * kTile && at < from.n; at += kSpan) {
+    for (i64 at = first * kTile; at < (first + kGroup) * kTile && at < from.n; at += kSpan) {
         float c[kSpan / kLanes];
         const int there = entries_in<kSpan>(at, from.n);
         if (from.unsent) load_span(from.unsent, at, there, c);
@@ -119,26 +142,24 @@ INLINE void rows_of(const Entries<T>& from, const Tiles& tiles, i64 tile, F f) {
 template <class T>
 INLINE void collect(const Entries<T>& from, const Tiles& tiles, i64 tile, u32* bins) {
     const u32 bound = tiles.work->bound;
+    Slot* slots = tiles.slots + tile * tiles.room;
     int count = 0;
     for (i64 at = tile * kTile; at < (tile + 1) * kTile && at < from.n; at += kSpan) {
         float c[kSpan / kLanes];
-        const int there = correct_span(from.x, from.residual, from.unsent, at, from.n, c);
+        correct_span(from.x, from.residual, from.unsent, at, from.n, c);
 #pragma unroll
         for (int row = 0; row < kSpan / kLanes; ++row) {
             const u32 key = magnitude(c[row]);
-            const bool taken = has(row, there) && key >= bound;
+            const bool taken = key >= bound;  // which is above the zeros beyond the end
             const u32 word = __ballot_sync(kAllLanes, taken);
             if (!word) continue;
             const int slot = count + ones_before(word);
             if (taken) atomicAdd(&bins[key >> 20], 1u);
-            if (taken && slot < tiles.room) {
-                tiles.indices[tile * tiles.room + slot] = (int)at + row * kLanes + lane();
-                tiles.values[tile * tiles.room + slot] = c[row];
-            }
+            if (taken && slot < tiles.room) slots[slot] = {(int)at + row * kLanes + lane(), c[row]};
             count += __popc(word);
         }
     }
-    if (lane() == 0) tiles.slots[tile] = (u32)count;
+    if (lane() == 0) tiles.used[tile] = (u32)count;
     if (lane() == 0 && count > tiles.room) tiles.work->overflow = 1;
 }
 
@@ -174,22 +195,21 @@ INLINE void find_digit(Work& work, int pass, u32 prefix, int shift) {
     }
 }
 
-// Writes the entries of a part above the threshold, and as many equal ones as are wanted.
+// Writes the entries of a group of tiles above the threshold, and as many equal ones as are wanted.
 template <class T>
-INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 tile, int* indices, float* values) {
+INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 group, int* indices, float* values) {
     const u32 threshold = seen(&tiles.work->threshold), wanted = seen(&tiles.work->wanted);
     u32 above = 0, equal = 0;
-    if (tile < tiles.count)
-        rows_of(from, tiles, tile, [&](int, float value, bool valid) {
-            above += __popc(__ballot_sync(kAllLanes, valid && magnitude(value) > threshold));
-            equal += __popc(__ballot_sync(kAllLanes, valid && magnitude(value) == threshold));
-        });
+    rows_of(from, tiles, group, [&](int, float value, bool valid) {
+        above += valid && magnitude(value) > threshold;
+        equal += valid && magnitude(value) == threshold;
+    });
+    above = __reduce_add_sync(kAllLanes, above), equal = __reduce_add_sync(kAllLanes, equal);
     u64 end;  // both counts in one word: each is below 2^31
     const u64 before = counts_before(tiles.sums, part, (u64)above << 31 | equal, end);
-    if (tile >= tiles.count) return;
     equal = (u32)before & 0x7fffffffu;
     u32 place = (u32)(before >> 31) + (equal < wanted ? equal : wanted);
-    rows_of(from, tiles, tile, [&](int index, float value, bool valid) {
+    rows_of(from, tiles, group, [&](int index, float value, bool valid) {
         const u32 key = magnitude(value);
         const u32 ties = __ballot_sync(kAllLanes, valid && key == threshold);
         const bool tie = key == threshold && equal + ones_before(ties) < wanted;
@@ -209,49 +229,62 @@ INLINE void emit(const Entries<T>& from, const Tiles& tiles, i64 part, i64 tile,
 
 // Stage 0 collects; later ones count a digit each: bits 20 to 30 (again, if too few entries reach the
 // bound), 10 to 19 and 0 to 9. The last stage emits. Counts are integers, so that atomic additions
-// give the same sums in any order.
+// give the same sums in any order. A task of stage 0 is a part, and of later ones a part of groups. A block
+// adds its counts to those of all once per stage: with the first task of another stage.
 template <class T>
-__global__ void select(const T* x, const float* residual, float* unsent, float* cleared, i64 n, i64 k, u8* memory, i64 room,
-                       int* indices, float* values, i64 padding) {
+__global__ void __launch_bounds__(kThreads, 4)
+    select(const T* x, const float* residual, float* unsent, float* cleared, i64 n, i64 k, u8* memory, i64 room,
+           int* indices, float* values, i64 padding) {
     constexpr int kEmit = 3;
     __shared__ u32 bins[kBins];
     const Entries<T> from = {x, residual, unsent, cleared, n};
     const Tiles tiles = tiles_of(memory, n, room);
     Work& work = *tiles.work;
-    const u32 parts = (u32)tiles.parts;
+    const u32 parts = (u32)tiles.parts, later = (parts + kGroup - 1) / kGroup;  // tasks of stages
+    u32 counted = 0, stage = 0, prefix = 0;  // tasks in `bins`, their stage, and the digits known to it
+    int pass = 0, shift = 20;
+    for (int i = (int)threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
     for (;;) {
-        const u32 ticket = next_ticket(&work.ticket), stage = ticket / parts, part = ticket % parts;
-        const i64 tile = (i64)part * kWarps + threadIdx.x / kLanes;
-        int pass = 0;
-        if (stage) {
+        const u32 ticket = next_ticket(&work.ticket), before = stage;
+        stage = ticket < parts ? 0 : 1 + (ticket - parts) / later;
+        if (stage != before && counted) {
+            for (int i = (int)threadIdx.x; i < kBins; i += kThreads) {
+                if (bins[i]) atomicAdd(&work.histogram[pass][i], bins[i]);
+                bins[i] = 0;
+            }
+            if (is_last(&work.done[before], before ? later : parts, counted)) {
+                find_digit(work, pass, prefix, shift);
+                announce(&work.finished, before + 1);
+            }
+            counted = 0;
+        }
+        if (stage != before) {
             wait_until(&work.finished, 1);  // stage 0 decides how many stages there are
             pass = (int)(stage - seen(&work.recount));
             if (pass > kEmit) return;
             wait_until(&work.finished, stage);
+            shift = pass == 0 ? 20 : pass == 1 ? 10 : 0, prefix = seen(&work.threshold);
         }
+        const u32 part = stage ? (ticket - parts) % later : ticket;
+        const i64 nth = (i64)part * kWarps + threadIdx.x / kLanes;  // tile, or group
         if (pass == kEmit) {
-            emit(from, tiles, part, tile, indices, values);
-            if (part == parts - 1 && threadIdx.x < padding) values[k + threadIdx.x] = 0.0f;
+            emit(from, tiles, part, nth, indices, values);
+            if (part == later - 1 && threadIdx.x < padding) values[k + threadIdx.x] = 0.0f;
             continue;
         }
-        for (int i = (int)threadIdx.x; i < kBins; i += kThreads) bins[i] = 0;
-        __syncthreads();
-        const int shift = pass == 0 ? 20 : pass == 1 ? 10 : 0, width = pass ? 10 : 11;
-        const u32 prefix = seen(&work.threshold), bound = work.bound;
-        if (tile < tiles.count && !stage) collect(from, tiles, tile, bins);
-        if (tile < tiles.count && stage)
-            rows_of(from, tiles, tile, [&](int, float value, bool valid) {
-                const u32 key = magnitude(value);
-                // Stage 0 has counted those that reach the bound.
-                const bool counts = pass ? key >> (shift + width) == prefix >> (shift + width) : key < bound;
-                if (valid && counts) atomicAdd(&bins[key >> shift & ((1u << width) - 1)], 1u);
-            });
-        __syncthreads();
-        for (int i = (int)threadIdx.x; i < kBins; i += kThreads)
-            if (bins[i]) atomicAdd(&work.histogram[pass][i], bins[i]);
-        if (!is_last(&work.done[stage], parts)) continue;
-        find_digit(work, pass, prefix, shift);
-        announce(&work.finished, stage + 1);
+        ++counted;
+        if (!stage) {
+            if (nth < tiles.count) collect(from, tiles, nth, bins);
+            continue;
+        }
+        const int width = pass ? 10 : 11;
+        const u32 bound = work.bound;
+        rows_of(from, tiles, nth, [&](int, float value, bool valid) {
+            const u32 key = magnitude(value);
+            // Stage 0 has counted those that reach the bound.
+            const bool counts = pass ? key >> (shift + width) == prefix >> (shift + width) : key < bound;
+            if (valid && counts) atomicAdd(&bins[key >> shift & ((1u << width) - 1)], 1u);
+        });
     }
 }
 

@@ -36,12 +36,13 @@ INLINE void announce(u32* number, u32 value) {
     if (threadIdx.x == 0) *(volatile u32*)number = value;
 }
 
-// Returns whether this block is the last of `count` to call this; it sees what the others wrote before.
-INLINE bool is_last(u32* done, u32 count) {
+// Returns whether this block ends the last of `count` tasks, with `own` of its own; it sees what the others
+// wrote before.
+INLINE bool is_last(u32* done, u32 count, u32 own = 1) {
     __shared__ u32 last;
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) last = atomicAdd(done, 1u) == count - 1;
+    if (threadIdx.x == 0) last = atomicAdd(done, own) == count - own;
     __syncthreads();
     if (last) __threadfence();
     return last;

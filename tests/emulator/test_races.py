@@ -22,6 +22,7 @@ import torch
 
 from commhooks.kernels import Matrices, Tiles, affine, blockwise, payload_bytes, philox
 from commhooks.kernels.blockwise import segments_for
+from commhooks.kernels.low_rank import expand_op, multiply_left_op
 from commhooks.kernels.orthonormal import orthonormalize_op
 from commhooks.kernels.runtime import cuda, nvrtc
 from tests.emulator import runner
@@ -85,6 +86,14 @@ def two_ranks(run: Any) -> None:
     run(orthonormalize_op, left, torch.empty_like(left), matrices.table)
 
 
+def products(run: Any) -> None:
+    matrices = Matrices([(0, 100, 600, 6)])  # several tasks of a warp, and two slabs
+    x, left, right = plain(60_000), plain(matrices.left_numel), plain(matrices.right_numel)
+    tail = (None, None, None)
+    run(multiply_left_op, x, None, None, matrices.table, left, right, *tail)
+    run(expand_op, left, right, matrices.table, x, *tail)
+
+
 def many_tickets(run: Any) -> None:
     counter = torch.zeros(1, dtype=torch.int32)
     sums, out = torch.zeros(2, 768, dtype=torch.int64)
@@ -118,6 +127,9 @@ CASES = {
         "dct.cu",
         ("encode_cosines<float>", "decode_cosines<float>"),
         tiles_of_both_kinds,
+    ),
+    "low_rank": Case(
+        "low_rank.cu", ("multiply_left<float>", "add_chunks<float>", "expand<float>"), products
     ),
     "orthonormal": Case("orthonormal.cu", ("orthonormalize",), two_ranks),
     "parts": Case(
