@@ -187,8 +187,26 @@ def tiny_layers(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task
     )
 
 
-def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
-    """Makes the task of the next byte of the standard library's source; holds out a tenth."""
+def characters(
+    world_size: int,
+    *,
+    batch_size: int = 4,
+    length: int = 64,
+    seed: int = 0,
+    width: int = 128,
+    depth: int = 4,
+    windows: int = 64,
+) -> Task:
+    """Makes the task of the next byte of the standard library's source; holds out a tenth.
+
+    Args:
+        world_size: ranks, each with its own part of the text.
+        batch_size: windows of a rank.
+        length: characters of a window.
+        seed: of the batches.
+        width, depth: of the transformer.
+        windows: number of held-out windows.
+    """
     # The held-out part is contiguous: windows of training text may not overlap it.
     text = _library_source(limit=2_000_000)
     held_out, train = text[: len(text) // 10], text[len(text) // 10 :]
@@ -205,8 +223,8 @@ def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: 
         return cut(train, starts)
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
-        # The same 64 windows in every evaluation, so that losses can be compared.
-        starts = torch.linspace(0, len(held_out) - length - 2, 64).long()
+        # The same windows in every evaluation, so that losses can be compared.
+        starts = torch.linspace(0, len(held_out) - length - 2, windows).long()
         x, target = cut(held_out, starts)
         model.eval()
         with torch.no_grad():
@@ -214,12 +232,17 @@ def characters(world_size: int, *, batch_size: int = 4, length: int = 64, seed: 
         model.train()
         return judge(logits, target)
 
-    return Task("characters", partial(CharTransformer, length), batch, evaluate, lr=2e-3, adam=True)
+    model = partial(CharTransformer, length, width, depth)
+    return Task("characters", model, batch, evaluate, lr=2e-3, adam=True)
 
 
-def lstm(world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0) -> Task:
+def lstm(
+    world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0, windows: int = 64
+) -> Task:
     """Makes the task of the same text for :class:`CharLstm`."""
-    task = characters(world_size, batch_size=batch_size, length=length, seed=seed)
+    task = characters(
+        world_size, batch_size=batch_size, length=length, seed=seed, windows=windows
+    )
     return replace(task, name="lstm", model=CharLstm)
 
 

@@ -1,0 +1,1 @@
+"""Says within which margin each scheme keeps the quality of training with bf16."""

@@ -1,0 +1,164 @@
+"""Lists the tasks and arms of the study: `plan.md` as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from experiments.tools.schemes import SCHEMES, VARIANTS, Entry
+from experiments.tools.tasks import Task, characters, digits, lstm
+from experiments.traces.minilm import minilm
+
+__all__ = ["BASE", "SETUPS", "Arm", "Setup", "small"]
+
+BASE = "bf16"
+OTHER_SEEDS = 1_000_000  # added to the seed of the negative control
+CLIP = 0.5  # of the norm of the mean gradient
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Describes what is trained beside what.
+
+    Attributes:
+        name: in tables.
+        entry: the scheme.
+        base: name of the arm that it is compared with.
+        role: "control" has to be refuted, "null" differs from its base in nothing but the seed.
+        ranks: simulated ranks; None: those of the task.
+        clip: norm to which mean gradients are clipped.
+        seeds: runs; None: those of the task.
+        first_seed: added to the number of a run.
+    """
+
+    name: str
+    entry: Entry
+    base: str = BASE
+    role: str = ""
+    ranks: int | None = None
+    clip: float | None = None
+    seeds: int | None = None
+    first_seed: int = 0
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Describes a task of the study.
+
+    Attributes:
+        name: name of the task; the file of its runs has it.
+        task: makes the task for a number of ranks and a seed.
+        steps: steps of a run.
+        seeds: runs of an arm.
+        arms: what is trained.
+        batch_size: rows of all ranks together.
+        outcome: column of runs that is compared: "loss", or "misses" for one minus the accuracy.
+        guess: outcome of a model that has learned nothing, with which a diverged run counts.
+        ranks: simulated ranks.
+    """
+
+    name: str
+    task: Callable[..., Task]
+    steps: int
+    seeds: int
+    arms: tuple[Arm, ...]
+    batch_size: int
+    guess: float
+    outcome: str = "loss"
+    ranks: int = 8
+
+    def made(self, ranks: int, seed: int) -> Task:
+        """Makes the task for a run; its ranks share the rows of a batch."""
+        return self.task(ranks, batch_size=self.batch_size // ranks, seed=seed)
+
+
+# ---- arms
+
+
+def _arm(name: str, **changes: Any) -> Arm:
+    return Arm(name, (SCHEMES | VARIANTS)[name], **changes)
+
+
+BASELINE = _arm(BASE)
+EDEN_4 = Arm("eden, 4 bits", Entry("eden", {"bits": 4}))
+ONE_BIT = _arm("eden, 1 bit", role="control")  # unbiased: it has no feedback
+FEW = Arm(
+    "topk 0.1 %, no feedback",
+    Entry("topk", {"ratio": 0.001, "error_feedback": False}),
+    role="control",
+)
+NULL = replace(BASELINE, name="bf16, other seeds", role="null", first_seed=OTHER_SEEDS)
+COMMON = (
+    BASELINE,
+    *map(_arm, ("int8", "int4", "eden, 2 bits", "powersgd, rank 4")),
+    FEW,
+)
+CLIPPED = tuple(
+    replace(_arm(name), name=f"{name}, clipped", base=f"{BASE}, clipped", clip=CLIP)
+    for name in (BASE, "int4", "powersgd, rank 4")
+)
+OTHER_RANKS = tuple(
+    replace(
+        _arm(name), name=f"{name}, {ranks} ranks", base=f"{BASE}, {ranks} ranks", ranks=ranks,
+        seeds=20,
+    )
+    for ranks in (2, 16)
+    for name in (BASE, "int8", "int4")
+)  # fmt: skip
+ALL = (
+    *COMMON,
+    *map(_arm, ("none", "fp8", "onebit", "powersgd, rank 2", "acpsgd, rank 8, bf16")),
+    *map(_arm, ("topk 1 %", "sdp4bit")),
+    EDEN_4,
+    ONE_BIT,
+    NULL,
+    *CLIPPED,
+    *OTHER_RANKS,
+)
+
+
+# ---- tasks
+
+
+def _with_sgd(task: Task, lr: float) -> Task:
+    return replace(task, lr=lr, adam=False)
+
+
+def _small_transformer(ranks: int, **options: Any) -> Task:
+    return characters(ranks, length=48, width=128, depth=2, windows=256, **options)
+
+
+def _larger_transformer(ranks: int, **options: Any) -> Task:
+    task = characters(ranks, length=64, width=256, depth=4, windows=192, **options)
+    return replace(task, lr=1e-3)
+
+
+def _gpu_transformer(ranks: int, **options: Any) -> Task:
+    task = characters(ranks, length=256, width=512, depth=10, windows=256, **options)
+    return replace(task, lr=6e-4)
+
+
+def _lstm(ranks: int, **options: Any) -> Task:
+    return _with_sgd(lstm(ranks, length=48, windows=256, **options), 1.0)
+
+
+LN_128, LN_10 = 4.852, 2.303
+SETUPS: dict[str, Setup] = {
+    setup.name: setup
+    for setup in (
+        Setup("characters", _small_transformer, 200, 100, ALL, 32, LN_128),
+        Setup("larger", _larger_transformer, 400, 8, COMMON, 32, LN_128),
+        Setup("digits", digits, 150, 30, COMMON, 64, LN_10),
+        Setup("lstm", _lstm, 200, 30, COMMON, 32, LN_128),
+        Setup("minilm", minilm, 100, 10, COMMON, 64, 1.0, outcome="misses"),
+        Setup("gpu", _gpu_transformer, 2500, 8, COMMON[:3], 64, LN_128),
+    )
+}
+
+
+def small(setup: Setup, arms: Sequence[Arm]) -> Setup:
+    """Returns a rehearsal of a task: a few steps of two seeds, on a model as small as it gets."""
+    return replace(setup, steps=4, seeds=2, arms=tuple(arms), batch_size=max(16, setup.ranks))
+
+
