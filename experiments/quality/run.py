@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from commhooks.core._layout import Layout
 from commhooks.research import Simulation
 from commhooks.research._error_figures import ErrorFigures, SecondMoment, error_figures
 from experiments.quality.setups import Arm, Setup
 from experiments.tools.tasks import Task
 
-__all__ = ["Trainer", "schedule", "trained"]
+__all__ = ["Errors", "Trainer", "schedule", "trained"]
 
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
-TAIL, EVALUATIONS = 0.2, 5  # share of the steps at the end with evaluations, and how many
 WATCHED = (0.1, 0.4, 0.7, 1.0)  # parts of a run after which the error of a step is measured
 
 
@@ -90,8 +91,116 @@ class Trainer:
         sizes = [parameter.numel() for parameter in self.parameters]
         for parameter, piece in zip(self.parameters, mean.split(sizes), strict=True):
             parameter.grad = piece.view_as(parameter)
-        if self.arm.clip is not None:
+        if self.arm.clip is not None:  # after the exchange, as in a usual training loop
             nn.utils.clip_grad_norm_(self.parameters, self.arm.clip)
         self.optimizer.step()
         self.schedule.step()
         self.step_index += 1
+
+    def evaluate(self) -> tuple[float, float]:
+        """Returns loss and accuracy on held-out data."""
+        return self.task.evaluate(self.model)
+
+
+class Errors:
+    """Compares the averages of a run with the exact ones.
+
+    Two kinds of figures are kept, each in three norms (see ``ErrorFigures``). That of a step is the
+    error of the scheme on the gradients alone, as if no step had come before: the exchanged average
+    of a scheme with feedback has parts of earlier gradients. That of a sum compares what the
+    optimizer got in all steps with what it should have got.
+
+    Args:
+        trainer: whose averages are compared.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._layout = Layout(list(trainer.shapes), list(trainer.shapes.values()))
+        self._moments = SecondMoment()
+        zeros = torch.zeros(self._layout.numel, device=trainer.device)
+        self._exact, self._received, self._moment = zeros, zeros.clone(), zeros.clone()
+        self._steps: list[ErrorFigures] = []
+        self._watched = {max(0, round(part * trainer.steps) - 1) for part in WATCHED}
+
+    def add(self, grads: Sequence[Tensor], mean: Tensor) -> None:
+        """Adds a step: the gradient of each rank, and the average that they got."""
+        exact = torch.stack(list(grads)).mean(0)
+        self._moment = self._moments.updated(exact)
+        self._exact += exact
+        self._received += mean
+        if self._trainer.step_index in self._watched:
+            alone = self._alone(grads)
+            self._steps.append(error_figures(alone, exact, self._layout, self._moment))
+
+    def _alone(self, grads: Sequence[Tensor]) -> Tensor:
+        """Returns the average of ranks that keep nothing of earlier steps."""
+        trainer = self._trainer
+        entry = trainer.arm.entry  # its options have no dense steps
+        ranks = Simulation(
+            entry.scheme,
+            trainer.shapes,
+            world_size=trainer.ranks,
+            seed=trainer.seed + trainer.step_index,
+            **entry.options,
+        )
+        means = ranks.step(grads)
+        if not all(torch.equal(mean, means[0]) for mean in means):
+            raise RuntimeError(f"the ranks of {trainer.arm.name!r} got different averages")
+        return means[0]
+
+    def columns(self) -> dict[str, float]:
+        """Returns the figures by name; those of a step are means over the watched steps."""
+        total = error_figures(self._received, self._exact, self._layout, self._moment)
+        figures: dict[str, float] = {}
+        for name in ("error", "worst", "adam"):
+            values = [getattr(step, name) for step in self._steps]
+            figures[f"step_{name}"] = sum(values) / len(values) if values else math.nan
+            figures[f"sum_{name}"] = getattr(total, name)
+        return figures
+
+
+@lru_cache(maxsize=4)
+def _task(make: Callable[..., Task], ranks: int, batch_size: int, seed: int) -> Task:
+    """Makes a task once for all arms of a seed, which run one after the other."""
+    return make(ranks, batch_size=batch_size, seed=seed)
+
+
+def trained(setup: Setup, arm: Arm, number: int, *, device: str = "cpu") -> dict[str, Any]:
+    """Trains one model, and returns the row of the run.
+
+    Args:
+        setup: the task.
+        arm: scheme, ranks and clipping.
+        number: of the run; with the first seed of the arm, it gives the seed.
+        device: "cpu" or "cuda".
+    """
+    begin = time.perf_counter()
+    ranks, seed = arm.ranks or setup.ranks, arm.first_seed + number
+    task = _task(setup.task, ranks, setup.batch_size // ranks, seed)
+    trainer = Trainer(task, arm, ranks=ranks, seed=seed, steps=setup.steps, device=device)
+    errors = Errors(trainer)
+    loss = accuracy = math.nan
+    for _ in range(setup.steps):
+        grads = trainer.gradients()
+        if not math.isfinite(trainer.loss):
+            break
+        mean = trainer.exchange(grads)
+        errors.add(grads, mean)
+        trainer.update(mean)
+    else:
+        loss, accuracy = trainer.evaluate()
+    return {
+        "task": setup.name,
+        "arm": arm.name,
+        "run": number,
+        "seed": seed,
+        "ranks": ranks,
+        "steps": setup.steps,
+        "loss": loss,
+        "misses": 1 - accuracy,
+        "last_loss": trainer.loss,
+        **errors.columns(),
+        "seconds": time.perf_counter() - begin,
+        "device": device,
+    }

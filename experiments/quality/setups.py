@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +55,7 @@ class Setup:
         batch_size: rows of all ranks together.
         outcome: column of runs that is compared: "loss", or "misses" for one minus the accuracy.
         guess: outcome of a model that has learned nothing, with which a diverged run counts.
+        rehearsal: makes the task with a model as small as it gets.
         ranks: simulated ranks.
     """
 
@@ -65,12 +66,9 @@ class Setup:
     arms: tuple[Arm, ...]
     batch_size: int
     guess: float
+    rehearsal: Callable[..., Task]
     outcome: str = "loss"
     ranks: int = 8
-
-    def made(self, ranks: int, seed: int) -> Task:
-        """Makes the task for a run; its ranks share the rows of a batch."""
-        return self.task(ranks, batch_size=self.batch_size // ranks, seed=seed)
 
 
 # ---- arms
@@ -143,22 +141,32 @@ def _lstm(ranks: int, **options: Any) -> Task:
     return _with_sgd(lstm(ranks, length=48, windows=256, **options), 1.0)
 
 
-LN_128, LN_10 = 4.852, 2.303
+def _tiny_transformer(ranks: int, **options: Any) -> Task:
+    return characters(ranks, length=16, width=32, depth=1, windows=8, **options)
+
+
+def _tiny_lstm(ranks: int, **options: Any) -> Task:
+    return _with_sgd(lstm(ranks, length=16, windows=8, **options), 1.0)
+
+
+def _tiny_minilm(ranks: int, **options: Any) -> Task:
+    return minilm(ranks, length=8, **options)
+
+
+LN_128, LN_10 = 4.852, 2.303  # of a uniform guess
 SETUPS: dict[str, Setup] = {
     setup.name: setup
     for setup in (
-        Setup("characters", _small_transformer, 200, 100, ALL, 32, LN_128),
-        Setup("larger", _larger_transformer, 400, 8, COMMON, 32, LN_128),
-        Setup("digits", digits, 150, 30, COMMON, 64, LN_10),
-        Setup("lstm", _lstm, 200, 30, COMMON, 32, LN_128),
-        Setup("minilm", minilm, 100, 10, COMMON, 64, 1.0, outcome="misses"),
-        Setup("gpu", _gpu_transformer, 2500, 8, COMMON[:3], 64, LN_128),
+        Setup("characters", _small_transformer, 200, 100, ALL, 32, LN_128, _tiny_transformer),
+        Setup("larger", _larger_transformer, 400, 8, COMMON, 32, LN_128, _tiny_transformer),
+        Setup("digits", digits, 150, 30, COMMON, 64, LN_10, digits),
+        Setup("lstm", _lstm, 200, 30, COMMON, 32, LN_128, _tiny_lstm),
+        Setup("minilm", minilm, 100, 10, COMMON, 64, 1.0, _tiny_minilm, outcome="misses"),
+        Setup("gpu", _gpu_transformer, 2000, 8, COMMON[:3], 64, LN_128, _tiny_transformer),
     )
 }
 
 
-def small(setup: Setup, arms: Sequence[Arm]) -> Setup:
+def small(setup: Setup) -> Setup:
     """Returns a rehearsal of a task: a few steps of two seeds, on a model as small as it gets."""
-    return replace(setup, steps=4, seeds=2, arms=tuple(arms), batch_size=max(16, setup.ranks))
-
-
+    return replace(setup, task=setup.rehearsal, steps=4, seeds=2, batch_size=16)

@@ -1,0 +1,106 @@
+"""Says within which margin each scheme keeps the quality of training with bf16.
+
+Run ``python -m experiments.quality``. ``plan.md`` says what is run and how it is judged; it was
+written before. Each run appends a row to ``runs_<task>.csv``; a study that was ended goes on where
+it stopped, and ``--report`` makes tables and pictures of the runs there are.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from commhooks.errors import MissingPackageError
+from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
+from experiments.quality.setups import BASE, SETUPS, Setup, small
+
+OUT = Path("docs/results/quality")
+
+
+def _chosen(task: str, arms: str) -> list[Setup]:
+    """Returns the tasks, each with the arms that were asked for."""
+    names = [name.strip() for name in task.split(",") if name.strip()] or list(SETUPS)
+    for name in names:
+        if name not in SETUPS:
+            raise typer.BadParameter(f"{name!r} is not one of {', '.join(SETUPS)}")
+    setups = [SETUPS[name] for name in names]
+    wanted = [name.strip() for name in arms.split(";") if name.strip()]
+    if not wanted:
+        return setups
+    known = {arm.name for setup in setups for arm in setup.arms}
+    for name in wanted:
+        if name not in known:
+            raise typer.BadParameter(f"{name!r} is not one of {'; '.join(sorted(known))}")
+    return [
+        replace(setup, arms=tuple(arm for arm in setup.arms if arm.name in wanted))
+        for setup in setups
+    ]
+
+
+def _train(
+    setup: Setup, out: Path, *, seeds: int | None, until: float, jobs: int, device: str
+) -> None:
+    """Runs what is missing of a task."""
+    setup.task(setup.ranks, batch_size=1, seed=0)  # here, where it can say what is missing
+    path = out / f"runs_{setup.name}.csv"
+    rows = read(path)
+    runs = planned(setup, seeds)
+    left = missing(runs, rows, setup.steps)
+    facts = {
+        "commit": commit(),
+        "command": shlex.join(["python", "-m", "experiments.quality", *sys.argv[1:]]),
+    }
+    progress = Progressed(setup, len(runs), rows, left, jobs, Console())
+    with progress.bar:
+        for row in run_all(setup, left, jobs=jobs, device=device, until=until):
+            append(path, row | facts)
+            progress.add(row)
+
+
+def main(
+    task: Annotated[
+        str, typer.Option(help=f"Of {', '.join(SETUPS)}; comma-separated. All but gpu by default.")
+    ] = "",
+    arms: Annotated[
+        str, typer.Option(help=f"Separated by semicolons, all by default; {BASE} is their base.")
+    ] = "",
+    seeds: Annotated[
+        int | None, typer.Option(help="Runs of an arm; by default those of the plan.", min=1)
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="No run ends later than this.")] = math.inf,
+    jobs: Annotated[int, typer.Option(help="Processes, of one thread each.", min=1)] = 2,
+    device: Annotated[str, typer.Option(help="cpu or cuda; the task gpu is for cuda.")] = "cpu",
+    rehearse: Annotated[
+        bool, typer.Option(help="Runs a few steps of two seeds, and writes to results/quality.")
+    ] = False,
+    report: Annotated[
+        bool, typer.Option(help="Only makes tables and pictures of the runs there are.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder of runs, tables and pictures.")] = OUT,
+) -> None:
+    """Runs what is missing of the study, and judges it."""
+    until = time.monotonic() + 60 * minutes
+    if rehearse and out == OUT:
+        out = Path("results/quality")
+    setups = _chosen(task, arms)
+    if not task:
+        setups = [setup for setup in setups if setup.name != "gpu" or rehearse]
+    for setup in setups if not report else ():
+        if rehearse:
+            setup = small(setup)
+        try:
+            _train(setup, out, seeds=seeds, until=until, jobs=jobs, device=device)
+        except MissingPackageError as error:
+            typer.echo(f"left out: {error}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
