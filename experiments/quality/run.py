@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from commhooks.core._layout import Layout
 from commhooks.research import Simulation
-from commhooks.research._error_figures import ErrorFigures, SecondMoment, error_figures
+from commhooks.research._error_figures import ErrorFigures, error_figures
 from experiments.quality.setups import Arm, Setup
 from experiments.tools.tasks import Task
 
 __all__ = ["Errors", "Trainer", "schedule", "trained"]
 
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
+BETA = 0.999  # of Adam's second moment, as torch's AdamW has it
 WATCHED = (0.1, 0.4, 0.7, 1.0)  # parts of a run after which the error of a step is measured
 
 
@@ -47,12 +48,13 @@ class Trainer:
         self.task, self.arm, self.ranks, self.seed, self.steps = task, arm, ranks, seed, steps
         self.device = device
         self.model = task.model().to(device)
-        self.parameters = list(self.model.parameters())
+        named = list(self.model.named_parameters())
+        self.parameters = [parameter for _, parameter in named]
         self.optimizer = task.optimizer(self.model)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: schedule(step, steps)
         )
-        self.shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in named}
         self.simulation = Simulation(
             arm.entry.scheme,
             self.shapes,
@@ -63,16 +65,16 @@ class Trainer:
         self.step_index = 0
         self.loss = math.nan
 
-    def gradients(self) -> list[Tensor]:
-        """Returns the flat gradient of each rank for its batch of this step."""
-        grads, losses = [], []
-        buffers = list(self.model.buffers())
-        first = []
+    def gradients(self) -> Tensor:
+        """Returns the flat gradient of each rank for its batch of this step, as a row."""
+        losses: list[Tensor] = []
+        buffers, first = list(self.model.buffers()), []
+        grads = torch.empty(self.ranks, sum(p.numel() for p in self.parameters), device=self.device)
         for rank in range(self.ranks):
             x, target = (part.to(self.device) for part in self.task.batch(rank, self.step_index))
             loss = self.task.loss(self.model(x), target)
             pieces = torch.autograd.grad(loss, self.parameters)
-            grads.append(torch.cat([piece.reshape(-1) for piece in pieces]))
+            torch.cat([piece.reshape(-1) for piece in pieces], out=grads[rank])
             losses.append(loss.detach())
             if rank == 0:
                 # As in DistributedDataParallel, all ranks go on from the statistics of the first.
@@ -82,9 +84,9 @@ class Trainer:
         self.loss = float(torch.stack(losses).mean())
         return grads
 
-    def exchange(self, grads: Sequence[Tensor]) -> Tensor:
+    def exchange(self, grads: Tensor) -> Tensor:
         """Returns the average that the scheme gives all ranks."""
-        return self.simulation.step(grads)[0]
+        return self.simulation.step(grads.unbind())[0]
 
     def update(self, mean: Tensor) -> None:
         """Takes the optimizer's step with an average."""
@@ -99,7 +101,19 @@ class Trainer:
 
     def evaluate(self) -> tuple[float, float]:
         """Returns loss and accuracy on held-out data."""
-        return self.task.evaluate(self.model)
+        return self.task.evaluate(_Fed(self.model, self.device))
+
+
+class _Fed(nn.Module):
+    """Feeds a model on a device with data of the CPU."""
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.model(x.to(self.device))
+        return output.cpu()
 
 
 class Errors:
@@ -117,23 +131,27 @@ class Errors:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._layout = Layout(list(trainer.shapes), list(trainer.shapes.values()))
-        self._moments = SecondMoment()
-        zeros = torch.zeros(self._layout.numel, device=trainer.device)
-        self._exact, self._received, self._moment = zeros, zeros.clone(), zeros.clone()
+        zeros = torch.zeros(3, self._layout.numel, device=trainer.device)
+        self._exact, self._received, self._squares = zeros.unbind()
+        self._added = 0
         self._steps: list[ErrorFigures] = []
         self._watched = {max(0, round(part * trainer.steps) - 1) for part in WATCHED}
 
-    def add(self, grads: Sequence[Tensor], mean: Tensor) -> None:
+    def add(self, grads: Tensor, mean: Tensor) -> None:
         """Adds a step: the gradient of each rank, and the average that they got."""
-        exact = torch.stack(list(grads)).mean(0)
-        self._moment = self._moments.updated(exact)
+        exact = grads.mean(0)
+        self._added += 1
+        self._squares.mul_(BETA).addcmul_(exact, exact, value=1 - BETA)
         self._exact += exact
         self._received += mean
         if self._trainer.step_index in self._watched:
-            alone = self._alone(grads)
-            self._steps.append(error_figures(alone, exact, self._layout, self._moment))
+            self._steps.append(self._figures(self._alone(grads), exact))
 
-    def _alone(self, grads: Sequence[Tensor]) -> Tensor:
+    def _figures(self, mean: Tensor, exact: Tensor) -> ErrorFigures:
+        moment = self._squares / (1 - BETA ** max(self._added, 1))
+        return error_figures(mean, exact, self._layout, moment)
+
+    def _alone(self, grads: Tensor) -> Tensor:
         """Returns the average of ranks that keep nothing of earlier steps."""
         trainer = self._trainer
         entry = trainer.arm.entry  # its options have no dense steps
@@ -144,14 +162,14 @@ class Errors:
             seed=trainer.seed + trainer.step_index,
             **entry.options,
         )
-        means = ranks.step(grads)
+        means = ranks.step(grads.unbind())
         if not all(torch.equal(mean, means[0]) for mean in means):
             raise RuntimeError(f"the ranks of {trainer.arm.name!r} got different averages")
         return means[0]
 
     def columns(self) -> dict[str, float]:
         """Returns the figures by name; those of a step are means over the watched steps."""
-        total = error_figures(self._received, self._exact, self._layout, self._moment)
+        total = self._figures(self._received, self._exact)
         figures: dict[str, float] = {}
         for name in ("error", "worst", "adam"):
             values = [getattr(step, name) for step in self._steps]

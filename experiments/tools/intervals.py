@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
+
+from scipy.stats import t as student
 
 __all__ = ["interval"]
 
-_STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, two-sided, by number of seeds
 
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Returns the mean, and half the width of its 95 % interval (Student's t).
 
-def interval(values: list[float]) -> tuple[float, float]:
-    """Returns the mean, and half the width of its 95 % interval (Student's t)."""
-    mean = statistics.fmean(values)
-    if len(values) not in _STUDENT:
+    The half is NaN for a single value.
+    """
+    mean, count = statistics.fmean(values), len(values)
+    if count < 2:
         return mean, math.nan
-    return mean, _STUDENT[len(values)] * statistics.stdev(values) / math.sqrt(len(values))
+    quantile = float(student.ppf(0.975, count - 1))
+    return mean, quantile * statistics.stdev(values) / math.sqrt(count)

@@ -196,6 +196,7 @@ def characters(
     width: int = 128,
     depth: int = 4,
     windows: int = 64,
+    packages: bool = False,
 ) -> Task:
     """Makes the task of the next byte of the standard library's source; holds out a tenth.
 
@@ -206,9 +207,11 @@ def characters(
         seed: of the batches.
         width, depth: of the transformer.
         windows: number of held-out windows.
+        packages: takes 40 MB of the source of installed packages, which machines have in different
+            versions.
     """
     # The held-out part is contiguous: windows of training text may not overlap it.
-    text = _library_source(limit=2_000_000)
+    text = _source("purelib", 40_000_000) if packages else _source("stdlib", 2_000_000)
     held_out, train = text[: len(text) // 10], text[len(text) // 10 :]
 
     def cut(source: Tensor, starts: Tensor) -> Batch:
@@ -240,9 +243,7 @@ def lstm(
     world_size: int, *, batch_size: int = 4, length: int = 64, seed: int = 0, windows: int = 64
 ) -> Task:
     """Makes the task of the same text for :class:`CharLstm`."""
-    task = characters(
-        world_size, batch_size=batch_size, length=length, seed=seed, windows=windows
-    )
+    task = characters(world_size, batch_size=batch_size, length=length, seed=seed, windows=windows)
     return replace(task, name="lstm", model=CharLstm)
 
 
@@ -253,10 +254,11 @@ def judge(logits: Tensor, target: Tensor) -> tuple[float, float]:
     return float(loss), float(accuracy)
 
 
-def _library_source(limit: int) -> Tensor:
-    """Returns the ASCII bytes of the standard library's modules, in the order of their names."""
+def _source(place: str, limit: int) -> Tensor:
+    """Returns the ASCII bytes of the modules of a folder of Python, in the order of their names."""
+    pattern = "*.py" if place == "stdlib" else "**/*.py"
     pieces, total = [], 0
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+    for path in sorted(Path(sysconfig.get_path(place)).glob(pattern)):
         piece = bytes(byte for byte in path.read_bytes() if byte < 128)
         pieces.append(piece)
         total += len(piece)

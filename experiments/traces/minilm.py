@@ -12,6 +12,7 @@ import re
 import sysconfig
 import warnings
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -50,6 +51,8 @@ def minilm(
     batch_size: int = 12,
     length: int = 32,
     seed: int = 0,
+    candidates: int = 64,
+    packages: bool = False,
     folder: Path | None = None,
 ) -> Task:
     """Makes the task: among the docstrings of a batch, find the rest of a first sentence.
@@ -59,6 +62,9 @@ def minilm(
         batch_size: pairs of a rank.
         length: tokens of a text; the rest is cut off.
         seed: of the batches.
+        candidates: held-out pairs, at most a tenth of all: each first sentence has as many rests
+            to choose from.
+        packages: takes the docstrings of the library's packages, too, not of its modules alone.
         folder: with ``model.safetensors`` and ``vocab.txt``; None: of the installed package.
 
     Raises:
@@ -67,7 +73,8 @@ def minilm(
     files = minilm_folder() if folder is None else folder
     words = WordPiece((files / "vocab.txt").read_text(encoding="utf-8").split("\n"))
     pairs = [
-        torch.stack([words.encode(text, length) for text in pair]) for pair in _docstring_pairs()
+        torch.stack([words.encode(text, length) for text in pair])
+        for pair in _docstring_pairs(packages)
     ]
     held_out = len(pairs) // 10
 
@@ -78,7 +85,7 @@ def minilm(
         return torch.stack([pairs[share[i]] for i in picked], 1), torch.arange(batch_size)
 
     def evaluate(model: nn.Module) -> tuple[float, float]:
-        count = min(held_out, 64)
+        count = min(held_out, candidates)
         with torch.no_grad():
             logits = model(torch.stack(pairs[:count], 1))
         return judge(logits, torch.arange(count))
@@ -211,10 +218,14 @@ class WordPiece:
         return pieces
 
 
-def _docstring_pairs() -> list[tuple[str, str]]:
+@lru_cache
+def _docstring_pairs(packages: bool) -> list[tuple[str, str]]:
     """Returns first sentences and the rests of the standard library's longer docstrings."""
     pairs = []
-    for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+    library = Path(sysconfig.get_path("stdlib"))
+    for path in sorted(library.glob("**/*.py" if packages else "*.py")):
+        if "site-packages" in path.parts:
+            continue
         for text in _docstrings(path):
             first, dot, rest = text.partition(".")
             if dot and 20 < len(first) < 120 and len(rest.strip()) > 60:
@@ -227,7 +238,10 @@ def _docstring_pairs() -> list[tuple[str, str]]:
 def _docstrings(path: Path) -> Iterator[str]:
     with warnings.catch_warnings():  # of escapes in old code
         warnings.simplefilter("ignore")
-        tree = ast.parse(path.read_text(encoding="utf-8", errors="ignore"))
+        try:
+            tree = ast.parse(path.read_text(encoding="utf-8", errors="ignore"))
+        except (SyntaxError, ValueError):  # a file that tests the parser
+            return
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)):
             yield ast.get_docstring(node) or ""

@@ -45,7 +45,7 @@ PAIRS = [("Reads a file", "The lines, as a file."), ("Writes the line", "A file.
 @pytest.fixture
 def tiny_minilm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the weights of a BERT of two layers, 24 wide, over 40 pieces."""
-    monkeypatch.setattr(_minilm, "_docstring_pairs", lambda: PAIRS)
+    monkeypatch.setattr(_minilm, "_docstring_pairs", lambda packages: PAIRS)
     folder = tmp_path / "weights"
     folder.mkdir()
     (folder / "vocab.txt").write_text("\n".join(VOCABULARY))
