@@ -15,12 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import typer
 from rich.console import Console
 
 from commhooks.errors import MissingPackageError
+from experiments.quality.plots import draw_forest, draw_predictors
 from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
 from experiments.quality.setups import BASE, SETUPS, Setup, small
+from experiments.quality.verdicts import comparable, predictors, sentence, summary
 
 OUT = Path("docs/results/quality")
 
@@ -65,6 +68,34 @@ def _train(
             progress.add(row)
 
 
+def _report(out: Path) -> None:
+    """Judges all runs there are; prints and writes tables and pictures."""
+    tables: dict[str, pd.DataFrame] = {}
+    for setup in SETUPS.values():
+        path = out / f"runs_{setup.name}.csv"
+        if not path.exists():
+            continue
+        table = summary(setup, read(path))
+        tables[setup.name] = table
+        typer.echo(f"\n{setup.name}: gap to {BASE} in %, with its 95 % interval")
+        shown = table[["arm", "runs", "planned", "diverged", setup.outcome]].copy()
+        for name in ("gap", "low", "high"):
+            shown[name] = 100 * table[name]
+        shown["verdict"] = table.verdict
+        typer.echo(shown.to_string(index=False, float_format="{:.3f}".format))
+        correlations = predictors(setup, table)
+        typer.echo(sentence(correlations))
+        if correlations:
+            picture = out / f"predictors_{setup.name}.png"
+            draw_predictors(comparable(setup, table), correlations, picture)
+    if not tables:
+        typer.echo(f"no runs in {out}")
+        return
+    pd.concat(tables.values()).to_csv(out / "summary.csv", index=False, float_format="%.6g")
+    draw_forest(tables, out / "forest.png")
+    typer.echo(f"\nwrote {out / 'summary.csv'} and pictures")
+
+
 def main(
     task: Annotated[
         str, typer.Option(help=f"Of {', '.join(SETUPS)}; comma-separated. All but gpu by default.")
@@ -100,6 +131,7 @@ def main(
             _train(setup, out, seeds=seeds, until=until, jobs=jobs, device=device)
         except MissingPackageError as error:
             typer.echo(f"left out: {error}")
+    _report(out)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def planned(setup: Setup, seeds: int | None = None) -> list[Planned]:
         setup: the task.
         seeds: runs of an arm; None: as many as the plan says.
     """
-    wanted = [(arm, seeds or min(arm.seeds or setup.seeds, setup.seeds)) for arm in setup.arms]
+    wanted = [(arm, seeds or arm.seeds or setup.seeds) for arm in setup.arms]
     return [
         Planned(arm, number)
         for number in range(max((runs for _, runs in wanted), default=0))

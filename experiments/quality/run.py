@@ -193,7 +193,7 @@ def trained(setup: Setup, arm: Arm, number: int, *, device: str = "cpu") -> dict
         number: of the run; with the first seed of the arm, it gives the seed.
         device: "cpu" or "cuda".
     """
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     ranks, seed = arm.ranks or setup.ranks, arm.first_seed + number
     task = _task(setup.task, ranks, setup.batch_size // ranks, seed)
     trainer = Trainer(task, arm, ranks=ranks, seed=seed, steps=setup.steps, device=device)
@@ -220,5 +220,6 @@ def trained(setup: Setup, arm: Arm, number: int, *, device: str = "cpu") -> dict
         "last_loss": trainer.loss,
         **errors.columns(),
         "seconds": time.perf_counter() - begin,
+        "cpu_seconds": time.process_time() - cpu_begin,
         "device": device,
     }

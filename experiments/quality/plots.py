@@ -1,0 +1,84 @@
+"""Draws the intervals of all arms, and the errors of schemes against their gaps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+
+matplotlib.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from experiments.quality.verdicts import FIGURES, MARGIN, NARROW
+
+__all__ = ["draw_forest", "draw_predictors"]
+
+_COLOURS = {"proved": "#1b7837", "refuted": "#b2182b", "better": "#2166ac", "not": "#666666"}
+_SHOWN = 0.03  # gaps beyond it are arrows: controls would make all others invisible
+
+
+def draw_forest(tables: Mapping[str, pd.DataFrame], path: Path) -> None:
+    """Draws the gap of each arm with its interval and the margins, a panel per task."""
+    shown = {task: table[table.verdict != ""] for task, table in tables.items()}
+    shown = {task: table for task, table in shown.items() if len(table)}
+    heights = [len(table) for table in shown.values()]
+    figure, panels = plt.subplots(
+        len(shown), 1, figsize=(8, 1.2 + 0.27 * sum(heights) + 0.6 * len(shown)), squeeze=False,
+        sharex=True, height_ratios=[height + 1 for height in heights], layout="constrained",
+    )  # fmt: skip
+    for panel, (task, table) in zip(panels[:, 0], shown.items(), strict=True):
+        _draw_panel(panel, task, table)
+    panels[-1, 0].set_xlabel("outcome over that of bf16, % of it; above 0 is worse")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_panel(panel: plt.Axes, task: str, table: pd.DataFrame) -> None:
+    limit = 100 * _SHOWN
+    for margin, shade in ((MARGIN, "#eeeeee"), (NARROW, "#dddddd")):
+        panel.axvspan(-100 * margin, 100 * margin, color=shade, zorder=0)
+    panel.axvline(0, color="#999999", linewidth=0.8)
+    for place, row in enumerate(table.itertuples()):
+        colour = _COLOURS[row.verdict.split()[0]]
+        low, mean, high = 100 * row.low, 100 * row.gap, 100 * row.high
+        if abs(mean) > limit:
+            side = limit if mean > 0 else -limit
+            panel.plot(side, place, marker=">" if mean > 0 else "<", color=colour, clip_on=False)
+            panel.annotate(
+                f"{mean:.1f}", (side, place), xytext=(-9 if mean > 0 else 9, 0), fontsize=8,
+                textcoords="offset points", ha="right" if mean > 0 else "left", va="center",
+            )  # fmt: skip
+        else:
+            panel.plot([low, high], [place, place], color=colour, linewidth=2)
+            panel.plot(mean, place, "o", color=colour, markersize=4)
+    panel.set_xlim(-limit, limit)
+    panel.set_ylim(len(table) - 0.5, -0.5)
+    names = [
+        f"{row.arm} ({row.runs} runs)" + (", control" if row.role == "control" else "")
+        for row in table.itertuples()
+    ]
+    panel.set_yticks(range(len(table)), names, fontsize=8)
+    panel.set_title(task, fontsize=9, loc="left")
+
+
+def draw_predictors(table: pd.DataFrame, correlations: Mapping[str, float], path: Path) -> None:
+    """Draws the gap of each scheme against its error, a panel per figure."""
+    figure, panels = plt.subplots(3, 2, figsize=(9, 10), sharey=True, layout="constrained")
+    for panel, name in zip(panels.flat, FIGURES, strict=True):
+        visible = table[table[name] > 0]  # a logarithm has no place for an exact scheme
+        spread = 100 * (table.high - table.gap)
+        panel.errorbar(
+            visible[name], 100 * visible.gap, yerr=spread[visible.index], fmt="o", markersize=4
+        )
+        for row in visible.itertuples():
+            where = (getattr(row, name), 100 * row.gap)
+            panel.annotate(row.arm, where, xytext=(4, 3), fontsize=7, textcoords="offset points")
+        panel.set_xscale("log")
+        panel.set_yscale("symlog", linthresh=0.5)
+        panel.set_title(f"{name}: rank correlation {correlations[name]:.2f}", fontsize=9)
+    figure.supylabel("gap to bf16, %")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
