@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -66,19 +67,20 @@ def _draw_panel(panel: plt.Axes, task: str, table: pd.DataFrame) -> None:
 
 def draw_predictors(table: pd.DataFrame, correlations: Mapping[str, float], path: Path) -> None:
     """Draws the gap of each scheme against its error, a panel per figure."""
-    figure, panels = plt.subplots(3, 2, figsize=(9, 10), sharey=True, layout="constrained")
+    figure, panels = plt.subplots(3, 2, figsize=(9, 9), sharey=True, layout="constrained")
+    colours = plt.get_cmap("tab10").colors  # type: ignore[attr-defined]
     for panel, name in zip(panels.flat, FIGURES, strict=True):
-        visible = table[table[name] > 0]  # a logarithm has no place for an exact scheme
-        spread = 100 * (table.high - table.gap)
-        panel.errorbar(
-            visible[name], 100 * visible.gap, yerr=spread[visible.index], fmt="o", markersize=4
-        )
-        for row in visible.itertuples():
-            where = (getattr(row, name), 100 * row.gap)
-            panel.annotate(row.arm, where, xytext=(4, 3), fontsize=7, textcoords="offset points")
+        for index, row in enumerate(table.itertuples()):
+            # A logarithm has no place for the error of an exact scheme.
+            panel.errorbar(
+                getattr(row, name) or math.nan, 100 * row.gap, yerr=100 * (row.high - row.gap),
+                fmt="os^"[index // 10], color=colours[index % 10], markersize=5, label=row.arm,
+            )  # fmt: skip
         panel.set_xscale("log")
         panel.set_yscale("symlog", linthresh=0.5)
         panel.set_title(f"{name}: rank correlation {correlations[name]:.2f}", fontsize=9)
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
     figure.supylabel("gap to bf16, %")
     figure.savefig(path, dpi=150)
     plt.close(figure)

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
+import typer
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
-from experiments.quality.run import Trainer, schedule
-from experiments.quality.setups import SETUPS, Arm, Setup
+from experiments.quality import __main__ as command
+from experiments.quality.pool import Planned, append, missing, planned, read, run_all
+from experiments.quality.run import Trainer, schedule, trained
+from experiments.quality.setups import ALL, BASELINE, NULL, SETUPS, Arm, Setup, small
+from experiments.quality.verdicts import FIGURES, gap, predictors, sentence, summary, verdict
 from experiments.tools.processes import run_ranks
 
 STEPS = 12
@@ -69,3 +78,225 @@ def test_simulated_ranks_train_as_real_ones_bit_for_bit() -> None:
             assert trainer.evaluate() == judged
     finally:
         torch.set_num_threads(threads)
+
+
+# ---- runs
+
+
+@pytest.mark.parametrize("name", [name for name in SETUPS if name not in ("minilm", "gpu")])
+def test_every_task_is_rehearsed(name: str) -> None:
+    setup = small(SETUPS[name])
+    row = trained(setup, _arm(setup, "int4"), 1)
+    assert math.isfinite(row["loss"])
+    assert 0 < row["step_error"] <= row["step_worst"]
+    assert row["seed"] == 101
+    again = trained(setup, _arm(setup, "int4"), 1)
+    assert [again[name] for name in ("loss", *FIGURES)] == [
+        row[name] for name in ("loss", *FIGURES)
+    ]
+
+
+@pytest.mark.parametrize("arm", ALL, ids=lambda arm: str(arm.name))
+def test_every_arm_is_rehearsed(arm: Arm) -> None:
+    row = trained(small(SETUPS["characters"]), arm, 0)
+    assert row["ranks"] == (arm.ranks or 8)
+    assert math.isfinite(row["sum_adam"])
+
+
+def test_what_is_sent_without_loss_has_no_error() -> None:
+    setup = small(SETUPS["characters"])
+    row = trained(setup, _arm(setup, "none"), 0)
+    assert max(row[name] for name in FIGURES) < 1e-12
+
+
+def test_a_run_that_diverges_ends_without_a_loss() -> None:
+    setup = small(SETUPS["digits"])
+    wild = replace(setup, task=_wild, steps=40)
+    row = trained(wild, BASELINE, 0)
+    assert math.isnan(row["loss"])
+
+
+def _wild(ranks: int, **options: Any) -> Any:
+    return replace(SETUPS["digits"].task(ranks, **options), lr=1e30)
+
+
+# ---- a study that goes on
+
+
+def _row(arm: str, run: int, **changes: Any) -> dict[str, Any]:
+    row = {"task": "characters", "arm": arm, "run": run, "steps": 200, "loss": 2.0, "misses": 0.5}
+    return {**row, **dict.fromkeys(FIGURES, 0.1), "seconds": 1.0, "cpu_seconds": 1.0, **changes}
+
+
+def test_each_beginning_of_the_runs_is_balanced() -> None:
+    runs = planned(SETUPS["characters"])
+    arms = len(SETUPS["characters"].arms)
+    assert {run.number for run in runs[:arms]} == {0}
+    assert len({run.arm.name for run in runs[:arms]}) == arms
+    assert sum(run.arm.name == "int8" for run in runs) == 330
+    assert sum(run.arm.name == "int8, 2 ranks" for run in runs) == 20
+
+
+def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
+    runs, path = planned(SETUPS["characters"], 2), tmp_path / "runs.csv"
+    append(path, _row("bf16", 0))
+    append(path, _row("int4", 1))
+    left = missing(runs, read(path), 200)
+    assert len(left) == len(runs) - 2
+    assert not {("bf16", 0), ("int4", 1)} & {(run.arm.name, run.number) for run in left}
+    with pytest.raises(ValueError, match="this plan has 100"):
+        missing(runs, read(path), 100)
+
+
+def test_half_a_row_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    append(path, _row("bf16", 0))
+    append(path, _row("int4", 0))
+    path.write_bytes(path.read_bytes()[:-20])
+    assert read(path).arm.tolist() == ["bf16"]
+    append(path, _row("int4", 0))
+    assert read(path).arm.tolist() == ["bf16", "int4"]
+
+
+def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    append(path, _row("bf16", 0))
+    with pytest.raises(ValueError, match="has the columns"):
+        append(path, _row("bf16", 1, more=1))
+    assert len(read(path)) == 1
+
+
+def test_no_run_starts_after_the_time_is_over() -> None:
+    runs = [Planned(BASELINE, 0)]
+    setup = small(SETUPS["digits"])
+    assert not list(run_all(setup, runs, jobs=1, device="cpu", until=time.monotonic()))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_the_command_goes_on_where_it_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(**options: Any) -> pd.DataFrame:
+        command.main(task="digits", arms="bf16;int4", rehearse=True, out=tmp_path, **options)
+        return read(tmp_path / "runs_digits.csv")
+
+    first = run(seeds=1, jobs=1)
+    assert "2 of 2 runs" in capfd.readouterr().out
+    both = run(seeds=2, jobs=2)
+    assert "4 of 4 runs" in capfd.readouterr().out
+    pd.testing.assert_frame_equal(both[:2], first)
+    assert sorted(zip(both.arm, both.run, strict=True)) == [
+        ("bf16", 0), ("bf16", 1), ("int4", 0), ("int4", 1),
+    ]  # fmt: skip
+    assert both["commit"].notna().all()
+    assert (tmp_path / "forest.png").stat().st_size > 10_000
+
+
+def test_unknown_tasks_and_arms_are_named() -> None:
+    with pytest.raises(typer.BadParameter, match="'cats' is not one of"):
+        command.main(task="cats")
+    with pytest.raises(typer.BadParameter, match="'int5' is not one of"):
+        command.main(arms="int5")
+
+
+# ---- verdicts
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (-0.0019, 0.0019, "proved within 0.2 %"),
+        (-0.0021, 0.0019, "proved within 0.5 %"),
+        (-0.001, 0.0049, "proved within 0.5 %"),
+        (-0.001, 0.0051, "not proved"),
+        (0.0049, 0.02, "not proved"),
+        (0.0051, 0.02, "refuted"),
+        (-0.02, -0.0051, "better"),
+        (-0.02, 0.02, "not proved"),
+        (math.nan, math.nan, "not proved"),
+    ],
+)
+def test_a_verdict_depends_on_the_interval_alone(low: float, high: float, words: str) -> None:
+    assert verdict(low, high) == words
+
+
+def _table(gaps: dict[str, float], noise: float, seeds: int = 30) -> pd.DataFrame:
+    """Judges made-up runs: of one seed all have the same loss, but for the gap and noise."""
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for run in range(seeds):
+        common = 2.0 + 0.1 * float(torch.randn(1, generator=generator))
+        for arm, share in {"bf16": 0.0, **gaps}.items():
+            loss = common + 2 * share + 2 * noise * float(torch.randn(1, generator=generator))
+            rows.append(_row(arm, run, loss=loss, **dict.fromkeys(FIGURES, abs(share))))
+    return summary(SETUPS["characters"], pd.DataFrame(rows)).set_index("arm")
+
+
+def test_made_up_runs_are_judged_by_their_gaps() -> None:
+    gaps = {"int8": 0.0, "fp8": 0.0035, "int4": 0.005, "topk 1 %": 0.02, "sdp4bit": -0.02}
+    assert _table(gaps, noise=0.001).verdict.to_dict() == {
+        "bf16": "",
+        "int8": "proved within 0.2 %",
+        "fp8": "proved within 0.5 %",
+        "int4": "not proved",
+        "topk 1 %": "refuted",
+        "sdp4bit": "better",
+    }
+    assert _table({"int8": 0.0}, noise=0.02).verdict["int8"] == "not proved"
+
+
+def test_an_interval_is_that_of_the_paired_differences() -> None:
+    losses = {"bf16": [2.0, 3.0, 4.0], "int8": [2.02, 3.03, 4.01]}
+    rows = [
+        _row(arm, run, loss=loss) for arm, many in losses.items() for run, loss in enumerate(many)
+    ]
+    row = summary(SETUPS["characters"], pd.DataFrame(rows)).set_index("arm").loc["int8"]
+    # Differences 0.02, 0.03, 0.01: mean 0.02, deviation 0.01; t is 4.3027 with 2 degrees.
+    half = 4.3027 * 0.01 / math.sqrt(3)
+    assert row.gap == pytest.approx(0.02 / 3)
+    assert row.low == pytest.approx((0.02 - half) / 3, rel=1e-4)
+    assert row.high == pytest.approx((0.02 + half) / 3, rel=1e-4)
+
+
+def test_intervals_cover_the_true_gap_in_19_of_20_studies() -> None:
+    generator = torch.Generator().manual_seed(1)
+    covered = 0
+    for _ in range(2000):
+        noise = torch.randn(8, generator=generator, dtype=torch.float64).tolist()
+        _, low, high = gap([2.02 + 0.01 * value for value in noise], [2.0] * 8, 2.0)
+        covered += low < 0.01 < high
+    # 1900 are expected, with a standard deviation of 9.7.
+    assert 1870 <= covered <= 1930
+
+
+def test_a_diverged_run_counts_as_a_guess() -> None:
+    rows = [_row("bf16", run) for run in range(30)]
+    rows += [_row("int8", run, loss=math.nan if run == 7 else 2.0) for run in range(30)]
+    row = summary(SETUPS["characters"], pd.DataFrame(rows)).iloc[1]
+    assert row.diverged == 1
+    assert row.loss == pytest.approx((29 * 2.0 + math.log(128)) / 30, abs=1e-3)
+    assert row.verdict == "not proved"
+
+
+def test_margins_of_an_accuracy_are_shares_of_it() -> None:
+    rows = [_row("bf16", run, misses=0.2) for run in range(10)]
+    rows += [_row("int8", run, misses=0.2 + 0.8 * 0.003) for run in range(10)]
+    row = summary(SETUPS["minilm"], pd.DataFrame(rows)).iloc[1]
+    assert row.gap == pytest.approx(0.003)
+    assert row.verdict == "proved within 0.5 %"
+
+
+def test_other_seeds_are_no_pairs() -> None:
+    assert trained(small(SETUPS["digits"]), NULL, 2)["seed"] == 1_000_002
+
+
+def test_the_figure_that_orders_gaps_predicts_them() -> None:
+    gaps = {"int8": 0.0, "fp8": 0.003, "int4": 0.006, "topk 1 %": 0.02}
+    table = _table(gaps, noise=1e-6).reset_index()
+    setup = SETUPS["characters"]
+    assert predictors(setup, table)["sum_adam"] == pytest.approx(1)
+    assert sentence(predictors(setup, table)).startswith("step_error predicts the gap")
+    table["step_error"] = [0.0, 0.3, 0.1, 0.4, 0.2]
+    assert sentence(predictors(setup, table)).startswith("sum_error predicts the gap")
+    assert not predictors(setup, table[:3])
