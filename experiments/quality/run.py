@@ -21,7 +21,8 @@ __all__ = ["Errors", "Trainer", "schedule", "trained"]
 
 WARM_UP = 0.1  # share of the steps in which the learning rate rises
 BETA = 0.999  # of Adam's second moment, as torch's AdamW has it
-WATCHED = (0.1, 0.4, 0.7, 1.0)  # parts of a run after which the error of a step is measured
+FEEDBACK = ("residual", "averaged_error")  # names of what feedback keeps
+WATCHED = (0.25, 0.5, 0.75, 1.0)  # parts of a run after which the error of a step is measured
 
 
 def schedule(step: int, steps: int) -> float:
@@ -55,15 +56,20 @@ class Trainer:
             self.optimizer, lambda step: schedule(step, steps)
         )
         self.shapes = {name: tuple(parameter.shape) for name, parameter in named}
-        self.simulation = Simulation(
-            arm.entry.scheme,
-            self.shapes,
-            world_size=ranks,
-            seed=seed,
-            **arm.entry.options_with(None),
-        )
+        self.simulation = self.simulated()
         self.step_index = 0
         self.loss = math.nan
+
+    def simulated(self) -> Simulation:
+        """Returns ranks that have run no step yet."""
+        entry = self.arm.entry
+        return Simulation(
+            entry.scheme,
+            self.shapes,
+            world_size=self.ranks,
+            seed=self.seed,
+            **entry.options_with(None),
+        )
 
     def gradients(self) -> Tensor:
         """Returns the flat gradient of each rank for its batch of this step, as a row."""
@@ -120,9 +126,8 @@ class Errors:
     """Compares the averages of a run with the exact ones.
 
     Two kinds of figures are kept, each in three norms (see ``ErrorFigures``). That of a step is the
-    error of the scheme on the gradients alone, as if no step had come before: the exchanged average
-    of a scheme with feedback has parts of earlier gradients. That of a sum compares what the
-    optimizer got in all steps with what it should have got.
+    error of the scheme on the gradients alone, without what feedback adds of earlier ones. That of
+    a sum compares what the optimizer got in all steps with what it should have got.
 
     Args:
         trainer: whose averages are compared.
@@ -137,34 +142,40 @@ class Errors:
         self._steps: list[ErrorFigures] = []
         self._watched = {max(0, round(part * trainer.steps) - 1) for part in WATCHED}
 
-    def add(self, grads: Tensor, mean: Tensor) -> None:
-        """Adds a step: the gradient of each rank, and the average that they got."""
+    def add_gradients(self, grads: Tensor) -> None:
+        """Adds the gradients of the ranks in a step, before they are exchanged."""
         exact = grads.mean(0)
         self._added += 1
         self._squares.mul_(BETA).addcmul_(exact, exact, value=1 - BETA)
         self._exact += exact
-        self._received += mean
         if self._trainer.step_index in self._watched:
-            self._steps.append(self._figures(self._alone(grads), exact))
+            self._steps.append(self._figures(self.without_feedback(grads), exact))
+
+    def add_average(self, mean: Tensor) -> None:
+        """Adds what the ranks got."""
+        self._received += mean
 
     def _figures(self, mean: Tensor, exact: Tensor) -> ErrorFigures:
         moment = self._squares / (1 - BETA ** max(self._added, 1))
         return error_figures(mean, exact, self._layout, moment)
 
-    def _alone(self, grads: Tensor) -> Tensor:
-        """Returns the average of ranks that keep nothing of earlier steps."""
-        trainer = self._trainer
-        entry = trainer.arm.entry  # its options have no dense steps
-        ranks = Simulation(
-            entry.scheme,
-            trainer.shapes,
-            world_size=trainer.ranks,
-            seed=trainer.seed + trainer.step_index,
-            **entry.options,
-        )
+    def without_feedback(self, grads: Tensor) -> Tensor:
+        """Returns the average of ranks that forget what they have not sent, and nothing else.
+
+        Raises:
+            RuntimeError: ranks get different averages.
+        """
+        ranks = self._trainer.simulated()
+        for old, new in zip(self._trainer.simulation.engines, ranks.engines, strict=True):
+            kept: dict[str, dict[str, Tensor]] = {}
+            for key, name, value in old.memory.items():
+                if key not in FEEDBACK:
+                    kept.setdefault(key, {})[name] = value.clone()
+            new.memory.load(kept)
+            new.step = old.step
         means = ranks.step(grads.unbind())
         if not all(torch.equal(mean, means[0]) for mean in means):
-            raise RuntimeError(f"the ranks of {trainer.arm.name!r} got different averages")
+            raise RuntimeError(f"the ranks of {self._trainer.arm.name!r} got different averages")
         return means[0]
 
     def columns(self) -> dict[str, float]:
@@ -203,8 +214,9 @@ def trained(setup: Setup, arm: Arm, number: int, *, device: str = "cpu") -> dict
         grads = trainer.gradients()
         if not math.isfinite(trainer.loss):
             break
+        errors.add_gradients(grads)
         mean = trainer.exchange(grads)
-        errors.add(grads, mean)
+        errors.add_average(mean)
         trainer.update(mean)
     else:
         loss, accuracy = trainer.evaluate()

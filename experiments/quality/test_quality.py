@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from experiments.quality import __main__ as command
 from experiments.quality.pool import Planned, append, missing, planned, read, run_all
-from experiments.quality.run import Trainer, schedule, trained
+from experiments.quality.run import FEEDBACK, Errors, Trainer, schedule, trained
 from experiments.quality.setups import ALL, BASELINE, NULL, SETUPS, Arm, Setup, small
 from experiments.quality.verdicts import FIGURES, gap, predictors, sentence, summary, verdict
 from experiments.tools.processes import run_ranks
@@ -107,6 +107,23 @@ def test_what_is_sent_without_loss_has_no_error() -> None:
     setup = small(SETUPS["characters"])
     row = trained(setup, _arm(setup, "none"), 0)
     assert max(row[name] for name in FIGURES) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "same"), [("int8", True), ("powersgd, rank 4", False), ("sdp4bit", False)]
+)
+def test_the_error_of_a_step_leaves_out_feedback_alone(name: str, same: bool) -> None:
+    setup = SETUPS["characters"].rehearsal
+    arm = _arm(SETUPS["characters"], name)
+    trainer = Trainer(setup(2, batch_size=2), arm, ranks=2, seed=0, steps=20)
+    errors = Errors(trainer)
+    for _ in range(15):  # beyond the uncompressed steps
+        grads = trainer.gradients()
+        alone, mean = errors.without_feedback(grads), trainer.exchange(grads)
+        trainer.update(mean)
+    assert torch.equal(alone, mean) == same
+    kept = {key for key, _, _ in trainer.simulation.engines[0].memory.items()}
+    assert bool(kept & set(FEEDBACK)) != same
 
 
 def test_a_run_that_diverges_ends_without_a_loss() -> None:
