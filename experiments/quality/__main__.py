@@ -61,9 +61,10 @@ def _train(
         "commit": commit(),
         "command": shlex.join(["python", "-m", "experiments.quality", *sys.argv[1:]]),
     }
+    longest = float(rows.seconds.tail(20).max()) if len(rows) else 0.0
     progress = Progressed(setup, len(runs), rows, left, jobs, Console())
     with progress.bar:
-        for row in run_all(setup, left, jobs=jobs, device=device, until=until):
+        for row in run_all(setup, left, jobs=jobs, device=device, until=until, longest=longest):
             append(path, row | facts)
             progress.add(row)
 

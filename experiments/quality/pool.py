@@ -150,6 +150,7 @@ def run_all(
     jobs: int,
     device: str,
     until: float,
+    longest: float = 0.0,
 ) -> Iterator[dict[str, Any]]:
     """Yields the row of each run as it ends.
 
@@ -160,6 +161,7 @@ def run_all(
         device: "cpu" or "cuda".
         until: time (``time.monotonic``) after which no run is to end; those that would do not
             start. Runs are taken to last as long as the longest so far.
+        longest: seconds that a run is known to take.
     """
     # Kept, not given back: the system clears each page that a process gets, which takes a third of
     # a step of MiniLM. The C library reads these when a process starts.
@@ -168,7 +170,7 @@ def run_all(
     # Spawned: a fork of a process that has used torch's threads may hang in its first kernel.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, _begin, (os.getpid(),))
-    left, longest = list(reversed(runs)), 0.0
+    left = list(reversed(runs))
     under_way: set[Future[dict[str, Any]]] = set()
     try:
         while left or under_way:

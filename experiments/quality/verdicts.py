@@ -63,24 +63,24 @@ def _outcomes(setup: Setup, runs: pd.DataFrame, arm: str) -> pd.Series[float]:
 
 def _row(setup: Setup, runs: pd.DataFrame, arm: Arm) -> dict[str, object] | None:
     """Returns the row of an arm, of the runs that its base has, too; None if there are none."""
-    own, base = (_outcomes(setup, runs, name) for name in (arm.name, arm.base))
-    own, base = own.align(base, join="inner")
-    if own.empty:
+    values, base = (_outcomes(setup, runs, name) for name in (arm.name, arm.base))
+    values, base = values.align(base, join="inner")
+    if values.empty:
         return None
     scale = float(base.mean())
     if setup.outcome == "misses":  # margins are shares of the hits
         scale = 1 - scale
-    mean, low, high = gap(own.tolist(), base.tolist(), scale)
-    rows = runs[(runs.arm == arm.name) & runs.run.isin(own.index)]
+    mean, low, high = gap(values.tolist(), base.tolist(), scale)
+    rows = runs[(runs.arm == arm.name) & runs.run.isin(values.index)]
     return {
         "task": setup.name,
         "arm": arm.name,
         "role": arm.role,
         "ranks": arm.ranks or setup.ranks,
-        "runs": len(own),
+        "runs": len(values),
         "planned": arm.seeds or setup.seeds,
         "diverged": int((~rows.loss.map(math.isfinite)).sum()),
-        setup.outcome: float(own.mean()),
+        setup.outcome: float(values.mean()),
         "base": arm.base,
         "gap": mean,
         "low": low,
@@ -131,5 +131,5 @@ def sentence(correlations: dict[str, float]) -> str:
     best = max(correlations, key=lambda name: correlations[name])
     usual = correlations["step_error"]
     chosen = best if correlations[best] > usual + 0.1 else "step_error"
-    found = "predicts" if correlations[chosen] >= 0.9 else "does not predict"
-    return f"{chosen} {found} the gap: rank correlation {correlations[chosen]:.2f}"
+    verb = "predicts" if correlations[chosen] >= 0.9 else "does not predict"
+    return f"{chosen} {verb} the gap: rank correlation {correlations[chosen]:.2f}"
