@@ -1,8 +1,12 @@
 // Quantises in blocks on a GPU; the specification is in _blockwise_definition.py.
 #include "include/blockwise_cuda.h"
 
+// Blocks of 256 threads that a multiprocessor is to hold: four without spilled registers where they fit.
 template <class F, class T, int BLOCK>
-__global__ void __launch_bounds__(256, kResident<kSpan<BLOCK>>)
+constexpr int kBlocks = sizeof(T) == 4 && !F::is_sign && !F::is_mx ? 4 : kResident<kSpan<BLOCK>>;
+
+template <class F, class T, int BLOCK>
+__global__ void __launch_bounds__(256, kBlocks<F, T, BLOCK>)
     quantize(const T* x, Segments table, i64 chosen, const float* residual, float* unsent, const i64* step,
              i64 seed, i64 stream, i64 first, i64 rank, i64 ranks, u8* payload, i64 codes_at, i64 tails_at,
              i64 bytes) {

@@ -290,8 +290,9 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 // Writes the first k entries that reach the bound of the sample, in order, in one pass.
 template <class T>
-__global__ void take(const T* x, const float* residual, float* unsent, float* cleared, i64 n, i64 k, u8* memory, int* indices,
-                     float* values, i64 padding) {
+__global__ void __launch_bounds__(kThreads, 4)
+    take(const T* x, const float* residual, float* unsent, float* cleared, i64 n, i64 k, u8* memory, int* indices,
+         float* values, i64 padding) {
     constexpr int kRows = kTake / kLanes;
     Work& work = *(Work*)memory;
     const u32 bound = work.bound;
