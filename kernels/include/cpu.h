@@ -142,7 +142,7 @@ struct Random {
 
 // Converts the arguments of a kernel; without a step, nothing is random.
 INLINE Random random_of(const i64* step, i64 seed, i64 stream, i64 first) {
-    Random random = {{}, step ? (u32)*step : 0, (u32)stream, first};
+    Random random = {{}, step ? (u32)*step : 0, (u32)stream, step ? first : 0};
     for (u32 round = 0; round < kRounds; ++round) {
         random.keys[round][0] = (u32)seed + round * kKeySteps[0];
         random.keys[round][1] = (u32)(seed >> 32) + round * kKeySteps[1];
