@@ -6,8 +6,9 @@ VENV := .venv
 FRAMEWORKS := .venv-frameworks
 TORCH := .venv-torch-$(VERSION)
 RUN := $(VENV)/bin/python
-# torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages.
-INSTALL := $(RUN) -m pip install --quiet --constraint constraints.txt
+# torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages. Modules are compiled where
+# they are imported: all of torch's would take longer than its installation.
+INSTALL := $(RUN) -m pip install --quiet --no-compile --constraint constraints.txt
 
 # Makes an environment that sees what is in $(VENV), torch among it; what is installed into it comes first, and is not in $(VENV).
 ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
