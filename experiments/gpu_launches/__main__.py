@@ -120,6 +120,10 @@ def _free_launches() -> Iterator[None]:
     with ExitStack() as stack:
         for (owner, name), stub in stubs.items():
             stack.enter_context(mock.patch.object(owner, name, stub))
+        # Tensors that nobody writes have what was in memory: denormal numbers would take ten times
+        # as long.
+        torch.set_flush_denormal(True)
+        stack.callback(torch.set_flush_denormal, False)
         yield
 
 
