@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -136,15 +137,11 @@ def _levels(bits: int) -> Tensor:
 
     Lloyd's iteration on the density: each level becomes the mean of the values nearest to it.
     """
-    count = 2**bits
-    normal = torch.distributions.Normal(torch.zeros((), dtype=torch.float64, device="cpu"), 1.0)
-    levels = normal.icdf((torch.arange(count, dtype=torch.float64, device="cpu") + 0.5) / count)
-    ends = torch.tensor([-math.inf, math.inf], dtype=torch.float64, device="cpu")
+    count, normal = 2**bits, NormalDist()
+    levels = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
     for _ in range(2000):  # converged in float32, also for 16 levels
-        bounds = (levels[1:] + levels[:-1]) / 2
-        edges = torch.cat([ends[:1], bounds, ends[1:]])
-        density = torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
-        mass = torch.special.ndtr(edges)
-        levels = (density[:-1] - density[1:]) / (mass[1:] - mass[:-1])
-    rounded: Tensor = levels.float()
-    return rounded
+        bounds = [(a + b) / 2 for a, b in pairwise(levels)]
+        density = [0.0, *map(normal.pdf, bounds), 0.0]
+        mass = [0.0, *map(normal.cdf, bounds), 1.0]
+        levels = [(density[i] - density[i + 1]) / (mass[i + 1] - mass[i]) for i in range(count)]
+    return torch.tensor(levels, dtype=torch.float32, device="cpu")
