@@ -1,7 +1,7 @@
 // Quantises in blocks on a GPU; the specification is in _blockwise_definition.py.
 #include "include/blockwise_cuda.h"
 
-// Blocks of 256 threads that a multiprocessor is to hold: four without spilled registers where they fit.
+// Blocks of 256 threads per multiprocessor: four where that spills no register, else kResident.
 template <class F, class T, int BLOCK>
 constexpr int kBlocks = sizeof(T) == 4 && !F::is_sign && !F::is_mx ? 4 : kResident<kSpan<BLOCK>>;
 
@@ -38,7 +38,7 @@ __global__ void requantize(const u8* payloads, i64 stride, i64 payload_count, fl
         table, row, nullptr, {unsent, weight, accumulate != 0}, step, seed, stream, first, payload,
         {codes_at, tails_at, bytes},
         [=](i64 at, i64, int count, Entries<BLOCK>& c) {
-            sum_payloads<F>(from, at, count, kLogRows<BLOCK> + 5, received, c);
+            sum_payloads<F>(from, at, count, kLog<BLOCK>, received, c);
 #pragma unroll
             for (int k = 0; k < kSpan<BLOCK> / kLanes; ++k) c[k] = has(k, count) ? c[k] * factor : 0.0f;
         },

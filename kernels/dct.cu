@@ -111,11 +111,12 @@ __global__ void __launch_bounds__(kSide, 10)
         u32 words[kSide];
 #pragma unroll
         for (int j = 0; j < kSide; ++j) words[j] = magnitude_bits(c[j]) << 1 | bits_of(c[j]) >> 31;
-        // All reach the first number, or of each row one does; none is above the second.
+        // At least k words reach `low`: all, or the largest of each row. None is above `high`.
         u32 low = 0, high = words[0];
 #pragma unroll
         for (int j = 1; j < kSide; ++j) high = larger(high, words[j]);
         if (k <= kSide) low = high;
+        // Its barrier also lets rows of `room` be overwritten, which others have read as columns.
         extremes_of_block(low, high, lows, highs);
         // The k-th largest magnitude, bit by bit, until exactly k reach the bound.
         u32 bound = 0, reached = kTile;

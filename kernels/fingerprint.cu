@@ -49,7 +49,7 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
         const int width = (int)draw.width, lines = (int)Draw::lines(draw, first);
         const int count = clamped(draw.n - first * draw.width, kSlice * width);
         const int low = clamped(begin - at, count), high = clamped(end - at, count);  // that have an average
-        // Each lane draws for a line.
+        static_assert(kSlice == kLanes && kSlice % kTogether == 0);  // each lane draws for a line
         const u32 turns = Draw::turn(draw, first + lane()), signs = Draw::signs(draw, first + lane(), block);
         double square[kSquares] = {};
         G sent = 0, difference = 0, averaged = 0;
@@ -122,7 +122,7 @@ INLINE void add_in_order(N (&sums)[COUNT], const N* x, i64 apart, i64 first, i64
     }
 }
 
-// Adds up numbers of an owner's tasks, in the order of its pieces, and the results for COUNT arrays.
+// Adds up what an owner's tasks have in each of COUNT arrays, in the order of its pieces, and then those sums.
 template <int COUNT, class N> INLINE N of_owner(Table table, i64 owner, const N* numbers, i64 apart) {
     N sums[COUNT] = {};
     for (i64 place = Table::owned_before(table, owner); place < Table::owned_before(table, owner + 1);
@@ -151,7 +151,8 @@ __global__ void fingerprint_sums(const i64* lines, i64 tasks, const double* squa
                 if (lane() == 0) ((u64*)rows)[work] = hash;
                 continue;
             }
-            // The squares of a row: as in `kSquares`, but the difference comes last.
+            // Rows are: contribution, average, twice both residuals, difference. Squares are: contribution,
+            // average, difference, both residuals.
             const double* of = squares + (row == 2 ? 3 : row == 3 ? 2 : row) * tasks;
             const double sum =
                 row == 2 ? 2.0 * of_owner<2>(table, owner, of, tasks) : of_owner<1>(table, owner, of, tasks);

@@ -97,6 +97,7 @@ __global__ void __launch_bounds__(kThreads, 4)
         const Matrix one = find(table, count, &Matrix::block_task, task);
         const Block block = block_of(one, task, table[count].offset);
         float* part = sums + one.block_sums + block.column / kSegment * one.rank * one.rows + block.row;
+        static_assert(kHalf >= kSlab);
         u32 row[kHalf];  // where it begins
 #pragma unroll
         for (int r = 0; r < kHalf; ++r) row[r] = (u32)r * (u32)one.columns;
@@ -180,7 +181,8 @@ __global__ void __launch_bounds__(kThreads, 4)
                     there[c] = (j < last ? rows : j < columns ? rows - 1 : 0) - i;
                 }
                 load_rows(from, at, slab == 0, row, there, entry);
-                __syncwarp();  // in the loop, so that the compiler loads factors here and not before
+                // `factor` is written; in the loop, so that the compiler loads it here and not before.
+                __syncwarp();
 #pragma unroll
                 for (int r = 0; r < kRows; ++r) {
                     const Ranks here = factor[i + r];
@@ -274,7 +276,8 @@ INLINE void expand_block(const Matrix& one, const Block& block, const float* lef
     few[r].of[k] = k < ranks && r < block.rows ? p[k * one.rows + r] : -0.0f;
     for (int first = 0; first < block.columns; first += COLUMNS * kLanes) {
         const int j = first + lane();
-        __syncwarp();  // in the loop, so that the compiler does not keep `few` in 32 registers
+        // `few` is written; in the loop, as the compiler would otherwise keep it in 32 registers.
+        __syncwarp();
         float sum[kRows][COLUMNS], entry[kRows][COLUMNS], factor[kSlab][COLUMNS];
         int rows[COLUMNS];
 #pragma unroll

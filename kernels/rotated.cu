@@ -33,7 +33,7 @@ __global__ void dequantize_rotated(const u8* payloads, i64 codes_at, i64 tails_a
     for (i64 at = warp() * SPAN; at < slots; at += warps() * SPAN) {
         const Place place = coded_place(table, row.index, at);
         Entries<BLOCK, true> c;
-        sum_payloads<F>(from, at, SPAN, kLogRows<BLOCK> + 5, Dither{}, c);
+        sum_payloads<F>(from, at, SPAN, kLog<BLOCK>, Dither{}, c);
         turn_back<BLOCK>(rotation, at, c);
         store_span(out, place.entry, entries_at<SPAN>(place), factor, accumulate, c);
     }

@@ -6,7 +6,7 @@ constexpr int kThreads = 256;
 constexpr int kSeekers = 16;  // lanes that search together
 
 // Returns the first of k ascending indices that is at least `least`; -1 counts as largest. Each half of a warp
-// searches for another one: it divides what is left by 17 with each load.
+// searches for its own `least`, with 16 probes at once: each turn leaves a 17th.
 INLINE i64 first_from(const int* indices, i64 k, u64 least) {
     i64 low = 0;
     for (i64 left = k; left > 0; left /= kSeekers + 1) {
@@ -22,6 +22,7 @@ template <class T>
 __global__ void scatter_sum(const int* indices, i64 indices_stride, const float* values, i64 values_stride,
                             i64 payloads, i64 k, float factor, T* out, i64 n, u8* finite, u32* counters) {
     constexpr int kTogether = kThreads / 2, kAhead = 8;
+    static_assert(kTogether % kAhead == 0);  // bounds are read before it is known whether they are there
     __shared__ float sums[kRange];
     __shared__ i64 bounds[kThreads];  // of the range in each of some payloads: begin and end
     const int thread = (int)threadIdx.x;
@@ -45,7 +46,7 @@ __global__ void scatter_sum(const int* indices, i64 indices_stride, const float*
                 for (int a = 0; a < kAhead; ++a) {
                     const i64 i = bounds[2 * (p + a)] + thread, row = first + p + a;
                     const bool there = p + a < some && i < bounds[2 * (p + a) + 1];
-                    places[a] = there ? indices[row * indices_stride + i] : -1;
+                    places[a] = there ? indices[row * indices_stride + i] : -1;  // above every range
                     entries[a] = there ? values[row * values_stride + i] : 0.0f;
                 }
 #pragma unroll

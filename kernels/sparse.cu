@@ -20,7 +20,7 @@ struct Work {
 };
 INLINE u64* sums_of(u8* memory) { return (u64*)(memory + sizeof(Work)); }
 
-// A candidate; one access.
+// A candidate, loaded and stored by one access.
 struct alignas(8) Slot {
     int index;
     float value;
@@ -150,7 +150,7 @@ INLINE void collect(const Entries<T>& from, const Tiles& tiles, i64 tile, u32* b
 #pragma unroll
         for (int row = 0; row < kSpan / kLanes; ++row) {
             const u32 key = magnitude(c[row]);
-            const bool taken = key >= bound;  // which is above the zeros beyond the end
+            const bool taken = key >= bound;  // at least 1, so that zeros beyond the end are not taken
             const u32 word = __ballot_sync(kAllLanes, taken);
             if (!word) continue;
             const int slot = count + ones_before(word);

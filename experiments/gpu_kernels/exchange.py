@@ -59,7 +59,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
 # wait for itself.
 _ENDED: list[Any] = []
 _BUSY = 40_000_000  # clock cycles, 20 ms: longer than any exchange takes the host
-_ROW = 10  # buckets one after the other
+_CALLS = 10  # buckets one after the other
 
 
 class Bucket:
@@ -156,7 +156,7 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
 def _times(call: Callable[[], Any], rest: Callable[[], Any], setting: Setting) -> dict[str, float]:
     """Returns the times of ``call`` without those of ``rest``, which is a part of it."""
     rest()
-    host = [timing.host_microseconds(each, setting.repeats, _ROW) for each in (call, rest)]
+    host = [timing.host_microseconds(each, setting.repeats, _CALLS) for each in (call, rest)]
     device = [timing.behind_a_sleep(each, setting.repeats, _BUSY) for each in (call, rest)]
     return {
         "host microseconds": host[0] - host[1],

@@ -42,8 +42,8 @@ def replayed(call: Callable[[], Any], repeats: int) -> float:
     return milliseconds([graph.replay], repeats) / 10
 
 
-def host_microseconds(call: Callable[[], Any], repeats: int, row: int = 1) -> float:
-    """Returns the median time that the host takes for a call, of ``row`` calls one after the other.
+def host_microseconds(call: Callable[[], Any], repeats: int, calls: int = 1) -> float:
+    """Returns the median time that the host takes for each of ``calls`` calls in a row.
 
     The device is idle before the first.
     """
@@ -51,9 +51,9 @@ def host_microseconds(call: Callable[[], Any], repeats: int, row: int = 1) -> fl
     for _ in range(repeats + 2):
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        for _ in range(row):
+        for _ in range(calls):
             call()
-        times.append((time.perf_counter() - begin) / row)
+        times.append((time.perf_counter() - begin) / calls)
     torch.cuda.synchronize()
     return statistics.median(times[2:]) * 1e6
 

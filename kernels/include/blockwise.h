@@ -77,7 +77,7 @@ template <class F, int LOG2_TOP, u32 TOP_BITS, bool MX> struct Scaled8 {
         return code;
     }
     template <class W> INLINE auto decode(W code) { return F::decode(code); }
-    INLINE float decode_high(u32 code) { return F::template decode_high<bits>(code); }
+    INLINE float decode_high(u32 code) { return F::decode_high(code); }
 };
 // 4-bit floats; the scale is the largest magnitude over 6.
 struct E2M1Scaled {
@@ -102,7 +102,7 @@ struct E2M1Scaled {
     }
     // Bits of `code` above the lowest four are ignored: they are codes of other entries.
     template <class W> INLINE auto decode(W code) { return E2M1::decode(wide(code)); }
-    INLINE float decode_high(u32 code) { return E2M1::decode_high<bits>(code); }
+    INLINE float decode_high(u32 code) { return E2M1::decode_high(code); }
 };
 using Int8 = Integer<8>;
 using Int4 = Integer<4>;

@@ -13,16 +13,18 @@ template <class F> INLINE float scale_at(const u8* scales, i64 block) {
     else return ((const float*)scales)[block];
 }
 
-// For blocks of BLOCK entries: the entries of a span, this lane's share, and log2 of a block's rows.
+constexpr int kWarps = 8;  // of a block of threads, as cuda.py launches it
+
+// For blocks of BLOCK entries: the entries of a span, this lane's share, and log2 of BLOCK.
 // WHOLE: a span is no less than a block, which a warp rotates. Otherwise 2048 entries would take 168
 // registers, with which 8 warps fit a multiprocessor instead of 40.
 template <int BLOCK, bool WHOLE = false> constexpr int kSpan = BLOCK < 256 ? 256 : BLOCK > kMeanOf && !WHOLE ? kMeanOf : BLOCK;
 template <int BLOCK, bool WHOLE = false> using Entries = float[kSpan<BLOCK, WHOLE> / kLanes];
+template <int BLOCK> constexpr int kLog = 1 + kLog<BLOCK / 2>;
+template <> constexpr int kLog<32> = 5;
 // How many blocks of 256 threads a multiprocessor is to hold where warps have spans of SPAN entries: as
 // many as do without spilled registers.
 template <int SPAN> constexpr int kResident = SPAN > 512 ? 2 : SPAN > 256 ? 3 : 4;
-template <int BLOCK> constexpr int kLogRows = 1 + kLogRows<BLOCK / 2>;
-template <> constexpr int kLogRows<32> = 0;
 
 // The draws of a dither: where they are in the stream, the rank that encodes, and how many ranks there are.
 struct Dither {
@@ -51,13 +53,15 @@ template <class F> struct Draws {
 };
 
 // A lane decodes 8 of the 256 entries of a group: those whose codes are consecutive bytes, so that it
-// loads them at once. All lie in one block: kInRun entries follow each other, and more lie 32 behind.
+// loads them at once. All lie in one unit, and so in one block: kInRun entries follow each other, and more
+// lie 32 behind.
 template <class F> constexpr int kInRun = F::is_sign ? 8 : F::bits;
 template <class F> INLINE int first_place() {
     const int byte = lane() * kInRun<F>;
     return byte / 32 * kUnit<F> + byte % 32;
 }
 constexpr int kPitch = kLanes + 1;  // of rows in shared memory, so that lanes reach different banks
+// Aligned: parts and rows of a payload begin at multiples of 16 bytes.
 template <class F> INLINE u64 load_codes(const u8* codes) {
     if constexpr (F::bits == 8) return *(const u64*)codes;
     else if constexpr (F::bits == 4) return *(const u32*)codes;
@@ -76,7 +80,7 @@ template <class F> INLINE float decoded(u64 codes, int j, float scale, const Dra
     } else if constexpr (F::is_float) {
         return F::decode_high(four << (32 - F::bits - byte * 8 - plane)) * scale;
     } else {
-        // As F::decode, four codes at a time: a byte goes below those of a float whose last place is 1.
+        // As F::decode, four codes at a time: a code becomes the lowest byte of kRound, whose last place is worth 1.
         constexpr u32 kEach = 0x01010101u, kMiddle = 1u << (F::bits - 1);
         const u32 flipped = (four >> plane & kEach * (2 * kMiddle - 1)) ^ kEach * kMiddle;
         const float shifted = float_of(__byte_perm(flipped, bits_of(kRound), 0x7650 + byte));
@@ -129,7 +133,7 @@ INLINE void sum_group(const Payloads& from, i64 at, int count, int log, const Di
 template <class F, int ROWS>
 INLINE void sum_payloads(const Payloads& from, i64 at, int count, int log, const Dither& dither,
                          float (&sum)[ROWS]) {
-    __shared__ float rooms[8][8 * kPitch];
+    __shared__ float rooms[kWarps][8 * kPitch];
 #pragma unroll
     for (int g = 0; g < ROWS / 8; ++g) {
         float c[8];
@@ -209,7 +213,6 @@ struct Extent {
 // Combines the extents of the TEAM warps of a block, in their order; all threads of the grid's block
 // call it. `turn` is 0 and 1 alternately: a warp that is ahead writes where nobody reads any more.
 template <int TEAM> INLINE Extent combined(Extent mine, int turn) {
-    constexpr int kWarps = 8;
     __shared__ u32 largest[2][kWarps];
     __shared__ float sums[2][kWarps];
     const int here = (int)threadIdx.x / kLanes, first = here / TEAM * TEAM;
@@ -260,7 +263,7 @@ INLINE void encode(Segments table, i64 row, const float* residual, const Unsent&
         if (residual) add_span(residual, place.entry, there, c);
         if constexpr (ROTATED) turn<BLOCK>(rotation, at, c);
         u8* codes = payload + places.codes + (at >> 3) * F::bits;
-        u8* scales = payload + (at >> kLogRows<BLOCK> >> 5) * kScaleBytes<F>;
+        u8* scales = payload + (at >> kLog<BLOCK>) * kScaleBytes<F>;
         Scale scale = {};
         u32 random[4] = {}, byte = 0;
         Draws<F> draws;

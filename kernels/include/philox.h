@@ -12,7 +12,7 @@ constexpr i64 kRowKeys = (i64)1 << 40;
 constexpr int kRounds = 7;  // the fewest that pass BigCrush, by the paper; 10 is the usual margin
 constexpr u32 kKeySteps[2] = {0x9E3779B9u, 0xBB67AE85u}, kFactors[2] = {0xD2511F53u, 0xCD9E8D57u};
 
-// In CUDA the compiler adds a product of the zero upper half of a factor unless the instruction is named.
+// Named in CUDA: the compiler would multiply the upper half of a factor too, which is zero.
 INLINE u64 wide_product(u32 a, u32 b) {
 #if defined(__CUDACC_RTC__)
     u64 product;

@@ -134,11 +134,11 @@ template <int E, int M, u32 TOP> struct Float8 {
         auto normal = (rest + rebias) << dropped;
         return float_of((code & 0x80u) << 24 | ((rest >> M) == 0u ? denormal : normal));
     }
-    // As `decode`, of a code in the highest BITS of a word with other bits below it. What is a denormal
-    // number there is one before the product as well, which slows a CPU down.
-    template <int BITS> INLINE float decode_high(u32 code) {
-        const u32 places = (u32)((int)code >> (32 - BITS - dropped));
-        return float_of(places & (0x80000000u | ((1u << (BITS - 1)) - 1) << dropped)) * float_of((254u - bias) << 23);
+    // As `decode`, of a code in the highest bits of a word; other bits may follow. Codes of denormal numbers
+    // pass through denormal floats, which are slow on a CPU.
+    INLINE float decode_high(u32 code) {
+        const u32 places = (u32)((int)code >> (8 - E));
+        return float_of(places & (0x80000000u | ((1u << (E + M)) - 1) << dropped)) * float_of((254u - bias) << 23);
     }
 };
 using E4M3 = Float8<4, 3, 0x7e>;  // up to 448

@@ -36,8 +36,8 @@ INLINE void announce(u32* number, u32 value) {
     if (threadIdx.x == 0) *(volatile u32*)number = value;
 }
 
-// Returns whether this block ends the last of `count` tasks, with `own` of its own; it sees what the others
-// wrote before.
+// Returns whether, with the `own` tasks that this block has ended, all `count` have been; it then sees what
+// the other blocks wrote.
 INLINE bool is_last(u32* done, u32 count, u32 own = 1) {
     __shared__ u32 last;
     __threadfence();
