@@ -25,12 +25,12 @@ INLINE void add_square(double& sum, float x) { sum = fma((double)x, (double)x, s
 // Returns a number of 32 bits, 0 to `most`.
 INLINE int clamped(i64 x, int most) { return x < 0 ? 0 : x < most ? (int)x : most; }
 
-// Loads entries at the places from `low` to `high`; the others are zero.
+// Loads entries at the places from `low` to `high` behind `at`; the others are zero.
 template <class X, class G, int COUNT>
-INLINE void load_lines(const X* x, const int (&places)[COUNT], int low, int high, G (&c)[COUNT]) {
+INLINE void load_lines(const X* x, i64 at, const int (&places)[COUNT], int low, int high, G (&c)[COUNT]) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i)
-        c[i] = places[i] >= low && places[i] < high ? (G)wide(x[places[i]]) : (G)0;
+        c[i] = places[i] >= low && places[i] < high ? (G)wide(x[at + places[i]]) : (G)0;
 }
 
 // A warp takes 32 columns of a slice, one per lane, and reads every tensor once. G is float or double.
@@ -62,13 +62,14 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
                 const u32 turned = column - __shfl_sync(kAllLanes, turns, line + i);
                 places[i] = (line + i) * width + (int)(turned & draw.mask);
             }
-            load_lines(gradient + at, places, 0, count, g);
-            load_lines(mean + (at - begin), places, low, high, m);
-            if (before) load_lines(before + at, places, 0, count, b);
-            if (after) load_lines(after + at, places, 0, count, a);
+            load_lines(gradient, at, places, 0, count, g);
+            load_lines(mean, at - begin, places, low, high, m);
+            if (before) load_lines(before, at, places, 0, count, b);
+            if (after) load_lines(after, at, places, 0, count, a);
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const G all = g[i] + b[i] - a[i], own = keeps ? g[i] : all, ours = m[i] * factor, d = own - ours;
+                const G all = g[i] + b[i] - a[i], own = keeps ? g[i] : all;
+                const G ours = places[i] < count ? m[i] * factor : (G)0, d = own - ours;  // also of an infinite factor
                 add_square(square[0], own);
                 add_square(square[1], m[i]);
                 add_square(square[2], d);
