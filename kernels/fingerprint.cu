@@ -68,8 +68,7 @@ __global__ void fingerprint(const G* gradient, const T* mean, i64 begin, i64 end
             if (after) load_lines(after, at, places, 0, count, a);
 #pragma unroll
             for (int i = 0; i < kTogether; ++i) {
-                const G all = g[i] + b[i] - a[i], own = keeps ? g[i] : all;
-                const G ours = places[i] < count ? m[i] * factor : (G)0, d = own - ours;  // also of an infinite factor
+                const G all = g[i] + b[i] - a[i], own = keeps ? g[i] : all, ours = m[i] * factor, d = own - ours;
                 add_square(square[0], own);
                 add_square(square[1], m[i]);
                 add_square(square[2], d);
