@@ -81,14 +81,6 @@ def test_many_tasks_are_added_up_in_the_same_order():
     assert_agree(KERNELS, outputs, plain(sum(sizes)), sizes, on_machines=some)
 
 
-def test_an_infinite_factor_reaches_entries_alone():
-    def sketches(run: Any, mean: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
-        return outputs(run, mean, sizes, factor=float("inf"))[2:]
-
-    for sizes in ((2,), (70,), (33, 1)):
-        assert_agree(KERNELS, sketches, plain(sum(sizes)), sizes)
-
-
 def test_hashes_equal_the_definition():
     def hashed(run: Any, x: Tensor, sizes: tuple[int, ...], zero: int) -> list[Tensor]:
         out = torch.full((len(sizes),), 7, dtype=torch.int64)
