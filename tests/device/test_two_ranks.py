@@ -35,7 +35,7 @@ def check_schemes(world_size: int, backend: str) -> None:
     for results in run(of_ranks, world_size, backend):
         for name, values in results.items():
             for value, other in zip(values, expected[name], strict=True):
-                near = tolerance(name)
+                near = tolerance(name, world_size)
                 assert_close(value, other, rtol=near, atol=near, msg=name)
 
 

@@ -51,5 +51,5 @@ def test_ranks_get_what_a_simulation_gives(world_size: int) -> None:
         assert results.keys() == expected.keys()
         for name, values in results.items():
             for value, simulated_value in zip(values, expected[name], strict=True):
-                near = tolerance(name)
+                near = tolerance(name, world_size)
                 torch.testing.assert_close(value, simulated_value, rtol=near, atol=near, msg=name)
