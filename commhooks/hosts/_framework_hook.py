@@ -98,7 +98,7 @@ class FrameworkHook:
             )
         if self._hook is not None:
             self._hook.close()  # of a model that was wrapped for a run before this one
-        self._hook = register(ddp, self._scheme, **self._options)
+        self._hook, self._idle = register(ddp, self._scheme, **self._options), False
         if self._pending_state is not None:
             self._hook.load_state_dict(self._pending_state)
             self._pending_state = None

@@ -121,6 +121,8 @@ def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
 @on_ranks(2)
 def test_a_second_run_has_a_hook_of_its_own(world_size: int) -> None:
     host = FrameworkHook("int8")
+    with pytest.warns(RuntimeWarning, match="there is one process"):
+        host._attach(nn.Linear(2, 2), 1)  # a run in one process comes before
     host._attach(wrapped(), world_size)
     first = host.hook
     model = wrapped()
