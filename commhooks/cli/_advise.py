@@ -1,4 +1,4 @@
-"""Runs ``commhooks advise``: predicts candidates with every bucket size and recommends one."""
+"""Runs ``commhooks advise``: predicts candidates with every bucket size and recommends two."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from commhooks.cli._arguments import (
     workload_of,
 )
 from commhooks.cli._simulate import short
-from commhooks.predict._advise import CANDIDATES, MARGIN, Option, advise, best_of
+from commhooks.predict._advise import CANDIDATES, MARGIN, SAFE_ERROR, Option, advise, best_of
 from commhooks.predict._device import device as device_of
 from commhooks.predict._fabric import fabric as fabric_of
 from commhooks.predict._workload import Workload
@@ -46,7 +46,7 @@ def advise_on(
     accumulate: int,
     out: Path | None,
 ) -> None:
-    """Prints the fastest options, and the recommended one.
+    """Prints the fastest options, what to begin with, and what is faster.
 
     Args:
         model, timeline: see :class:`commhooks.cli._simulate.Options`, as for the others.
@@ -80,15 +80,11 @@ def advise_on(
         highlight=False,
     )
     # The fastest options, and the best of them.
-    beyond = [
-        option
-        for option in every
-        if option.error > max_error and option.name not in ("none", "bf16")
-    ]
-    options = [option for option in every if option not in beyond]
+    options = _within(every, max_error)
+    beyond = [option for option in every if option not in options]
     console.print(_table(options, beyond, max_error))
-    best = best_of(options)
-    for text in (_by_size(best.name, options), *_advice(best, options, workload, max_error)):
+    safe, best = best_of(_within(options, min(SAFE_ERROR, max_error))), best_of(options)
+    for text in (_by_size(safe.name, options), *_advice(safe, best, options, workload)):
         console.print(text, highlight=False, soft_wrap=True)
     # Gains of a larger error, and a note on the link.
     faster = [option for option in beyond if option.step.step_s < (1 - MARGIN) * best.step.step_s]
@@ -99,6 +95,13 @@ def advise_on(
     if out is not None:
         _write([*options, *beyond], out)
         typer.echo(f"wrote {out}")
+
+
+def _within(options: Sequence[Option], error: float) -> list[Option]:
+    """Returns the options of at most an error, and those that do not compress by a scheme."""
+    return [
+        option for option in options if option.error <= error or option.name in ("none", "bf16")
+    ]
 
 
 def _fastest(options: Sequence[Option]) -> list[Option]:
@@ -148,27 +151,55 @@ def _by_size(name: str, options: Sequence[Option]) -> str:
 
 
 def _advice(
-    best: Option, options: Sequence[Option], workload: Workload, max_error: float
+    safe: Option, best: Option, options: Sequence[Option], workload: Workload
 ) -> Iterator[str]:
-    """Yields a sentence, and the lines of Python that follow from it."""
-    times = best.step.step_s / workload.compute_s
-    longer = (
-        f"{100 * (times - 1):.0f} % longer than" if times < 2 else f"{times:.1f} times as long as"
-    )
-    over = f"{longer} computing alone"
-    step = f"{short(1e3 * best.step.step_s)} ms per step"
-    wrap = f"    model = DistributedDataParallel(module, bucket_cap_mb={best.cap_mb:g})"
+    """Yields what to begin with, what is faster, and the lines of Python that follow from each.
+
+    Args:
+        safe: the best option whose error is small.
+        best: the best option within the budget of error.
+    """
     if best.name == "none":
         yield (
             f"\nDo not compress: no scheme within the budget saves {100 * MARGIN:.0f} % of the "
-            f"{step}, {over}."
+            f"{_times(best, options, workload)}."
         )
-        yield wrap
+        yield _wrapped(best)
         return
-    gain = f", {_bf16(options) / best.step.step_s:.2f} times as fast as bf16"
-    yield f"\nTake {best}: {step}{'' if best.name == 'bf16' else gain}, {over}."
-    yield wrap
-    yield f"    hook = commhooks.register(model, {_arguments(best.name)})".replace("'", '"')
+    yield f"\nBegin with {safe}: {_times(safe, options, workload)}."
+    yield _wrapped(safe)
+    if best.name != safe.name:
+        yield (
+            f"\nFaster: {best}: {_times(best, options, workload)}. Its error of {best.error:.2g} "
+            f"is {_later(best)}: compare the loss with that of {safe.name}."
+        )
+        yield _wrapped(best)
+
+
+def _times(option: Option, options: Sequence[Option], workload: Workload) -> str:
+    """Returns the step as milliseconds, over that with bf16, and over computing alone."""
+    times = option.step.step_s / workload.compute_s
+    longer = (
+        f"{100 * (times - 1):.0f} % longer than" if times < 2 else f"{times:.1f} times as long as"
+    )
+    gain = f"{_bf16(options) / option.step.step_s:.2f} times as fast as bf16, "
+    step = f"{short(1e3 * option.step.step_s)} ms per step"
+    return f"{step}, {'' if option.name in ('none', 'bf16') else gain}{longer} computing alone"
+
+
+def _wrapped(option: Option) -> str:
+    """Returns the lines of Python that take an option."""
+    lines = f"    model = DistributedDataParallel(module, bucket_cap_mb={option.cap_mb:g})"
+    if option.name == "none":
+        return lines
+    hook = f"    hook = commhooks.register(model, {_arguments(option.name)})".replace("'", '"')
+    return f"{lines}\n{hook}"
+
+
+def _later(option: Option) -> str:
+    if has_feedback(option.scheme):
+        return "sent in later steps by feedback"
+    return "unbiased, so that it averages out over ranks and steps"
 
 
 def _arguments(text: str) -> str:
@@ -178,13 +209,10 @@ def _arguments(text: str) -> str:
 
 
 def _beyond(option: Option, max_error: float) -> str:
-    later = "feedback sends it in later steps"
-    if not has_feedback(option.scheme):
-        later = "it is unbiased, so that it averages out over ranks and steps"
     return (
         f"\n{option.name} would take {short(1e3 * option.step.step_s)} ms. Its error of "
-        f"{option.error:.2g} is above {max_error:g}: {later}, and whether the model still learns "
-        f"has to be tried."
+        f"{option.error:.2g} is above {max_error:g}; it is {_later(option)}, and whether the model "
+        f"still learns has to be tried."
     )
 
 

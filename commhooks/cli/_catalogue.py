@@ -23,6 +23,7 @@ from commhooks import Scheme, Simulation, scheme_names
 from commhooks.cli._arguments import made, split
 from commhooks.core._registry import factory_of, options_of
 from commhooks.core._scheme import slots_of
+from commhooks.predict._ladder import ladder_lines
 from commhooks.research.trace import bits_per_entry
 from commhooks.wrappers._make import WRAPPER_OPTIONS
 
@@ -51,6 +52,8 @@ def schemes(which: Sequence[str]) -> None:
             console.print(_page(name))
         if not named:
             console.print(_listed(console.width))
+            print("\nBegin with, by the network between ranks:")
+            print(*(f"  {line}" for line in ladder_lines()), sep="\n")
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from commhooks.wrappers._make import make
 __all__ = [
     "CANDIDATES",
     "CAPS_MB",
+    "SAFE_ERROR",
     "Option",
     "advise",
     "best_of",
@@ -36,6 +37,8 @@ CANDIDATES = ("none", "bf16", "int8", "int4", "onebit", "powersgd", "topk")
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 # A scheme has to win by this share of the step: predictions are not more exact than that.
 MARGIN = 0.02
+# Relative squared error of an exchange up to which a scheme is safe: int8 has 6e-5, int4 0.02.
+SAFE_ERROR = 1e-3
 # Entries on which the error of a scheme is measured.
 _SAMPLE = 2**20
 

@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 
 from tests import builds
 from tests.packaging.scripts import REFUSES, TRAINS
+from tests.unit.test_docs import BLOCK, PRELUDE
 
 pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
@@ -224,6 +225,28 @@ def test_a_wheel_runs_with_torch_and_numpy_only(wheel: Path, bare: Environment) 
         "commhooks: the command line needs rich and typer, which cannot be imported "
         "(No module named 'typer'): pip install rich typer"
     ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_a_page_runs_with_torch_and_numpy_only(page: str, bare: Environment) -> None:
+    """The tree stands for its wheel. A block that needs more says what to install."""
+    (bare.packages / "tree.pth").write_text(f"{ROOT}\n")
+    blocks = BLOCK.findall((ROOT / page).read_text())
+    script = bare.folder / "page.py"
+    script.write_text(f"""
+import commhooks
+names = {{}}
+for block in {[PRELUDE, *blocks]!r}:
+    try:
+        exec(block, names)
+    except commhooks.errors.MissingPackageError as error:
+        print("refused:", error)
+""")
+    printed, _ = run(bare.python, script, cwd=bare.folder)
+    refused = [line for line in printed.splitlines() if line.startswith("refused: ")]
+    assert all(": pip install " in line for line in refused)
+    assert len(refused) < len(blocks) / 2
+    assert " on 1 rank" in printed or page == "README.md"
 
 
 def test_a_wheel_installs_and_imports(wheel: Path, environment: Environment) -> None:

@@ -63,7 +63,8 @@ def test_the_command_says_what_to_write() -> None:
     text = run_cli(
         "advise", "--model", "resnet50", "--network", "1gbe", "--schemes", "int8,powersgd:rank=2"
     )
-    assert "Take int8 in buckets of" in text
+    assert "Begin with int8 in buckets of" in text
+    assert "Faster" not in text  # nothing else is within the budget
     assert 'hook = commhooks.register(model, "int8")' in text
     assert "bucket_cap_mb=" in text
     assert "powersgd:rank=2 would take" in text  # beyond the budget, faster
@@ -74,6 +75,16 @@ def test_the_command_says_what_to_write() -> None:
         "powersgd:rank=2",
     )
     assert 'commhooks.register(model, "powersgd", rank=2)' in text
+
+
+def test_the_command_begins_with_what_is_safe_and_names_what_is_faster() -> None:
+    arguments = ("--model", "gpt2", "--network", "1gbe", "--ranks", "4", "--schemes", "int8,int4")
+    text = " ".join(run_cli("advise", *arguments).split())
+    safe, faster = text.partition("Begin with ")[2].split("Faster: ")
+    for name, text in (("int8", safe), ("int4", faster)):
+        assert text.startswith(f"{name} in buckets of")
+        assert f'commhooks.register(model, "{name}")' in text
+    assert "compare the loss with that of int8" in faster
 
 
 def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:

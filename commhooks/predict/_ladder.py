@@ -1,0 +1,90 @@
+"""Says which scheme to try first on which network: one table, for pages and commands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from commhooks.predict._device import device
+from commhooks.predict._fabric import fabric
+from commhooks.predict._models import model
+from commhooks.predict._step import predict_step
+from commhooks.wrappers._make import make
+
+__all__ = ["LADDER", "MODELS", "Rung", "ladder_lines", "ladder_markdown", "predicted_speed"]
+
+MODELS = ("resnet50", "gpt2")
+_RANKS = 4
+
+
+@dataclass(frozen=True)
+class Rung:
+    """Holds what to try first on a network.
+
+    Attributes:
+        network: the link between ranks, in words.
+        preset: its name for :func:`commhooks.predict.fabric`; empty: there is none.
+        first: the scheme to begin with.
+        then: the scheme to try next, whose loss has to be compared; empty: none.
+        speed: of ``first`` and of ``then`` over bf16, for each of ``MODELS``, on four machines of
+            an A100 each, as :func:`predicted_speed` returns it.
+    """
+
+    network: str
+    preset: str
+    first: str
+    then: str = ""
+    speed: tuple[tuple[float, ...], ...] = ()
+
+
+LADDER = (
+    Rung("NVLink, or 100 Gbit/s and more", "100gbe", "bf16"),
+    Rung("25 Gbit/s", "25gbe", "int8", "int4", ((1.43, 1.65), (1.44, 2.34))),
+    Rung("10 Gbit/s", "10gbe", "int8", "int4", ((1.75, 1.81), (2.82, 3.03))),
+    Rung("1 Gbit/s", "1gbe", "int8", "powersgd", ((1.94, 1.95), (23.0, 48.1))),
+    Rung("slower, or between sites", "", "DiLoCo"),
+)
+# What to write for a scheme whose name is not all of it.
+_CALLS = {
+    "powersgd": '"powersgd", rank=4, start_step=...',
+    "DiLoCo": 'commhooks.DiLoCo(model, "int4", every=100)',
+}
+
+
+def predicted_speed(scheme: str, network: str, name: str) -> float:
+    """Returns the step of bf16 over that of a scheme, on four machines of an A100 each.
+
+    Args:
+        scheme: its name.
+        network: a preset of :func:`commhooks.predict.fabric`.
+        name: of :data:`commhooks.predict.MODELS`.
+    """
+    a100 = device("a100")
+    workload = model(name).workload(a100)
+    steps = [
+        predict_step(make(each), workload, ranks=_RANKS, fabric=fabric(network), device=a100)
+        for each in ("bf16", scheme)
+    ]
+    return steps[0].step_s / steps[1].step_s
+
+
+def ladder_markdown() -> str:
+    """Returns the ladder as a table of Markdown."""
+    head = ("network", "begin with", "speed", "if that is too slow", "speed")
+    rows = [head, ("---",) * len(head)]
+    for rung in LADDER:
+        speed = [", ".join(f"{value:.3g}" for value in values) for values in rung.speed] or ["", ""]
+        rows.append((rung.network, _call(rung.first), speed[0], _call(rung.then), speed[1]))
+    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
+
+
+def ladder_lines() -> list[str]:
+    """Returns the ladder as lines for a terminal."""
+    return [
+        f"{rung.network}: {rung.first}"
+        + (f"; if that is too slow, {rung.then}" if rung.then else "")
+        for rung in LADDER
+    ]
+
+
+def _call(scheme: str) -> str:
+    return "`" + _CALLS.get(scheme, f'"{scheme}"') + "`" if scheme else ""
