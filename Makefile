@@ -7,7 +7,9 @@ FRAMEWORKS := .venv-frameworks
 TORCH := .venv-torch-$(VERSION)
 RUN := $(VENV)/bin/python
 # torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages. Modules are compiled where
-# they are imported: all of torch's would take longer than its installation.
+# they are imported first: all of torch's would take longer than its installation. Compiled again in every process,
+# they would take half of the tests' time.
+unexport PYTHONDONTWRITEBYTECODE
 INSTALL := $(RUN) -m pip install --quiet --no-compile --constraint constraints.txt
 
 # Makes an environment that sees what is in $(VENV), torch among it; what is installed into it comes first, and is not in $(VENV).

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import pandas as pd
-from scipy.stats import spearmanr
 
 from experiments.quality.setups import BASE, Arm, Setup
 from experiments.tools.intervals import interval
@@ -111,7 +110,7 @@ def predictors(setup: Setup, table: pd.DataFrame) -> dict[str, float]:
     compared = comparable(setup, table)
     if len(compared) < 4:
         return {}
-    return {name: float(spearmanr(compared[name], compared.gap)[0]) for name in FIGURES}
+    return {name: float(compared[name].rank().corr(compared.gap.rank())) for name in FIGURES}
 
 
 def comparable(setup: Setup, table: pd.DataFrame) -> pd.DataFrame:

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from scipy.stats import t as student
+from scipy.special import stdtrit  # scipy.stats takes as long to import as torch
 
 __all__ = ["interval"]
 
@@ -19,5 +19,5 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return mean, math.nan
-    quantile = float(student.ppf(0.975, count - 1))
+    quantile = float(stdtrit(count - 1, 0.975))
     return mean, quantile * statistics.stdev(values) / math.sqrt(count)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -84,21 +86,16 @@ def assert_same_memory(left: Simulation, right: Simulation) -> None:
 # ---- what ``commhooks check`` asks of every scheme
 
 
-def obeys(case: Case, law: str) -> bool:
-    """Whether the law is about the case."""
-    scheme = case.scheme
-    return scheme.traits.averages and LAWS[law].is_for(scheme)
+def laws_about(case: Case) -> Iterator[Any]:
+    """Yields a parameter for each law that is about the case."""
+    scheme, marks = case.scheme, () if case.at_every_run else pytest.mark.slow
+    for law in OF_EVERY_CASE:
+        if scheme.traits.averages and LAWS[law].is_for(scheme):
+            yield pytest.param(case, law, marks=marks)
 
 
 @pytest.mark.parametrize(
-    ("case", "law"),
-    [
-        pytest.param(case, law, marks=() if case.at_every_run else pytest.mark.slow)
-        for law in OF_EVERY_CASE
-        for case in CASES
-        if obeys(case, law)
-    ],
-    ids=str,
+    ("case", "law"), [law for case in CASES for law in laws_about(case)], ids=str
 )
 def test_schemes_obey_the_laws_inside_every_wrapper(case: Case, law: str) -> None:
     (verdict,) = check_scheme(lambda: case.scheme, [law])
