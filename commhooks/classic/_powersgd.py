@@ -174,7 +174,7 @@ class PowerSGDState(CompressionStats):
     def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
         """Returns this rank's memory, step count and scheme, or with ``gather`` those of all ranks.
 
-        See :meth:`commhooks.HookState.state_dict`.
+        See :meth:`commhooks.hook.HookState.state_dict`.
 
         Raises:
             RegistrationError: the state is registered on no model, or on several.
@@ -192,7 +192,7 @@ class PowerSGDState(CompressionStats):
     ) -> None:
         """Continues from a saved state: now, or at first use if it is not registered yet.
 
-        See :meth:`commhooks.HookState.load_state_dict`.
+        See :meth:`commhooks.hook.HookState.load_state_dict`.
 
         Raises:
             CheckpointError: the state is foreign, another rank's, or does not fit; nothing changed.

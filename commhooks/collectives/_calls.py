@@ -485,7 +485,10 @@ class CollectiveState(HookState):
     # ---- between calls
 
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
-        """Runs another scheme from the next call on; see :meth:`commhooks.HookState.switch`."""
+        """Runs another scheme from the next call on.
+
+        See :meth:`commhooks.hook.HookState.switch`.
+        """
         self.wait()
         super().switch(scheme, **options)
 
@@ -506,14 +509,17 @@ class CollectiveState(HookState):
             self._tensors.declare(name, like.shape, like.dtype)
 
     def state_dict(self, *, gather: bool = False, dst: int | None = None) -> dict[str, Any]:
-        """Returns what a later run continues from; see :meth:`commhooks.HookState.state_dict`."""
+        """Returns what a later run continues from.
+
+        See :meth:`commhooks.hook.HookState.state_dict`.
+        """
         self.wait()
         return super().state_dict(gather=gather, dst=dst)
 
     def load_state_dict(
         self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> None:
-        """Continues from a saved state; see :meth:`commhooks.HookState.load_state_dict`."""
+        """Continues from a saved state; see :meth:`commhooks.hook.HookState.load_state_dict`."""
         self.wait()
         saved = read(state, "load_state_dict", verify=False)
         steps, tensors, first = _tensors_of(saved.common.get("plan", ""))

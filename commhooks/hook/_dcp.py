@@ -57,7 +57,7 @@ def load_dcp(
 
     Raises:
         CheckpointError: there is no checkpoint, nothing is saved under ``key``, or the saved state
-            does not fit; see :meth:`commhooks.HookState.load_state_dict`. Nothing was changed.
+            does not fit; see :meth:`commhooks.hook.HookState.load_state_dict`. Nothing was changed.
 
     Example:
         >>> dcp.save({"model": model.state_dict(), "hook": hook}, checkpoint_id=folder)

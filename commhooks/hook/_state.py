@@ -69,6 +69,10 @@ class HookState(Running):
         history: number of ledger rows kept for ``report``.
         options: options of the scheme, see :func:`commhooks.make`.
 
+    Attributes:
+        ledger: bytes and times of what was sent, see :class:`commhooks.hook.Ledger`.
+        verification: the :class:`commhooks.Verification` of ``register(verify=...)``, or None.
+
     Example:
         >>> state = HookState(ErrorFeedback(PowerSGD(rank=4)), ddp_model)
         >>> ddp_model.register_comm_hook(state, comm_hook)

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "ErrorFigures",
     "Gradients",
+    "SecondMoment",
     "Step",
     "Trace",
     "bits_per_entry",
+    "error_figures",
     "measure",
     "replay",
     "simulation_of",
@@ -190,7 +193,7 @@ def replay(trace: Trace, scheme: str | Scheme, **options: Any) -> pd.DataFrame:
     Returns:
         One row per recorded step. ``bits``: per entry, see :func:`bits_per_entry`. ``error``,
         ``median``, ``worst``, ``adam``, ``noise``: the error of the mean, see
-        :class:`commhooks.research._error_figures.ErrorFigures`. ``cosine``: of the angle between
+        :class:`commhooks.research.trace.ErrorFigures`. ``cosine``: of the angle between
         the mean and the exact mean. ``residual``: norm of all residuals over the norm of all
         gradients.
 

@@ -42,7 +42,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
     """Averages gradients in Python, with the arguments and semantics of torch's class.
 
     The class derives from torch's, so that ``isinstance`` checks (checkpoints, trainers,
-    optimizers) hold; its work is done here and in :class:`ddp_core.Reducer`. Beyond torch's class:
+    optimizers) hold; its work is done here and in ``Reducer``. Beyond torch's class:
     hooks can be replaced and removed between steps, a scheme can request a bucket layout, every
     bucket leaves a timeline, a rank that fails notifies the others, and gradients can be averaged
     at a named point (:meth:`hold`, :meth:`reduce`).

@@ -15,11 +15,14 @@ from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
+from textwrap import dedent
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch.distributed as dist
+from mkdocs.utils import yaml_load
 from torch.nn.parallel import DistributedDataParallel
 from typer.testing import CliRunner
 
@@ -149,6 +152,14 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def is_entry(page: Path, anchor: str) -> bool:
+    """Whether a page of the reference describes the module of a name, and the name exists."""
+    modules = re.findall(r"^::: ([\w.]+)$", page.read_text(), flags=re.MULTILINE)
+    with contextlib.suppress(AttributeError, ImportError, ValueError):
+        return anchor.startswith(tuple(modules)) and resolve_name(anchor) is not None
+    return False
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for link in re.findall(r"\]\(([^)]+)\)", without_code(page)):
@@ -157,7 +168,8 @@ def test_links_lead_somewhere() -> None:
             target, _, anchor = link.partition("#")
             file = (page.parent / target).resolve() if target else page
             assert file.exists(), f"{page.name}: {link}"
-            assert not anchor or anchor in anchors(file), f"{page.name}: {link}"
+            there = not anchor or anchor in anchors(file) or is_entry(file, anchor)
+            assert there, f"{page.name}: {link}"
 
 
 SOURCES = [
@@ -277,6 +289,72 @@ def test_a_scheme_has_a_page(name: str) -> None:
     (link,) = re.findall(rf"\[`{name}`\]\((\w+\.md)", SCHEMES.read_text())
     titles = re.findall(r"^#+ (.*)$", (SCHEMES.parent / link).read_text(), flags=re.MULTILINE)
     assert any(f"`{name}`" in title for title in titles)
+
+
+# ---- the reference, as mkdocs.yml and the pages of docs/reference ask for it
+
+
+def options_of_the_reference() -> dict[str, Any]:
+    plugins = yaml_load((ROOT / "mkdocs.yml").read_text())["plugins"]
+    (mkdocstrings,) = [each["mkdocstrings"] for each in plugins if isinstance(each, dict)]
+    options: dict[str, Any] = mkdocstrings["handlers"]["python"]["options"]
+    return options
+
+
+def classes_of_the_reference() -> dict[type, set[str]]:
+    """The classes that have an entry, and the names that they show if they inherit them."""
+    usual, classes = options_of_the_reference(), {}
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        text = page.read_text()
+        for name, indented in re.findall(r"^::: ([\w.]+)\n((?: +.*\n)*)", text, re.MULTILINE):
+            with contextlib.suppress(MissingPackageError):  # the module of a framework
+                module = import_module(name)
+                of_page = (yaml_load(dedent(indented)) or {"options": {}})["options"]
+                for member in of_page.get("members", module.__all__):
+                    if inspect.isclass(value := getattr(module, member)):
+                        asked = {**usual, **of_page}
+                        classes[value] = set(asked["inherited_members"])
+    return classes
+
+
+def test_the_reference_has_the_methods_that_pages_call() -> None:
+    """Those of the class itself, and those of its base classes that it is told to show."""
+    classes, calls = classes_of_the_reference(), set()
+    for page in PAGES:
+        if "design" not in page.parts:
+            for code in re.findall(r"```.*?```|`[^`\n]+`", page.read_text(), re.DOTALL):
+                calls |= set(re.findall(r"[\w)\]]\.([a-z]\w*)\(", code))
+    called, missing = 0, set()
+    for shown, inherited in classes.items():
+        ours = [base for base in shown.__mro__ if base.__module__.partition(".")[0] in PACKAGES]
+        # A scheme need not repeat what its base class says, nor what torch says of its own.
+        of_itself = (shown,) if issubclass(shown, commhooks.HookState) else tuple(classes)
+        for name in sorted(calls - inherited):
+            bases = [base for base in ours if inspect.isfunction(vars(base).get(name))]
+            called += bool(bases)
+            described = any(vars(base)[name].__doc__ for base in bases if base in of_itself)
+            if bases and not described and not hasattr(shown.__mro__[len(ours)], name):
+                missing.add(f"{shown.__name__}.{name}")
+    assert called > 50
+    assert not missing
+
+
+def test_names_that_the_reference_leaves_out_exist() -> None:
+    for extension in options_of_the_reference()["extensions"]:
+        for place, names in extension["docs/_site/docstrings.py"]["internal"].items():
+            module, _, last = place.rpartition(".")
+            with contextlib.suppress(MissingPackageError):
+                is_class = last[0].isupper()
+                holder = getattr(import_module(module), last) if is_class else import_module(place)
+                assert not [name for name in names if not hasattr(holder, name)], place
+
+
+def test_the_reference_of_the_package_has_every_name() -> None:
+    """A name has a description of its own, or a link to it."""
+    page = (ROOT / "docs" / "reference" / "commhooks.md").read_text()
+    (members,) = re.findall(r"members: \[(.*)\]", page)
+    linked = re.findall(r"\[`(\w+)`\]", page)
+    assert {*members.split(", "), *linked, "__version__"} == set(commhooks.__all__)
 
 
 # ---- what public docstrings begin with
