@@ -16,6 +16,9 @@ INSTALL := $(RUN) -m pip install --quiet --no-compile --constraint constraints.t
 ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
 
+# Prints what an extra installs.
+EXTRA = $(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')"
+
 .PHONY: bandwidth test test-all test-frameworks test-torch cubins docs format clean
 
 bandwidth: $(VENV)/experiments
@@ -29,7 +32,7 @@ test: $(VENV)/dev
 
 # Before a release: also every scheme in every wrapper, and what sanitizers, other GPU architectures
 # and ten thousand steps show.
-test-all: test
+test-all: test $(VENV)/docs
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal -m slow
 
 # Lightning, Accelerate, Transformers, Ray, Megatron-Core and torchft, in an environment of their own: it sees what is
@@ -41,8 +44,7 @@ test-frameworks: $(VENV)/frameworks
 
 $(VENV)/frameworks: $(VENV)/dev pyproject.toml
 	$(call ABOVE,$(FRAMEWORKS))
-	$(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['frameworks'], sep='\n')" \
-		> $(FRAMEWORKS)/requirements.txt
+	$(call EXTRA,frameworks) > $(FRAMEWORKS)/requirements.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement $(FRAMEWORKS)/requirements.txt
 	touch $@
@@ -67,7 +69,7 @@ cubins: $(VENV)/dev
 	PYTHONPATH=.nvrtc COMMHOOKS_CACHE=.cubins $(RUN) -m experiments.gpu_kernels --part cubins --architecture $(ARCHITECTURE) --minutes 60 --out .cubins
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
-docs: $(VENV)/dev
+docs: $(VENV)/docs
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
 format: $(VENV)/dev
@@ -85,6 +87,12 @@ $(VENV)/experiments: $(VENV)/created pyproject.toml constraints.txt
 $(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
 	$(INSTALL) --editable '.[dev]'
 	touch $@ $(VENV)/experiments
+
+# Apart from the rest: a theme of mkdocs has more files than torch.
+$(VENV)/docs: $(VENV)/dev pyproject.toml
+	$(call EXTRA,docs) > $@.txt
+	$(INSTALL) --requirement $@.txt
+	touch $@
 
 clean:
 	rm -rf $(VENV) .nvrtc .cubins $(FRAMEWORKS) .venv-torch-* build dist *.egg-info
