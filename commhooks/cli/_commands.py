@@ -254,9 +254,14 @@ def check(target: str) -> int:
         table = Table("check", "", "counterexample", title=name)
         for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):
             mark = "[green]passes[/]" if verdict.holds else "[red]fails[/]"
-            table.add_row(verdict.law, mark, escape(verdict.error))
+            told = f"{verdict.error} (guide: {verdict.guide})" if verdict.error else ""
+            table.add_row(verdict.law, mark, escape(told))
             broken += not verdict.holds
         Console().print(table)
+    if broken:
+        Console().print(
+            'guide: heading in "A scheme of your own", docs/guides/new-scheme.md', soft_wrap=True
+        )
     return 1 if broken else 0
 
 
