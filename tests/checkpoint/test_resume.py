@@ -364,8 +364,8 @@ def test_memory_of_the_step_of_a_state_is_complete() -> None:
         _loss(model, step, 0).backward()
     state = hook.state_dict()
     state["rank0"]["memory"] = {}
+    hook = commhooks.register(ddp(mlp()), scheme, error_feedback=False)
     with pytest.raises(CheckpointError, match="powersgd"):
-        hook = commhooks.register(ddp(mlp()), scheme, error_feedback=False)
         hook.load_state_dict(sealed(state))
 
 
