@@ -18,7 +18,7 @@ from commhooks.core._settings import check_value, from_json
 from commhooks.errors import CheckpointError, OptionError
 from commhooks.hook._ledger import Summary
 from commhooks.hook._sharded import check_returns_shards
-from commhooks.hook._state import CandidateResult, HookState
+from commhooks.hook._state import CandidateResult, HookState, asks_for_scheme
 from commhooks.predict._advise import error_of, made_candidates
 from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import describe, make
@@ -122,6 +122,7 @@ class AutoHook(HookState):
         super().forward_begins()
         self._trials.forward_begins()
 
+    @asks_for_scheme
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Ends the trials and runs another scheme, see :meth:`HookState.switch`."""
         super().switch(scheme, **options)

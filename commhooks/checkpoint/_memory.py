@@ -12,6 +12,7 @@ from commhooks.core._names import is_padding
 from commhooks.core._scheme import Scheme, slot_error, walk
 from commhooks.errors import CheckpointError
 from commhooks.wrappers._base import Choice
+from commhooks.wrappers._make import short_repr
 from ddp_core.exchange._errors import listed
 
 __all__ = ["check_complete", "check_memory"]
@@ -35,6 +36,11 @@ def check_memory(
     """
     for key, values in memory.items():
         unknown = sorted(set(values) - set(shapes))
+        if unknown and not shapes:
+            raise CheckpointError(
+                "load_state_dict: this hook has no model yet, whose parameters the state belongs "
+                "to: register first, or give HookState(scheme, model) the model"
+            )
         if unknown:
             raise CheckpointError(
                 f"load_state_dict: the checkpoint's {key!r} is of parameters that are not averaged "
@@ -45,8 +51,8 @@ def check_memory(
             error = tensor_error(value) or slot_error(scheme, key, value, shapes[name])
             if error == "unknown":
                 raise CheckpointError(
-                    f"load_state_dict: the checkpoint holds {key!r}, which {scheme} does not keep; "
-                    f"register the scheme it was saved from"
+                    f"load_state_dict: the checkpoint holds {key!r}, which {short_repr(scheme)} "
+                    f"does not keep; register the scheme it was saved from"
                 )
             if error is None and first is not None:
                 error = _unlike(value, first, shapes[name], same_settings)

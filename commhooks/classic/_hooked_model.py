@@ -57,7 +57,8 @@ class HookedModel:
         model = self._model() if self._model is not None else None
         if model is None:  # the module may be in another DistributedDataParallel now
             model = find_model(parameters)
-        return HookState(scheme, model, process_group=group, **options)
+        # Settings such as ``use_error_feedback`` say whether the scheme has feedback.
+        return HookState(scheme, model, process_group=group, error_feedback=False, **options)
 
     def hook(self, scheme: Scheme, group: Group, bucket: GradBucket) -> HookState:
         """Returns the state of ``scheme`` over ``group`` on this model, made at its first use."""

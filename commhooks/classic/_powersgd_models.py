@@ -307,7 +307,7 @@ class OnModels:
             if inner.runs != runs:
                 if inner.runs[-1] != settings.random_seed:
                     set_seed(inner.hook, settings.random_seed)
-                inner.hook.switch(scheme_of(settings, kind, wire_dtypes))
+                inner.hook.switch(scheme_of(settings, kind, wire_dtypes), error_feedback=False)
                 inner.runs = runs
         return inner
 

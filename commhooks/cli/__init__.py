@@ -4,7 +4,10 @@
 #
 # _app        the commands and their options
 # _arguments  what their arguments mean
-# _commands   doctor and other short commands
+# _progress   how far a command is
+# _commands   new, check, tradeoff
+# _doctor     doctor
+# _pair       the two processes of doctor
 # _catalogue  schemes
 # _headroom   headroom
 # _link       link

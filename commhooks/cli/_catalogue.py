@@ -41,17 +41,28 @@ _COLUMNS = {
     "bits per\nentry": 0,
 }
 _RANKS, _SIDE = 4, 512  # bits are counted on a square matrix of this side
+# In the order in which to try them, in groups; all others come last.
+_ORDER = (
+    ("none", "allreduce"),
+    ("bf16", "fp16"),
+    ("int8", "int4", "fp8", "onebit", "eden", "sdp4bit"),
+    ("powersgd", "acpsgd", "batched_powersgd"),
+    ("topk", "random_k"),
+    ("dgc", "demo", "onebit_adam", "signsgd"),
+    ("gossip", "noop"),
+)
+_FIRST = "bf16"  # where to begin
 
 
 def schemes(which: Sequence[str]) -> None:
     """Prints a table of all schemes, or a page on each scheme that is named; runs given files."""
-    named, _ = split(which)
+    named, own = split(which)
     console = Console()
     with one_thread():
         for name in named:
             console.print(_page(name))
         if not named:
-            console.print(_listed(console.width))
+            console.print(_listed(console.width, own))
             print("\nBegin with, by the network between ranks:")
             print(*(f"  {line}" for line in ladder_lines()), sep="\n")
 
@@ -74,15 +85,30 @@ def one_thread() -> Iterator[None]:
 # ---- all schemes
 
 
-def _listed(width: int) -> Table:
+def _listed(width: int, own: Sequence[str]) -> Table:
+    """Lists all schemes.
+
+    Args:
+        width: of the terminal.
+        own: schemes of the user's files, which come first.
+    """
     table = Table(title="schemes", caption_justify="left")
     shown = [column for column, least in _COLUMNS.items() if width >= least]
     for column in shown:
         table.add_column(column, no_wrap=True)
-    for name in scheme_names():
-        row = {"name": name, **_facts_of(name)}
-        table.add_row(*(escape(row.get(column.partition("\n")[0], "")) for column in shown))
+    names = scheme_names()
+    known = [name for group in _ORDER for name in group]
+    others = [name for name in names if name not in (*known, *own)]
+    for group in (own, *_ORDER, others):
+        for name in (name for name in group if name in names):
+            mark = " (yours)" if name in own else " <- begin here" if name == _FIRST else ""
+            row = {"name": name + mark, **_facts_of(name)}
+            cells = [escape(row.get(column.partition("\n")[0], "")) for column in shown]
+            table.add_row(*cells, style="bold" if mark else None)
+        table.add_section()
     table.caption = (
+        "in the order of use: from bf16 on, schemes send less and\n"
+        "change gradients more\n"
         "state: kept between steps, such as a residual\n"
         "own scale: a small parameter is as exact as a large one\n"
         "bits: sent per gradient entry, after start_step and first steps\n"

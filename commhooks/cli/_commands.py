@@ -3,28 +3,22 @@
 from __future__ import annotations
 
 import keyword
-import os
-import platform
 import re
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import track
 from rich.table import Table
 
-from commhooks import kernels, make, scheme_names
-from commhooks._version import __version__
+from commhooks import make, scheme_names
 from commhooks.cli._arguments import made, sentence, split
 from commhooks.cli._catalogue import one_thread
+from commhooks.cli._progress import tracked
 from commhooks.cli._tradeoff import (
     FIGURES,
     MAX_STEPS,
@@ -34,6 +28,7 @@ from commhooks.cli._tradeoff import (
     cases_of,
     cell,
     drawn,
+    named,
     of_one_tensor,
     page_of,
     random_gradients,
@@ -44,15 +39,13 @@ from commhooks.cli._tradeoff import (
 from commhooks.cli._tradeoff import SAME as NOT_COMPARED
 from commhooks.core._registry import factory_of
 from commhooks.errors import MissingPackageError
-from commhooks.kernels import all_finite, use_kernels
-from commhooks.kernels.runtime import cpu, cuda
 from commhooks.research.conformance import check_scheme, laws_of
 from commhooks.research.trace import Gradients, Trace, steps_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["TEMPLATE", "check", "doctor", "new", "one_launch", "recorded", "tradeoff", "version"]
+__all__ = ["TEMPLATE", "check", "new", "recorded", "tradeoff"]
 
 
 # No annotations: a file to start from is read before it is checked. It obeys every law as written,
@@ -106,102 +99,6 @@ class CLASS(Codec):
 _WIDE = 96  # columns of a terminal that has room for spaces around all figures of error
 
 
-# ---- commhooks doctor
-
-
-def one_launch(device: str = "cuda") -> str:
-    """Runs a kernel on a device, compares its result, and describes the outcome; never raises."""
-    try:
-        begin = time.perf_counter()
-        with use_kernels("native"):
-            x = torch.zeros(1000, device=device)
-            good = all_finite(x)
-            x[7] = torch.nan
-            bad = all_finite(x)
-        results = bool(good), bool(bad)  # waits for the device
-        took = time.perf_counter() - begin
-    except Exception as error:  # whatever it is: the command reports what is wrong here
-        text = str(error).strip().splitlines() or [""]
-        return f"failed: {type(error).__name__}: {text[0]}"
-    if results != (True, False):
-        return f"wrong: all_finite of 1000 zeros, and with a NaN, is {results}"
-    return f"right ({1e3 * took:.0f} ms with loading, or compiling, the kernel)"
-
-
-# ---- commands
-
-
-# ---- version and doctor
-
-
-def version() -> str:
-    """Returns the releases of commhooks and torch, and which implementation of the ops runs."""
-    try:
-        cpu, cuda = _what_runs("cpu"), _what_runs("cuda")
-    except ValueError as error:  # an environment variable has a wrong value
-        raise typer.BadParameter(str(error)) from error
-    return (
-        f"commhooks {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
-        f"on the CPU: {cpu}\n"
-        f"on CUDA: {cuda}"
-    )
-
-
-def _what_runs(device_type: str) -> str:
-    """Describes the implementation of ``quantize``, for which every back end has a kernel."""
-    answer = kernels.implementations(device_type)["quantize"]
-    if answer != "kernel":
-        return f"PyTorch fallback ({answer.removeprefix('definition: ')})"
-    return (
-        f"kernels, instruction set {cpu.instruction_set()}" if device_type == "cpu" else "kernels"
-    )
-
-
-def doctor() -> None:
-    """Prints versions, back ends, and which kernels run."""
-    console = Console()
-    try:
-        console.print(_facts())
-        console.print(_operations())
-    except ValueError as error:  # an environment variable has a wrong value
-        raise typer.BadParameter(str(error)) from error
-
-
-def _facts() -> Table:
-    table = Table(title="installation", show_header=False)
-    table.add_row("commhooks", __version__)
-    table.add_row("Python", f"{platform.python_version()} on {platform.machine()}")
-    table.add_row("torch", torch.__version__)
-    backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    table.add_row("back ends", ", ".join(name for name, there in backends.items() if there))
-    reason = cpu.missing()
-    table.add_row("CPU kernels", reason or f"built; instruction set {cpu.instruction_set()}")
-    reason = cuda.missing()
-    table.add_row("CUDA kernels", reason or "CuPy and NVRTC found")
-    if reason is None and torch.cuda.is_available():
-        table.add_row("a launch", one_launch())
-    for index in range(torch.cuda.device_count()):
-        major, minor = torch.cuda.get_device_capability(index)
-        table.add_row(f"device {index}", f"{torch.cuda.get_device_name(index)}, sm_{major}{minor}")
-    for variable in ("COMMHOOKS_KERNELS", "COMMHOOKS_CPU", "COMMHOOKS_CACHE"):
-        if variable in os.environ:
-            table.add_row(variable, os.environ[variable])
-    return table
-
-
-def _operations() -> Table:
-    """Lists the implementation of each op that runs; another table gives the reasons."""
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    table = Table("op", *devices, title="what runs")
-    answers = [kernels.implementations(device) for device in devices]
-    for name in answers[0]:
-        kinds = [answer[name].partition(":")[0] for answer in answers]
-        table.add_row(name, *("PyTorch fallback" if kind != "kernel" else kind for kind in kinds))
-        if kinds != ["kernel"] * len(devices):
-            table.caption = "PyTorch fallback: computes the same, more slowly"
-    return table
-
-
 # ---- new and check
 
 
@@ -240,8 +137,8 @@ def check(target: str) -> int:
     Returns:
         1 if a law is broken, else 0.
     """
-    named, added = split([target])
-    names = named or added
+    asked, added = split([target])
+    names = asked or added
     if not names:
         raise typer.BadParameter(f"{target} registers no scheme: see commhooks.register_scheme")
     broken = 0
@@ -252,11 +149,17 @@ def check(target: str) -> int:
                 f"{name} does not average over ranks: the checks are not for it"
             )
         table = Table("check", "", "counterexample", title=name)
-        for verdict in track(check_scheme(partial(make, name)), name, len(laws_of(make(name)))):
+        verdicts = check_scheme(partial(make, name))
+        for verdict in tracked(verdicts, f"check {name}", len(laws_of(make(name)))):
             mark = "[green]passes[/]" if verdict.holds else "[red]fails[/]"
-            table.add_row(verdict.law, mark, escape(verdict.error))
+            told = f"{verdict.error} (guide: {verdict.guide})" if verdict.error else ""
+            table.add_row(verdict.law, mark, escape(told))
             broken += not verdict.holds
         Console().print(table)
+    if broken:
+        Console().print(
+            'guide: heading in "A scheme of your own", docs/guides/new-scheme.md', soft_wrap=True
+        )
     return 1 if broken else 0
 
 
@@ -267,7 +170,9 @@ def tradeoff(
     which: Sequence[str],
     traces: Sequence[Trace],
     out: Path | None,
-    picture: Callable[[Sequence[Point]], Figure] = drawn,
+    picture: Callable[[Sequence[Point]], Figure] | None = None,
+    *,
+    full: bool = False,
 ) -> list[Point]:
     """Prints the bits and the errors of schemes, and writes them to a folder.
 
@@ -275,14 +180,15 @@ def tradeoff(
         which: names, and files with more schemes; without names, all schemes are compared.
         traces: recorded gradients, besides random ones.
         out: folder to write to. None: nothing is written.
-        picture: draws what was measured.
+        picture: draws what was measured; by default all of it.
+        full: measures Laplace and t(3) gradients as well, and draws every figure of recorded ones.
 
     Returns:
         What was measured.
     """
-    named, added = split(which)
-    some = list(dict.fromkeys([*named, *added]))  # a scheme of a file may be named, too
-    compared = some if named else _comparable(scheme_names(), added)
+    asked, added = split(which)
+    some = list(dict.fromkeys([*asked, *added]))  # a scheme of a file may be named, too
+    compared = some if asked else _comparable(scheme_names(), added)
     # All names are checked before the first measurement, which takes seconds per scheme.
     for name in compared:
         factory_of(name)
@@ -294,16 +200,17 @@ def tradeoff(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     cases, points = cases_of(compared), list[Point]()
-    for gradients in (*random_gradients(), *traces):
+    own = {case.label for case in cases if case.name in added}
+    for gradients in (*random_gradients()[: None if full else 1], *traces):
         marked = with_fronts(_measured(cases, gradients))
         console = Console()
         title = title_of(gradients.name, gradients.world_size)
-        console.print(_errors(marked, title, wide=console.width >= _WIDE))
+        console.print(_errors(marked, title, own, wide=console.width >= _WIDE))
         points += marked
         if out is not None:
             write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
     if out is not None:
-        _write(points, out, picture)
+        _write(points, out, picture or partial(drawn, own=own, full=full), own)
     return points
 
 
@@ -314,7 +221,7 @@ def _measured(cases: Sequence[Case], gradients: Gradients) -> list[Point]:
     total = min(len(gradients.steps), MAX_STEPS) * len(cases)
     pairs = ((step, course) for step in steps_of(gradients, MAX_STEPS) for course in courses)
     with one_thread():
-        for step, course in track(pairs, title, total):
+        for step, course in tracked(pairs, title, total):
             try:
                 course.run(step)
             except Exception as error:  # raised by a user's scheme
@@ -348,7 +255,7 @@ def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
     return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
 
 
-def _errors(points: Sequence[Point], title: str, *, wide: bool) -> Table:
+def _errors(points: Sequence[Point], title: str, own: Collection[str] = (), *, wide: bool) -> Table:
     caption = "*: Pareto front (no scheme has fewer bits and less of it)"
     noisy = any(point.noise for point in points)
     if noisy:
@@ -364,17 +271,22 @@ def _errors(points: Sequence[Point], title: str, *, wide: bool) -> Table:
     for point in sorted(points, key=lambda point: (point.bits, point.error)):
         figures = [cell(point, name) for name in shown]
         noise = [f"{point.noise:.3g}" if point.noise else ""] * noisy
-        table.add_row(escape(point.scheme), f"{point.bits:.3g}", *figures, *noise)
+        style = "bold" if point.scheme in own else None
+        name = escape(named(point, own))
+        table.add_row(name, f"{point.bits:.3g}", *figures, *noise, style=style)
     return table
 
 
 def _write(
-    points: Sequence[Point], folder: Path, picture: Callable[[Sequence[Point]], Figure]
+    points: Sequence[Point],
+    folder: Path,
+    picture: Callable[[Sequence[Point]], Figure],
+    own: Collection[str],
 ) -> None:
     try:
         figure = picture(points)
         figure.savefig(folder / "tradeoff.png", dpi=110)
-        page_of(points, figure).write(folder / "tradeoff.html")
+        page_of(points, figure, own).write(folder / "tradeoff.html")
     except MissingPackageError as error:
         typer.echo(f"wrote {folder / 'tradeoff.csv'}. {error}")
     else:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from commhooks.cli._arguments import check_folders
+from commhooks.cli._progress import EVERY_S
 from commhooks.predict._fabric import Link, save_fabric
 from commhooks.predict._link import LinkReport, link_report, model_seconds
 
@@ -26,17 +27,18 @@ _POOR = 1.25  # misfit from which on the table warns: predictions claim a tenth
 _START_S = 120.0  # for these to import torch and find each other
 
 
-def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | None) -> int:
+def link(out: Path | None, budget_s: float, device: str | None, *, full: bool = False) -> int:
     """Measures as a rank of torchrun, or with processes of its own; returns the exit code.
 
     Args:
         out: file for the fabric.
         budget_s: seconds of the measurement.
-        device: of the tensors; "cuda" where each rank has a GPU, by default.
+        device: of the tensors, "cpu" or "cuda"; "cuda" where each rank has a GPU, by default.
+        full: prints the measurements as well.
     """
     check_folders(out)
     if "RANK" not in os.environ:
-        return _with_local_ranks(out, budget_s, device)
+        return _with_local_ranks(out, budget_s, device, full=full)
     local, mates = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     if device is None:
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= mates
@@ -46,9 +48,14 @@ def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | Non
     # The ranks meet over Gloo; the measurement has groups of its own.
     dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
     try:
-        report = link_report(budget_s=budget_s, device=device, timeout_s=_START_S + 3 * budget_s)
+        report = link_report(
+            budget_s=budget_s,
+            device="cuda" if device == "cuda" else "cpu",
+            timeout_s=_START_S + 3 * budget_s,
+            progress=_Progress(budget_s) if dist.get_rank() == 0 else lambda seconds: None,
+        )
         if dist.get_rank() == 0:
-            _show(report)
+            _show(report, full=full)
             if out is not None:
                 save_fabric(report.fabric, out, measured=report.measured)
                 typer.echo(f"wrote {out}")
@@ -57,12 +64,28 @@ def link(out: Path | None, budget_s: float, device: Literal["cpu", "cuda"] | Non
     return 0
 
 
-def _with_local_ranks(out: Path | None, budget_s: float, device: str | None) -> int:
+class _Progress:
+    """Writes a line every few seconds while links are measured."""
+
+    def __init__(self, budget_s: float) -> None:
+        self._budget_s = budget_s
+        self._last = time.monotonic()
+        typer.echo(f"measuring for about {budget_s:g} s", err=True)
+
+    def __call__(self, seconds: float) -> None:
+        now = time.monotonic()
+        if now - self._last >= EVERY_S:
+            self._last = now
+            typer.echo(f"{seconds:.0f} of about {self._budget_s:g} s", err=True)
+
+
+def _with_local_ranks(out: Path | None, budget_s: float, device: str | None, *, full: bool) -> int:
     typer.echo(
         f"{_LOCAL} processes of this machine; for others, on each of them:\n"
         f"torchrun --nnodes ... --nproc-per-node ... -m commhooks link --out link.json\n"
     )
-    options = [f"--budget={budget_s}"]
+    sys.stdout.flush()  # before what the processes write
+    options = [f"--budget={budget_s}", *["--full"] * full]
     options += [] if out is None else [f"--out={out}"]
     options += [] if device is None else [f"--device={device}"]
     command = [
@@ -78,52 +101,59 @@ def _with_local_ranks(out: Path | None, budget_s: float, device: str | None) -> 
         return 1
 
 
-def _show(report: LinkReport) -> None:
+def _show(report: LinkReport, *, full: bool = False) -> None:
     layout, fabric = report.layout, report.fabric
     nodes = -(-layout.ranks // layout.per_node)
-    # The table of measurements.
-    table = Table(
-        title=f"{layout.ranks} ranks on {nodes} node{'s' * (nodes > 1)}, "
+    title = (
+        f"{layout.ranks} ranks on {nodes} node{'s' * (nodes > 1)}, "
         f"{report.device} tensors over {fabric.library}"
     )
-    table.add_column("ranks")
-    table.add_column("collective")
-    for column in ("size", "measured [ms]", "spread", "model [ms]", "model / measured"):
-        table.add_column(column, justify="right")
-    for time in sorted(report.times, key=lambda time: (time.part, time.collective, time.nbytes)):
-        model = model_seconds(layout, time, fabric)
-        table.add_row(
-            time.part,
-            time.collective,
-            _size(time.nbytes),
-            f"{1e3 * time.seconds:.3f}",
-            f"{(time.high_s - time.low_s) / time.seconds:.0%}",
-            f"{1e3 * model:.3f}",
-            f"{model / time.seconds:.2f}",
-        )
-    # The fit.
     console = Console()
-    console.print(table)
+    console.print(_measured(report, title) if full else title, highlight=False)
     if fabric.inside is not None:
         console.print(f"inside a node: {_words(fabric.inside)}", highlight=False)
     if nodes > 1:
         console.print(f"between nodes: {_words(fabric.between)}", highlight=False)
-    if fabric.library == "gloo":
+    if full and fabric.library == "gloo":
         console.print(
             f"two messages at once share {fabric.overlap:.0%} of the latency", highlight=False
         )
-    console.print(
-        f"medians of {report.rounds} rounds of all; spread: of the middle half of them. "
-        f"{report.seconds:.1f} s in all",
-        highlight=False,
-    )
+    if full:
+        console.print(
+            f"medians of {report.rounds} rounds of all; spread: of the middle half of them. "
+            f"{report.seconds:.1f} s in all",
+            highlight=False,
+        )
     if report.fit_error > _POOR:
         console.print(
             f"The fit is poor: half of these measurements are off by a factor of "
             f"{report.fit_error:.1f} or more, and so are predictions for this link. Measure again "
-            f"while nothing else runs, and longer (--budget)",
+            f"while nothing else runs, and longer (--budget)"
+            f"{'' if full else '; --full shows the measurements'}",
             highlight=False,
         )
+
+
+def _measured(report: LinkReport, title: str) -> Table:
+    """Returns a table of the measurements beside the fit."""
+    layout, fabric = report.layout, report.fabric
+    table = Table(title=title)
+    table.add_column("ranks")
+    table.add_column("collective")
+    for column in ("size", "measured [ms]", "spread", "model [ms]", "model / measured"):
+        table.add_column(column, justify="right")
+    for case in sorted(report.times, key=lambda case: (case.part, case.collective, case.nbytes)):
+        model = model_seconds(layout, case, fabric)
+        table.add_row(
+            case.part,
+            case.collective,
+            _size(case.nbytes),
+            f"{1e3 * case.seconds:.3f}",
+            f"{(case.high_s - case.low_s) / case.seconds:.0%}",
+            f"{1e3 * model:.3f}",
+            f"{model / case.seconds:.2f}",
+        )
+    return table
 
 
 def _words(link: Link) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from commhooks.core._layout import Layout
 from commhooks.report._page import Page
-from commhooks.report._style import BLUE, GREY, ORANGE, spread
+from commhooks.report._style import BLUE, GREY, ORANGE, RED, spread
 from commhooks.research._simulation import Simulation
 from commhooks.research.trace import Gradients, Step, measure, simulation_of
 from ddp_core import needs
@@ -40,6 +40,7 @@ __all__ = [
     "cases_of",
     "cell",
     "drawn",
+    "named",
     "of_one_tensor",
     "page_of",
     "random_gradients",
@@ -50,7 +51,7 @@ __all__ = [
 
 
 LIGHT = "#C8C8C8"
-_LOW = 3e-8  # where the axis of errors begins
+_LOW = 3e-8  # where the axis of errors begins at the lowest
 _EXACT = 1e-12
 _CROWDED = 0.5
 
@@ -62,21 +63,30 @@ class _Dot(NamedTuple):
     bits: float
     error: float
     front: bool
+    own: bool
 
     @property
     def colour(self) -> str:
-        return BLUE if self.front else GREY
+        return RED if self.own else BLUE if self.front else GREY
 
 
-def drawn(points: Sequence[Point], behind: Mapping[str, Sequence[Point]] | None = None) -> Figure:
-    """Returns a picture with a part for each kind of gradients, one below the other.
+def drawn(
+    points: Sequence[Point],
+    behind: Mapping[str, Sequence[Point]] | None = None,
+    *,
+    own: Collection[str] = (),
+    full: bool = False,
+) -> Figure:
+    """Returns a picture with a panel for each kind of gradients, one below the other.
 
-    Random gradients are one tensor, so a single panel has their error and names all schemes;
-    recorded ones have a panel for each figure, which names those on its front.
+    A panel has the error of the mean, and names all schemes.
 
     Args:
         points: marked with their fronts.
         behind: more points by name of gradients, which are small dots.
+        own: schemes of the user's, which stand out.
+        full: recorded gradients have a panel for each figure, which names the schemes on its front
+            and the user's own.
 
     Raises:
         MissingPackageError: matplotlib is not installed.
@@ -85,26 +95,31 @@ def drawn(points: Sequence[Point], behind: Mapping[str, Sequence[Point]] | None 
         from matplotlib.figure import Figure  # pyplot would look for a display
 
     parts = by_title(points)
-    single = {title: of_one_tensor(part) for title, part in parts.items()}
+    single = {title: not full or of_one_tensor(part) for title, part in parts.items()}
     heights = [6.2 if single[title] else 7.4 for title in parts]
     # One below the other: side by side, letters would be too small at the width of a page.
     figure = Figure(figsize=(7.4, sum(heights)), layout="constrained")
     rows = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, (title, part) in zip(rows, parts.items(), strict=True):
-        row.suptitle(f"{title}; blue: Pareto front")
+        row.suptitle(f"{title}; blue: Pareto front{'; red: yours' if own else ''}")
         if single[title]:
-            _draw_panel(row.subplots(), part, "error", everyone=True)
+            _draw_panel(row.subplots(), part, "error", own, everyone=True)
         else:
             more = (behind or {}).get(part[0].gradients, [])
             for panel, name in zip(row.subplots(2, 2).flat, FIGURES, strict=True):
                 errors = [getattr(point, name) for point in more]
                 panel.plot([p.bits for p in more], errors, ".", color=LIGHT, markersize=3, zorder=0)
-                _draw_panel(panel, part, name, everyone=False)
+                _draw_panel(panel, part, name, own, everyone=False)
     return figure
 
 
-def page_of(points: Sequence[Point], figure: Figure) -> Page:
-    """Returns a page with the picture, and a table for each kind of gradients."""
+def page_of(points: Sequence[Point], figure: Figure, own: Collection[str] = ()) -> Page:
+    """Returns a page with the picture, and a table for each kind of gradients.
+
+    Args:
+        points, own: see :func:`drawn`.
+        figure: the picture.
+    """
     page = Page("Bits and error of every scheme")
     page.text(
         "Errors of the mean over ranks (squared, relative), after some steps with the scheme's own "
@@ -121,7 +136,7 @@ def page_of(points: Sequence[Point], figure: Figure) -> Page:
     for title, part in by_title(points).items():
         page.section(title)
         some = sorted(part, key=lambda point: point.bits)
-        rows = [(p.scheme, p.bits, *(cell(p, name) for name in FIGURES)) for p in some]
+        rows = [(named(p, own), p.bits, *(cell(p, name) for name in FIGURES)) for p in some]
         page.table(("scheme", "bits per gradient entry", *FIGURES.values()), rows)
     return page
 
@@ -130,41 +145,70 @@ def of_one_tensor(points: Sequence[Point]) -> bool:
     return all(point.error == point.worst and not point.noise for point in points)
 
 
-def _draw_panel(panel: Any, points: Sequence[Point], figure: str, *, everyone: bool) -> None:
+def _draw_panel(
+    panel: Any, points: Sequence[Point], figure: str, own: Collection[str], *, everyone: bool
+) -> None:
     """Draws the front of a figure, and all points.
 
     Args:
+        own: schemes that stand out.
         everyone: names all schemes, for which a panel needs the width of the page.
     """
-    # Room above for what loses nearly all of a random gradient, and on the right for the rest.
-    right, high = (6e2, 1e4) if everyone else (3e4, 1e2)
-    panel.set(xscale="log", yscale="log", xlim=(0.02, right), ylim=(_LOW, high))
-    words = "error of the mean" if figure == "error" else FIGURES[figure]
-    panel.set(xlabel="bits sent per gradient entry", ylabel=f"{words} (squared, relative)")
-    panel.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
-    panel.set_yticks([10.0**power for power in range(-7, 1 if everyone else 3)])
-    panel.minorticks_off()
-    panel.spines[["top", "right"]].set_visible(False)
-    _draw_limit(panel)
     # Triangles at both ends of the axis are beyond it: noise where Adam's denominator is 1e-8, and
     # tensors that travel exactly. What travels exactly as a whole is not compared.
     shown = [
-        _Dot(point.scheme, point.bits, getattr(point, figure), figure in point.fronts)
+        _Dot(
+            scheme=point.scheme,
+            bits=point.bits,
+            error=getattr(point, figure),
+            front=figure in point.fronts,
+            own=point.scheme in own,
+        )
         for point in sorted(points, key=lambda point: point.bits)
         if point.error > _EXACT
     ]
+    # Room above for what loses nearly all of a random gradient, and on the right for the rest.
+    right, high = (6e2, 1e4) if everyone else (3e4, 1e2)
+    least = math.floor(math.log10(max(_LOW, min((dot.error for dot in shown), default=1.0))))
+    low = max(_LOW, 10.0**least / 3)
+    panel.set(xscale="log", yscale="log", xlim=(0.02, right), ylim=(low, high))
+    words = "error of the mean" if figure == "error" else FIGURES[figure]
+    panel.set(xlabel="bits sent per gradient entry", ylabel=f"{words} (squared, relative)")
+    panel.set_xticks([0.1, 1, 10], ["0.1", "1", "10"])
+    panel.set_yticks([10.0**power for power in range(max(-7, least), 1 if everyone else 3)])
+    panel.minorticks_off()
+    panel.spines[["top", "right"]].set_visible(False)
+    _draw_limit(panel)
     front = [dot for dot in shown if dot.front]
     line = [dot.bits for dot in front], [dot.error for dot in front]
     panel.plot(*line, color=BLUE, linewidth=1, drawstyle="steps-post")
-    shown = [dot._replace(error=min(max(dot.error, _LOW), high)) for dot in shown]
-    front = [dot for dot in shown if dot.front]
+    shown = [dot._replace(error=min(max(dot.error, low), high)) for dot in shown]
     for dot in shown:
-        marker = {high: "^", _LOW: "v"}.get(dot.error, "o")
-        panel.plot(dot.bits, dot.error, marker, color=dot.colour, markersize=4, clip_on=False)
+        marker = {high: "^", low: "v"}.get(dot.error, "o")
+        size = 7 if dot.own else 4
+        panel.plot(dot.bits, dot.error, marker, color=dot.colour, markersize=size, clip_on=False)
+    lowest = math.log10(low) + 0.2
     if everyone:
-        _name_all(panel, front, shown)
+        _name_all(panel, _at_one_place(shown), lowest)
     else:
-        _name_beside(panel, front, 60.0, (0.5, -7.3, 1.8))
+        some = [dot for dot in shown if dot.front or dot.own]
+        _name_beside(panel, _at_one_place(some), 60.0, (0.5, lowest, 1.8))
+
+
+def _at_one_place(dots: Sequence[_Dot]) -> list[_Dot]:
+    """Joins the names of dots that cover each other."""
+    places: dict[tuple[int, int], list[_Dot]] = {}
+    for dot in dots:
+        place = round(50 * math.log10(dot.bits)), round(50 * math.log10(dot.error))
+        places.setdefault(place, []).append(dot)
+    return [
+        together[0]._replace(
+            scheme=", ".join(dot.scheme for dot in together),
+            front=any(dot.front for dot in together),
+            own=any(dot.own for dot in together),
+        )
+        for together in places.values()
+    ]
 
 
 def _draw_limit(panel: Any) -> None:
@@ -173,16 +217,16 @@ def _draw_limit(panel: Any) -> None:
     panel.plot(rates, [2 ** (-2 * rate) for rate in rates], color=ORANGE, linewidth=1, zorder=0)
 
 
-def _name_all(panel: Any, front: Sequence[_Dot], shown: Sequence[_Dot]) -> None:
-    # Sparse and low-rank schemes lose most of a random gradient, which has no structure: of these
-    # only those on the front have a label.
-    above = [dot for dot in front if dot.error > _CROWDED]
-    places = spread([math.log10(dot.bits) for dot in above], 0.28, -1.6, 2.0)
+def _name_all(panel: Any, shown: Sequence[_Dot], lowest: float) -> None:
+    # Sparse and low-rank schemes lose most of a random gradient, which has no structure: their
+    # labels are above, side by side, and those of the others on the right.
+    above = [dot for dot in shown if dot.error > _CROWDED]
+    places = spread([math.log10(dot.bits) for dot in above], 0.15, -1.65, 2.0)
     for dot, place in zip(above, places, strict=True):
         text = {"rotation": 50, "ha": "left", "va": "bottom"}
         _label(panel, dot, (10.0**place, 6.0), text, (0, 0))
     beside = [dot for dot in shown if dot.error <= _CROWDED]
-    _name_beside(panel, beside, 30.0, (0.38, -7.3, 0.9))
+    _name_beside(panel, beside, 45.0, (0.032 * (4 - lowest), lowest, 0.4))
 
 
 def _name_beside(
@@ -215,6 +259,7 @@ def _label(
         "shrinkB": 2,
     }
     arrow["relpos"] = side  # where the line meets the text
+    text["weight"] = "bold" if dot.own else "normal"
     panel.annotate(
         dot.scheme, (dot.bits, dot.error), xytext=place, color=dot.colour, fontsize=7.5,
         arrowprops=arrow, **text,
@@ -401,6 +446,11 @@ def with_fronts(points: Sequence[Point]) -> list[Point]:
         replace(point, fronts=frozenset(name for name in FIGURES if not beaten(point, name)))
         for point in points
     ]
+
+
+def named(point: Point, own: Collection[str]) -> str:
+    """Returns the name of a scheme, with a mark if it is one of the user's own."""
+    return f"{point.scheme} (yours)" if point.scheme in own else point.scheme
 
 
 def cell(point: Point, figure: str) -> str:

@@ -24,7 +24,8 @@ from commhooks.hook._capture import refuse_cuda_graph
 from commhooks.hook._engine import Engine
 from commhooks.hook._exchanges import ExchangeLauncher, Step
 from commhooks.hook._parameters import Parameter, Parameters
-from commhooks.hook._state import HookState
+from commhooks.hook._state import HookState, asks_for_scheme
+from commhooks.wrappers._make import make
 from ddp_core import (
     AllGather,
     AllReduce,
@@ -484,13 +485,15 @@ class CollectiveState(HookState):
 
     # ---- between calls
 
+    @asks_for_scheme
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next call on.
 
         See :meth:`commhooks.hook.HookState.switch`.
         """
         self.wait()
-        super().switch(scheme, **options)
+        # Tensors need not be gradients, and a rounded one no feedback.
+        super().switch(make(scheme, **options), error_feedback=False)
 
     def _replace(self, built: Scheme) -> None:
         super()._replace(built)

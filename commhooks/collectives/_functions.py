@@ -12,7 +12,7 @@ from commhooks.collectives._calls import CollectiveCall, CollectiveState, Handle
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook._target import check_process_group
-from commhooks.wrappers._make import describe
+from commhooks.wrappers._make import describe, make
 from ddp_core._torch import dynamo_disable
 
 __all__ = [
@@ -54,7 +54,11 @@ class Collectives(CollectiveState):
         history: int = 100_000,
         **options: Any,
     ) -> None:
-        super().__init__(scheme, process_group=group, seed=seed, history=history, **options)
+        # Tensors need not be gradients, and a rounded one no feedback.
+        built = make(scheme, **options)
+        super().__init__(
+            built, process_group=group, seed=seed, history=history, error_feedback=False
+        )
         self.call_monitor.disable()  # no backward pass calls this hook, which would warn
 
     def all_reduce(

@@ -40,6 +40,11 @@ BASELINES = {
 }
 _IMPORT = "import commhooks.research.baselines"
 
+# Names that users try for the uncompressed all-reduce.
+_UNCOMPRESSED = {"dense", "disabled", "false", "float32", "fp32", "identity", "off", "uncompressed"}
+# Schemes by number of bits, which is no option.
+_BY_BITS = {"1": "onebit", "4": "int4", "8": "int8", "16": "bf16"}
+
 # Names of options in other libraries, torch's hooks above all, and what replaces each here.
 _ELSEWHERE = {
     "verify_every": "it is called verify in register(..., verify=...)",
@@ -134,6 +139,8 @@ def factory_of(name: str) -> Factory:
                 f"others that papers compare with. Registered: {', '.join(scheme_names())}"
             )
         hint = _nearest(name.lower(), scheme_names())
+        if name.lower() in _UNCOMPRESSED:
+            hint = "; 'none' is the float32 all-reduce."
         raise UnknownSchemeError(
             f"no scheme {name!r}{hint} Registered: {', '.join(scheme_names())}"
         )
@@ -190,7 +197,14 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     factory = factory_of(name)
     known = options_of(factory)
     if known is not None:
-        check_known(f"scheme {name!r}", options, [*known, *wrapper_options])
+        every = [*known, *wrapper_options]
+        other = _BY_BITS.get(str(options.get("bits")))
+        if "bits" not in every and other not in (None, name):
+            raise OptionError(
+                f"scheme {name!r} has no option 'bits': {other!r} is a scheme of its own. "
+                f"Options: {', '.join(every)}"
+            )
+        check_known(f"scheme {name!r}", options, every)
         empty = inspect.Parameter.empty
         missing = [key for key, value in known.items() if value is empty and key not in options]
         if missing:

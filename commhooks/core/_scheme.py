@@ -152,6 +152,9 @@ class Scheme:
         """Returns facts besides the settings that must be the same on all ranks, in words."""
         return ()
 
+    def advise(self) -> None:
+        """Warns of settings that are mistakes, and logs what a choice costs; for ``register``."""
+
     def begins_with(
         self, name: str, shape: torch.Size, dtype: torch.dtype, step: int
     ) -> tuple[Slot, ...]:

@@ -38,6 +38,7 @@ from commhooks.core._scheme import Scheme, walk
 from commhooks.errors import RegistrationError
 from commhooks.fsdp._fsdp2 import FSDP2Model
 from commhooks.hook._engine import Engine
+from commhooks.hook._state import asks_for_scheme
 from commhooks.kernels import FORMATS
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.schemes.quantized import Blockwise
@@ -108,6 +109,7 @@ class GatheredParameters(Collectives):
         for group in groups:
             set_fsdp2_gather(group, SchemeAllGather(self, group))
 
+    @asks_for_scheme
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Gathers by another scheme from the next call on; "none" sends parameters as they are."""
         super().switch(_deterministic(make(scheme, **options) if options else scheme))

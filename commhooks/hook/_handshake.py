@@ -21,7 +21,7 @@ from commhooks.errors import CheckpointError
 from commhooks.hook._engine import Engine
 from commhooks.hook._target import HookTarget
 from commhooks.wrappers._feedback import unwrap_flush
-from commhooks.wrappers._make import describe
+from commhooks.wrappers._make import as_typed, describe
 from ddp_core import (
     MismatchError,
     MissingRankError,
@@ -37,6 +37,7 @@ from ddp_core.exchange._shared_store import StoreBarrier
 
 __all__ = [
     "HANDSHAKE_LIMIT",
+    "SCHEME",
     "check_memory_origin",
     "clear_keys",
     "handshake",
@@ -45,6 +46,7 @@ __all__ = [
 ]
 
 
+SCHEME = "scheme and options"  # the fact that is a description of a scheme
 _EVERYONE = "everyone came"
 _DEFAULT = timedelta(minutes=5)  # if neither the caller nor the group has a limit
 _GENERATION = "commhooks/generation"
@@ -179,8 +181,15 @@ def handshake(
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     text = first_difference(everyone)
     if text is not None:
+        text = first_difference([_as_typed(theirs) for theirs in everyone])
         raise MismatchError(f"{call}: {text}")
     return messages
+
+
+def _as_typed(facts: dict[str, Any]) -> dict[str, Any]:
+    """Returns a rank's facts for a message: its scheme as users type it."""
+    # Schemes of two descriptions are typed in two ways.
+    return {key: as_typed(value) if key == SCHEME else value for key, value in facts.items()}
 
 
 # ---- the facts of a hook
@@ -204,7 +213,7 @@ def handshake_fields(
     registered, pieces = unwrap_flush(scheme), target.parameters.placement
     ddp = target.model if isinstance(target.model, DistributedDataParallel) else None
     return {
-        "scheme and options": describe(registered),
+        SCHEME: describe(registered),
         "commhooks version": __version__,
         "torch version": str(torch.__version__),
         "seed": engine.seed,

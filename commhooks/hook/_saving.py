@@ -49,9 +49,10 @@ from commhooks.wrappers._feedback import (
     keeps_residual,
     unwrap_flush,
 )
-from commhooks.wrappers._make import describe
+from commhooks.wrappers._make import as_typed, describe, short_repr
 from ddp_core import MismatchError, MissingRankError
 from ddp_core.exchange._devices import as_bytes
+from ddp_core.exchange._errors import listed
 
 __all__ = [
     "Loaded",
@@ -532,8 +533,9 @@ def prepare(
     fits = common["structure"] == structure(scheme)
     if not fits and strict:
         raise CheckpointError(
-            f"load_state_dict: saved by {common['scheme']}, this hook runs {scheme}; register "
-            f"that scheme and switch afterwards, or pass strict=False to keep the residual only"
+            f"load_state_dict: saved by {as_typed(common['scheme'])!r}, this hook runs "
+            f"{short_repr(scheme)!r}; register that scheme and switch afterwards, or pass "
+            f"strict=False to keep the residual only"
         )
     if not fits:
         saved = saved.with_keys([RESIDUAL])
@@ -582,6 +584,7 @@ def prepare(
 def apply(hook: Running, loaded: Loaded) -> None:
     """Applies a state that was checked."""
     engine = hook.engine
+    _warn_of_frozen(hook, loaded.memory.get(RESIDUAL, {}))
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
@@ -589,6 +592,24 @@ def apply(hook: Running, loaded: Loaded) -> None:
     hook._apply_buckets(loaded.buckets)
     hook.target.pickled_on = None
     hook.agreed = False  # the next step compares what the ranks have loaded
+
+
+def _warn_of_frozen(hook: Running, residuals: Mapping[str, Tensor]) -> None:
+    """Warns of residuals of parameters that are not trained here: they wait, unsent."""
+    trained = {parameter_name(parameter.name) for parameter in hook.parameters}
+    waiting = {
+        parameter_name(name)
+        for name, value in residuals.items()
+        if not is_padding(name) and parameter_name(name) not in trained and bool(value.any())
+    }
+    if waiting and hook.engine.rank == 0:
+        warnings.warn(
+            f"load_state_dict: the state has a residual of parameters that are frozen now: "
+            f"{listed(sorted(waiting))}. It is not sent; the hook keeps it, also in its "
+            f"checkpoints, and a run that trains the parameters again sends it",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
 
 
 def needed_fields(

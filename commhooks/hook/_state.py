@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from commhooks.core._registry import scheme_names
 from commhooks.core._scheme import Scheme, slot_error
 from commhooks.core._settings import check_value, shown
 from commhooks.errors import RegistrationError
@@ -28,7 +30,7 @@ from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._target import check_process_group
 from commhooks.verify._equal import check_equal, state_of
 from commhooks.wrappers._feedback import RESIDUAL, FlushResidual, keeps_residual, unwrap_flush
-from commhooks.wrappers._make import describe, make, short_repr
+from commhooks.wrappers._make import as_typed, describe, make_for_training, short_repr
 from commhooks.wrappers._per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 
@@ -55,6 +57,27 @@ class CandidateResult(NamedTuple):
     measured_s: float
     rerun_s: float
     steps: int
+
+
+F = TypeVar("F", bound=Callable[..., None])
+
+
+def asks_for_scheme(switch: F) -> F:
+    """Makes ``switch`` name the running scheme in its error where a call gives options alone."""
+
+    @functools.wraps(switch)
+    def checked(self: Running, *args: Any, **options: Any) -> None:
+        if not args and "scheme" not in options and options:
+            given = ", ".join(f"{name}={value!r}" for name, value in options.items())
+            running = as_typed(describe(unwrap_flush(self.scheme))).partition(",")[0]
+            name = running if running in scheme_names() else "powersgd"
+            raise TypeError(
+                f"{type(self).__name__}.switch({given}): give the scheme again, as in "
+                f"switch({name!r}, {given})"
+            )
+        switch(self, *args, **options)
+
+    return cast(F, checked)
 
 
 class HookState(Running):
@@ -92,7 +115,7 @@ class HookState(Running):
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"HookState(scheme, model): a module, got {type(model).__name__}")
         history = check_value("HookState", "history", history, int)
-        self._init(make(scheme, **options), seed, history, process_group)
+        self._init(make_for_training(scheme, **options), seed, history, process_group)
         if model is not None:
             self._adopt(model)
             if isinstance(model, DistributedDataParallel):
@@ -104,8 +127,11 @@ class HookState(Running):
         # Now that nothing raises any more: a refused hook is an error already.
         self.call_monitor.warn_at_exit(self, f"HookState({describe(self.scheme)})")
 
+    @asks_for_scheme
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme from the next step on; all ranks call it, between two steps.
+
+        The next step begins with its first bucket: before that, a call within backward is taken.
 
         The residual stays if the new scheme has error feedback. Otherwise it is added to the next
         gradient and then dropped, so no unsent value is lost.
@@ -122,7 +148,7 @@ class HookState(Running):
         """
         if self._closed:
             raise RegistrationError("HookState.switch: the hook was closed; register another")
-        built = make(scheme, **options)
+        built = make_for_training(scheme, **options)
         if self.shards_for:
             check_returns_shards(built, self.shards_for, "HookState.switch")
         if self.runner.under_way:

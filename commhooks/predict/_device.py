@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import statistics
 import threading
 import time
@@ -464,21 +465,39 @@ def _rate(work: tuple[Work, ...], seconds: tuple[float, ...]) -> _Rate:
 
 
 _SHARE = "0.8 of the memory bandwidth and 0.4 of the dense bf16 rate of the data sheet"
+
+
+def _of_data_sheet(name: str, teraflops: float, gigabytes: float) -> Device:
+    """Returns a GPU by its dense rate in 16 bits and its memory bandwidth per second."""
+    return Device(name, 0.8 * gigabytes * 1e9, 4e-6, 0.4 * teraflops * 1e12, source=_SHARE)
+
+
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
         Device("cpu", 20e9, 10e-6, 50e9, source="one core of a server, rounded"),
+        # Tensor cores without sparsity. T4 and V100 have fp16 and no bf16. The whitepapers of the
+        # RTX cards (GA102, Ada) give the rate that accumulates in float32, as training does; the
+        # data sheet of the L4 gives twice the dense rate.
+        _of_data_sheet("t4", 65, 300),
+        _of_data_sheet("l4", 121, 300),
+        _of_data_sheet("a10", 125, 600),
+        _of_data_sheet("rtx3090", 71, 936),
+        _of_data_sheet("rtx4090", 165, 1008),
         Device("v100", 0.8 * 0.9e12, 4e-6, 0.35 * 125e12, source=_SHARE),
-        Device("a100", 0.8 * 2.0e12, 4e-6, 0.4 * 312e12, source=_SHARE),
-        Device("h100", 0.8 * 3.35e12, 4e-6, 0.4 * 989e12, source=_SHARE),
-        Device("h200", 0.8 * 4.8e12, 4e-6, 0.4 * 989e12, source=_SHARE),
-        Device("b200", 0.8 * 8.0e12, 4e-6, 0.4 * 2250e12, source=_SHARE),
+        _of_data_sheet("a100", 312, 2000),
+        _of_data_sheet("h100", 989, 3350),
+        _of_data_sheet("h200", 989, 4800),
+        _of_data_sheet("b200", 2250, 8000),
     )
 }
 
 
 def device(name: str | Device) -> Device:
     """Returns a device by name; "here" is this machine's accelerator, or its processor.
+
+    Another GPU is two figures of its data sheet, TFLOPS and GB/s: "120:600" has 120 TFLOPS in bf16,
+    dense, and a memory of 600 GB/s.
 
     Raises:
         ValueError: there is no such device; the message lists the known ones.
@@ -488,6 +507,13 @@ def device(name: str | Device) -> Device:
     if name == "here":
         here = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
         return ThisDevice(here, contention=measure_contention(here))
-    if name not in DEVICES:
-        raise ValueError(f"device({shown(name)}): devices are {', '.join(DEVICES)}, here")
-    return DEVICES[name]
+    if name in DEVICES:
+        return DEVICES[name]
+    with suppress(ValueError):
+        teraflops, gigabytes = map(float, name.split(":"))
+        if 0 < teraflops < math.inf and 0 < gigabytes < math.inf:
+            return _of_data_sheet(name, teraflops, gigabytes)
+    raise ValueError(
+        f"device({shown(name)}): devices are {', '.join(DEVICES)}, here, or two figures of a data "
+        f"sheet, TFLOPS:GB/s, as in 120:600"
+    )

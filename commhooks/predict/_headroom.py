@@ -361,8 +361,8 @@ def _unclear(headroom: Headroom) -> list[str]:
     else:
         saves, stay = _shown(headroom.savable_over_dense, headroom.dense), "no compression"
     return [
-        "No answer: the times of the steps differ by more than what is to be measured. What",
-        f"compression can save was {saves}.",
+        "No answer: the times of the steps differ by more than what is to be measured.",
+        f"Measured savings: {saves}.",
         f"Measure more steps, on machines that do nothing else; until then use {stay}.",
     ]
 

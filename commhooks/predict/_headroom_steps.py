@@ -136,6 +136,16 @@ class InterleavedRun:
         return self._turns
 
     @property
+    def turns_to_come(self) -> int:
+        """Returns how many turns of each variant are still to run."""
+        return self._wanted - self._turns
+
+    @property
+    def warms_up(self) -> bool:
+        """Whether the steps are those before the first turn."""
+        return self.step < WARM_UP
+
+    @property
     def steps_to_come(self) -> int:
         """Returns the number of steps until all turns have run."""
         return WARM_UP + self._wanted * len(VARIANTS) * BLOCK - self.step

@@ -379,8 +379,14 @@ def link_report(
     budget_s: float = 10.0,
     device: Literal["cpu", "cuda"] | None = None,
     timeout_s: float = 120.0,
+    progress: Callable[[float], None] = lambda seconds: None,
 ) -> LinkReport:
-    """Measures as :func:`measure_link`, and returns the measurements as well."""
+    """Measures as :func:`measure_link`, and returns the measurements as well.
+
+    Args:
+        group, budget_s, device, timeout_s: see there.
+        progress: called after each round with the seconds so far.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise RegistrationError(
             "measure_link: no process group; call torch.distributed.init_process_group first"
@@ -394,7 +400,7 @@ def link_report(
     if whole.size() < 2:
         raise RegistrationError("measure_link: one rank has no link; start two or more")
     try:
-        return _Measurement(whole, _device(whole, device), budget_s, timeout_s).run()
+        return _Measurement(whole, _device(whole, device), budget_s, timeout_s).run(progress)
     except RuntimeError as error:
         if isinstance(error, MissingRankError):
             raise
@@ -435,7 +441,7 @@ class _Measurement:
         self._layout = Layout(self._size, min(per_node, self._size))
         self._parts = self._make_parts()
 
-    def run(self) -> LinkReport:
+    def run(self, progress: Callable[[float], None]) -> LinkReport:
         everyone = self._parts[-1].group
         # Measure in rounds, until the budget is used.
         cases, bursts = self._choose_sizes()
@@ -451,6 +457,7 @@ class _Measurement:
                 [*local_seconds, time.perf_counter() - self._begin]
             )
             rounds.append(agreed)
+            progress(took)
         # Fit the model.
         times = [_timing(self._parts[case.part].part, case, [seconds[index] for seconds in rounds])
                  for index, case in enumerate(cases)]  # fmt: skip

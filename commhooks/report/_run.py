@@ -39,7 +39,8 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
         MissingPackageError: matplotlib or pandas is not installed.
     """
     summary: Any = hook.summary()
-    page = Page(title or f"{short_repr(unwrap_flush(hook.scheme))} on {hook.world_size} ranks")
+    ranks = "1 rank" if hook.world_size == 1 else f"{hook.world_size} ranks"
+    page = Page(title or f"{short_repr(unwrap_flush(hook.scheme))} on {ranks}")
     page.text(summary)
     rows = hook.report()
     if len(rows):

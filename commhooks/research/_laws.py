@@ -46,12 +46,14 @@ class Law(NamedTuple):
         of_averages: exempts schemes that return an update for the optimizer.
         of_agreement: exempts schemes whose ranks may get different averages.
         claim: exempts schemes whose traits do not have this one, by its name; "": none.
+        guide: heading of the paragraph on it in ``docs/guides/new-scheme.md``.
     """
 
     check: Callable[[MakeScheme], None]
     of_averages: bool
     of_agreement: bool
     claim: str
+    guide: str
 
     def is_for(self, scheme: Scheme) -> bool:
         """Whether ``scheme`` has to obey this law."""
@@ -72,11 +74,12 @@ class Laws(dict[str, Law]):
         of_averages: bool = False,
         of_agreement: bool = False,
         claim: str = "",
+        guide: str = "The checks a scheme has to pass",
     ) -> Callable[[Callable[[MakeScheme], None]], Callable[[MakeScheme], None]]:
         """Returns a decorator that registers the check of a law."""
 
         def decorate(check: Callable[[MakeScheme], None]) -> Callable[[MakeScheme], None]:
-            self[text] = Law(check, of_averages, of_agreement, claim)
+            self[text] = Law(check, of_averages, of_agreement, claim, guide)
             return check
 
         return decorate

@@ -29,7 +29,7 @@ __all__ = ["OF_A_RUN"]
 OF_A_RUN = Laws()
 
 
-@OF_A_RUN.add("biased or not, as declared", of_averages=True)
+@OF_A_RUN.add("biased or not, as declared", guide="What a scheme declares", of_averages=True)
 def _bias(make: MakeScheme) -> None:
     scheme = without_feedback(make())
     if scheme.traits.biased:
@@ -75,7 +75,9 @@ def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
     yield "in sign", torch.ones_like(x)
 
 
-@OF_A_RUN.add("the variance is what was declared, or less", of_averages=True)
+@OF_A_RUN.add(
+    "the variance is what was declared, or less", guide="What a scheme declares", of_averages=True
+)
 def _variance(make: MakeScheme) -> None:
     scheme = without_feedback(make())
     if scheme.traits.biased:
@@ -105,7 +107,11 @@ def _shapes_of_entries(numel: int) -> Iterator[tuple[str, Tensor]]:
     yield "two values", torch.where(normal(numel, 11) < 0, 1.0, -0.3)
 
 
-@OF_A_RUN.add("applied and residual sum to the gradients", of_averages=True)
+@OF_A_RUN.add(
+    "applied and residual sum to the gradients",
+    guide="Several collectives per bucket",
+    of_averages=True,
+)
 def _conservation(make: MakeScheme) -> None:
     scheme = make()
     if not keeps_residual(scheme):
@@ -120,7 +126,11 @@ def _conservation(make: MakeScheme) -> None:
         need(error < (2.0**-7 if narrow else 2.0**-12), text)
 
 
-@OF_A_RUN.add("residuals keep what a cast around the scheme rounds", of_averages=True)
+@OF_A_RUN.add(
+    "residuals keep what a cast around the scheme rounds",
+    guide="Several collectives per bucket",
+    of_averages=True,
+)
 def _conservation_in_16_bits(make: MakeScheme) -> None:
     scheme = make()
     if not keeps_residual(scheme):
@@ -178,7 +188,7 @@ def _last_entry(make: MakeScheme) -> None:
         need(abs(share - 1) < 0.3, f"of {numel} entries {share:.3g} of the last one comes out")
 
 
-@OF_A_RUN.add("residuals stay bounded", of_averages=True)
+@OF_A_RUN.add("residuals stay bounded", guide="What a scheme declares", of_averages=True)
 def _bounded(make: MakeScheme) -> None:
     scheme = make()
     if not keeps_residual(scheme):
@@ -193,7 +203,10 @@ def _bounded(make: MakeScheme) -> None:
     need(late <= 1.5 * early + 1e-6, f"|e| is {early:.3g} after 100 steps, {late:.3g} after 800")
 
 
-@OF_A_RUN.add("save, load, continue equals not stopping, whatever the first buckets are")
+@OF_A_RUN.add(
+    "save, load, continue equals not stopping, whatever the first buckets are",
+    guide="Persistent state",
+)
 def _round_trip(make: MakeScheme) -> None:
     ranks, resumed = ranks_of(make(), 3), ranks_of(make(), 3)
     layout = ranks.layout
@@ -221,7 +234,11 @@ def _moved(flat: Tensor, old: Layout, new: Layout) -> Tensor:
     return torch.cat([parts[name] for name in new.names])
 
 
-@OF_A_RUN.add("three nodes that disagree find their common optimum", of_averages=True)
+@OF_A_RUN.add(
+    "three nodes that disagree find their common optimum",
+    guide="What a scheme declares",
+    of_averages=True,
+)
 def _convergence(make: MakeScheme) -> None:
     # f_i = <a_i, x>^2 + |x|^2 / 4. A biased scheme without feedback climbs here, or stands still.
     # 300 copies of the problem, so that blocks and matrices have many entries.

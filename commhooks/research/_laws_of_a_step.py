@@ -39,7 +39,11 @@ def _sizes(make: MakeScheme) -> None:
                     need(mean.isfinite().all(), f"shape {shape}: the mean is not finite")
 
 
-@OF_A_STEP.add("all ranks get equal bits, for 1 to 8 ranks", of_agreement=True)
+@OF_A_STEP.add(
+    "all ranks get equal bits, for 1 to 8 ranks",
+    guide="Several collectives per bucket",
+    of_agreement=True,
+)
 def _agreement(make: MakeScheme) -> None:
     for world_size in (1, 2, 3, 4, 5, 8):
         ranks = ranks_of(make(), world_size)
@@ -49,7 +53,10 @@ def _agreement(make: MakeScheme) -> None:
             need(equal, f"{world_size} ranks differ in step {step}")
 
 
-@OF_A_STEP.add("payload sizes do not depend on values, and rounds (collectives) are as declared")
+@OF_A_STEP.add(
+    "payload sizes do not depend on values, and rounds (collectives) are as declared",
+    guide="Several collectives per bucket",
+)
 def _payload_sizes(make: MakeScheme) -> None:
     # Ranks do not send sizes: each allocates the payloads of the others by the size of its payload.
     scheme, sent = make(), []
@@ -62,7 +69,7 @@ def _payload_sizes(make: MakeScheme) -> None:
     need(rounds <= scheme.traits.rounds, f"{rounds} collectives, rounds = {scheme.traits.rounds}")
 
 
-@OF_A_STEP.add("two runs are equal bit for bit")
+@OF_A_STEP.add("two runs are equal bit for bit", guide="Several collectives per bucket")
 def _determinism(make: MakeScheme) -> None:
     first, second = ranks_of(make(), 3), ranks_of(make(), 3)
     for step in range(3):
@@ -79,7 +86,12 @@ def _zero(make: MakeScheme) -> None:
             need(not mean.any(), f"zeros of {dtype} become {mean.abs().max().item()}")
 
 
-@OF_A_STEP.add("a parameter of zeros stays zero", of_averages=True, claim="per_parameter")
+@OF_A_STEP.add(
+    "a parameter of zeros stays zero",
+    guide="What a scheme declares",
+    of_averages=True,
+    claim="per_parameter",
+)
 def _zero_parameter(make: MakeScheme) -> None:
     for index, name in enumerate(SHAPES):
         ranks = ranks_of(make(), 3)
@@ -91,7 +103,12 @@ def _zero_parameter(make: MakeScheme) -> None:
             need(most == 0.0, f"zeros of {name!r} become {most:.3g} in step {step}")
 
 
-@OF_A_STEP.add("an entry that is zero stays zero", of_averages=True, claim="keeps_zeros")
+@OF_A_STEP.add(
+    "an entry that is zero stays zero",
+    guide="What a scheme declares",
+    of_averages=True,
+    claim="keeps_zeros",
+)
 def _zero_entries(make: MakeScheme) -> None:
     ranks, zeros = ranks_of(make(), 3), normal(NUMEL, 77) > 0.3
     for step in range(3):
@@ -100,7 +117,11 @@ def _zero_entries(make: MakeScheme) -> None:
         need(most == 0.0, f"zeros between other entries become {most:.3g} in step {step}")
 
 
-@OF_A_STEP.add("a small parameter is as exact as a large one", claim="per_parameter")
+@OF_A_STEP.add(
+    "a small parameter is as exact as a large one",
+    guide="What a scheme declares",
+    claim="per_parameter",
+)
 def _neighbours(make: MakeScheme) -> None:
     for index, (name, shape) in enumerate(SHAPES.items()):
         if math.prod(shape) < 20:
@@ -172,7 +193,9 @@ def _default_dtype(make: MakeScheme) -> None:
             need(torch.equal(expected, mean), f"{dtype} changes the average of step {step}")
 
 
-@OF_A_STEP.add("sums over entries and ranks do not overflow 16 bits")
+@OF_A_STEP.add(
+    "sums over entries and ranks do not overflow 16 bits", guide="Several collectives per bucket"
+)
 def _overflow(make: MakeScheme) -> None:
     # The mean, 20000, fits into float16, whose largest value is 65504. The sum over four ranks does
     # not, nor do sums of four entries within a rank.
@@ -198,6 +221,7 @@ def _same_memory(a: Simulation, b: Simulation) -> bool:
 
 @OF_A_STEP.add(
     "an entry that is not finite is so on every rank, and leaves the state as it was",
+    guide="Entries that are not finite",
     of_agreement=True,
 )
 def _not_finite(make: MakeScheme) -> None:

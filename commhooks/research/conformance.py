@@ -26,10 +26,12 @@ class Verdict:
     Attributes:
         law: key of ``LAWS``.
         error: the input that broke the law, or what the scheme raised; empty if the law holds.
+        guide: heading of the paragraph on it in the guide "A scheme of your own".
     """
 
     law: str
     error: str
+    guide: str = ""
 
     @property
     def holds(self) -> bool:
@@ -66,4 +68,4 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterato
             error = str(broken)
         except Exception as raised:  # whatever a user's code raises is a verdict on it
             error = f"{type(raised).__name__}: {raised}"
-        yield Verdict(text, error)
+        yield Verdict(text, error, LAWS[text].guide)

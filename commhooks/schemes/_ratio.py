@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from commhooks.core._scheme import Scheme
 
-__all__ = ["check_ratio", "number_kept"]
+__all__ = ["check_ratio", "log_delay", "number_kept"]
+
+_logger = logging.getLogger("commhooks")
 
 
 def check_ratio(scheme: Scheme, ratio: float) -> None:
@@ -14,6 +18,18 @@ def check_ratio(scheme: Scheme, ratio: float) -> None:
         raise ValueError(
             f"{name}(ratio=...) is a share of the entries, 0 < ratio <= 1, got {ratio!r}"
         )
+
+
+def log_delay(scheme: Scheme, ratio: float) -> None:
+    """Logs how many steps an entry waits until it is sent."""
+    _logger.info(
+        "%s(ratio=%g): an entry waits %.0f steps on average until it is sent, so a learning rate "
+        "that works with uncompressed gradients may be too large. Compare the loss, and begin with "
+        "ratio=0.1, or with start_step at a tenth of the training",
+        type(scheme).__name__,
+        ratio,
+        1 / ratio,
+    )
 
 
 def number_kept(ratio: float, n: int) -> int:

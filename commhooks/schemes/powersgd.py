@@ -88,7 +88,7 @@ class PowerSGD(Scheme):
     Reference: Vogels, Karimireddy and Jaggi, PowerSGD, 2019.
     """
 
-    rank: int = 1
+    rank: int = 4
     min_compression_rate: float = 2.0
     warm_start: bool = True
 

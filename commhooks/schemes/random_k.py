@@ -10,7 +10,7 @@ from torch import Tensor
 from commhooks.core._bucket import Bucket, nan_unless
 from commhooks.core._registry import register_scheme
 from commhooks.kernels import RandomBits, all_finite, gather_random, random_places, scatter_random
-from commhooks.schemes._ratio import number_kept
+from commhooks.schemes._ratio import log_delay, number_kept
 from commhooks.schemes._shared_indices import IndexExchange, SharedIndices, spoil_unless
 
 __all__ = ["RandomK"]
@@ -29,6 +29,9 @@ class RandomK(SharedIndices):
 
     Reference: Stich, Cordonnier and Jaggi, Sparsified SGD with Memory, 2018.
     """
+
+    def advise(self) -> None:
+        log_delay(self, self.ratio)
 
     def choose_indices(self, bucket: Bucket) -> IndexExchange:
         return bucket.random("random_k", shared=True), bucket.step

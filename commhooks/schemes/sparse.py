@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from commhooks.core._packed import PackedCodec, Pattern, Piece, Randomness
 from commhooks.core._registry import register_scheme
 from commhooks.core._traits import INT32_PLACES, Biased, ErrorKind, Traits
+from commhooks.core._user_line import user_stacklevel
 from commhooks.kernels import scatter_sum, top_k, top_k_sampled
-from commhooks.schemes._ratio import check_ratio, number_kept
+from commhooks.schemes._ratio import check_ratio, log_delay, number_kept
 
 __all__ = ["TopK"]
 
@@ -55,6 +57,18 @@ class TopK(PackedCodec):
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
+
+    def advise(self) -> None:
+        if self.ratio >= 0.5:  # 8 bytes of every second entry are the 4 bytes of each
+            warnings.warn(
+                f"TopK(ratio={self.ratio:g}) would send more than an uncompressed average of "
+                f"float32, so that gradients are averaged uncompressed. The ratio is a share of "
+                f"the entries: ratio=0.01 is 1 %",
+                RuntimeWarning,
+                stacklevel=user_stacklevel(),
+            )
+        else:
+            log_delay(self, self.ratio)
 
     def is_worthwhile(self, n: int, dense_bytes: int, world_size: int) -> bool:
         # Payloads received, against the two buckets that an all-reduce sends and receives.

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from commhooks.core._registry import build, scheme_names
-from commhooks.core._scheme import Scheme, check_declarations, walk
+from commhooks.core._registry import build, factory_of, options_of, scheme_names
+from commhooks.core._scheme import Scheme, check_declarations, children, walk
 from commhooks.core._settings import check_dataclass, check_value
+from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import OptionError
 from commhooks.wrappers._base import Coalesced
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import ErrorFeedback, Scaled
 from commhooks.wrappers._schedules import DelayedStart
 
-__all__ = ["describe", "make", "short_repr"]
+__all__ = ["as_typed", "describe", "make", "make_for_training", "short_repr"]
 
 _DTYPES: Mapping[str, torch.dtype] = {
     "fp16": torch.float16,
@@ -25,6 +29,8 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
 }
+_NAMES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_LONGEST = 1000  # characters of a description that are read
 # Options of every scheme and their types; each is a wrapper around it.
 WRAPPER_OPTIONS: Mapping[str, Any] = {
     "start_step": int,
@@ -94,6 +100,34 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     return built
 
 
+def make_for_training(scheme: str | Scheme, **options: Any) -> Scheme:
+    """Builds a scheme as :func:`make`, and says what to know before gradients go through it.
+
+    Warns of a biased scheme that is given as an object without error feedback, unless the option
+    ``error_feedback`` says that this is meant.
+    """
+    built = make(scheme, **options)
+    biased = [] if "error_feedback" in options else list(_without_feedback(built))
+    if biased:
+        name = type(biased[0]).__name__
+        warnings.warn(
+            f"{name} is biased and runs without error feedback, so what a step leaves out is lost: "
+            f"use ErrorFeedback({name}(...)), or pass error_feedback=False if this is meant",
+            RuntimeWarning,
+            stacklevel=user_stacklevel(),
+        )
+    for inside in walk(built):
+        inside.advise()
+    return built
+
+
+def _without_feedback(scheme: Scheme) -> Iterator[Scheme]:
+    """Yields the innermost biased schemes that average, and have no feedback around them."""
+    if scheme.traits.biased and scheme.traits.returns == "mean":
+        inside = [biased for child in children(scheme) for biased in _without_feedback(child)]
+        yield from inside or [scheme]
+
+
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns the torch dtype for a name such as "fp16" or "bf16", or the dtype itself."""
     if isinstance(dtype, torch.dtype):
@@ -115,25 +149,105 @@ def describe(scheme: Scheme) -> str:
 
 
 def short_repr(scheme: Scheme) -> str:
-    """Returns a registered name, or the class with the settings that are not the default.
+    """Returns a scheme as it is typed, or the class with the settings that are not the default.
 
     ``describe`` has all settings.
 
     Example:
         >>> short_repr(make("int8"))
         'int8'
-        >>> short_repr(make("powersgd", rank=4, start_step=100))
-        'DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=100)'
+        >>> short_repr(make("powersgd", rank=2, start_step=100))
+        'powersgd, rank=2, start_step=100'
     """
-    # "none" first: of two names for one scheme, the documentation uses this one.
-    for name in ("none", *scheme_names()):
+    text = describe(scheme)
+    typed = as_typed(text)
+    return typed if typed != text else _repr_of(scheme)
+
+
+def as_typed(text: str) -> str:
+    """Returns name and options for what ``describe`` returned, or the text itself if none fit.
+
+    Args:
+        text: may come from a file.
+    """
+    # A name without options first, and "none" before "allreduce", as in the documentation.
+    names = ("none", *scheme_names())
+    for name in names:
         try:
-            if make(name) == scheme:
+            if describe(make(name)) == text:
                 return name
-        # A user's scheme may need an option, or raise anything: printing must not fail.
-        except Exception:
+        except Exception:  # a user's scheme may need an option, or raise anything
             continue
-    return _repr_of(scheme)
+    found: list[list[str]] = []
+    for layer in _layers(text):
+        for name in names:
+            for guess in _guesses(layer, name):
+                options = _least(name, guess, text)
+                if options is not None:
+                    found.append([name, *(f"{key}={options[key]!r}" for key in options)])
+    least = min(found, key=len, default=[text])
+    return ", ".join(least)
+
+
+def _least(name: str, options: dict[str, Any], text: str) -> dict[str, Any] | None:
+    """Returns those of the options that are needed for a description; None: they do not give it."""
+    least = None
+    for left_out in (None, *options):
+        fewer = {key: value for key, value in (least or options).items() if key != left_out}
+        with suppress(Exception):  # options of a file, and schemes of users: anything may happen
+            if describe(make(name, **fewer)) == text:
+                least = fewer
+        if least is None:
+            return None
+    return least
+
+
+class _Layer(NamedTuple):
+    """Holds a scheme inside of wrappers, and the options that stand for these wrappers."""
+
+    kind: str
+    settings: dict[str, ast.expr]
+    options: dict[str, Any]
+    feedback: bool
+
+
+def _layers(text: str) -> Iterator[_Layer]:
+    """Yields a described scheme, and those inside as far as options of ``make`` wrap them."""
+    layer = _Layer("", {}, {}, False)
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+        tree: ast.AST | None = ast.parse(text[:_LONGEST], mode="eval").body
+        while isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
+            settings = {part.arg: part.value for part in tree.keywords if part.arg}
+            yield (layer := layer._replace(kind=tree.func.id, settings=settings))
+            options, feedback = dict(layer.options), layer.feedback
+            match layer.kind:
+                case "ErrorFeedback" | "Scaled":
+                    feedback = True
+                case "DelayedStart":
+                    options["start_step"] = ast.literal_eval(settings["start_step"])
+                case "Coalesced":
+                    options["coalesce"] = True
+                case "Cast":
+                    options["wire_dtype"] = _NAMES.get(ast.unparse(settings["dtype"]), "")
+                case _:
+                    return
+            layer = layer._replace(options=options, feedback=feedback)
+            tree = settings.get("scheme")
+
+
+def _guesses(layer: _Layer, name: str) -> Iterator[dict[str, Any]]:
+    """Yields options with which ``make`` may give a layer, error feedback named last."""
+    factory = factory_of(name)
+    if isinstance(factory, type) and factory.__name__ != layer.kind:
+        return
+    options = {}
+    for key, default in (options_of(factory) or {}).items():
+        with suppress(KeyError, ValueError):
+            value = ast.literal_eval(layer.settings[key])
+            if value != default:
+                options[key] = value
+    yield options | layer.options
+    yield options | layer.options | {"error_feedback": layer.feedback}
 
 
 def _repr_of(value: object) -> str:
@@ -146,8 +260,15 @@ def _repr_of(value: object) -> str:
         default: object = field.default
         if field.default_factory is not MISSING:
             default = field.default_factory()
+        text = _inside(setting) if isinstance(setting, Scheme) else _repr_of(setting)
         if isinstance(setting, Scheme) and default is MISSING:
-            parts.append(short_repr(setting))
+            parts.append(text)
         elif setting != default:
-            parts.append(f"{field.name}={_repr_of(setting)}")
+            parts.append(f"{field.name}={text}")
     return f"{type(value).__name__}({', '.join(parts)})"
+
+
+def _inside(scheme: Scheme) -> str:
+    """Returns a scheme within others as its name alone, or as its class: options are not told."""
+    typed = as_typed(describe(scheme))
+    return typed if typed in scheme_names() else _repr_of(scheme)

@@ -13,8 +13,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from commhooks.cli import _commands as commands
-from commhooks.cli._commands import one_launch
+from commhooks.cli import _doctor as _doctor
+from commhooks.cli._doctor import one_launch
 from commhooks.kernels.runtime import nvrtc
 from experiments.gpu_kernels import __main__ as study
 from experiments.gpu_kernels import (
@@ -312,9 +312,9 @@ def test_facts_have_a_row_each_also_without_a_gpu(tmp_path: Path) -> None:
 def test_doctor_launches_a_kernel_where_it_can(monkeypatch) -> None:
     assert one_launch("cpu").startswith("right ")
     assert one_launch("meta").startswith("failed: ")
-    monkeypatch.setattr("commhooks.cli._commands.all_finite", lambda inputs: torch.tensor(True))
+    monkeypatch.setattr("commhooks.cli._doctor.all_finite", lambda inputs: torch.tensor(True))
     assert one_launch("cpu").startswith("wrong: ")
-    monkeypatch.setattr(commands.cuda, "missing", lambda: None)
+    monkeypatch.setattr(_doctor.cuda, "missing", lambda: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    cells = commands._facts().columns[0]._cells
+    cells = _doctor._facts().columns[0]._cells
     assert "a launch" in cells

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from commhooks.cli._commands import one_launch
+from commhooks.cli._doctor import one_launch
 from commhooks.kernels import use_kernels
 from commhooks.kernels.finite import finite_op
 from commhooks.kernels.runtime import cuda, nvrtc

@@ -254,6 +254,6 @@ def test_all_schemes_are_measured_on_all_traces(
 def test_the_command_says_how_traces_are_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_commands, "tradeoff", lambda *_: [])
+    monkeypatch.setattr(_commands, "tradeoff", lambda *_, **__: [])
     _tradeoff.main(["int8"], tmp_path, "2", tmp_path)
     assert "python -m experiments.traces records some" in capsys.readouterr().out

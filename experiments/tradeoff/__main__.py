@@ -101,7 +101,7 @@ def _picture(points: Sequence[Point]) -> Figure:
     # Of the random gradients the normal ones: for them the line of 2^(-2R) is a bound.
     means = [point for point in means_of(points) if point.gradients not in ("Laplace", "t(3)")]
     tasks = {point.gradients: [p for p in points if _task(p) == point.gradients] for point in means}
-    return drawn(means, tasks)
+    return drawn(means, tasks, full=True)
 
 
 def main(
@@ -121,7 +121,7 @@ def main(
     traces_found = traces_in(traces, [int(n) for n in ranks.split(",")])
     if not traces_found:
         typer.echo(f"no traces in {traces}: python -m experiments.traces records some")
-    points = _commands.tradeoff(which or [], traces_found, out, _picture)
+    points = _commands.tradeoff(which or [], traces_found, out, _picture, full=True)
     means = means_of(points)
     write_csv(means, out / "means.csv")
     for path in pages.glob("*.md") if pages else ():

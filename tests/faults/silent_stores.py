@@ -80,7 +80,7 @@ def _rank(
 
     hook: Any = None
     if case.moment != "register":
-        hook = commhooks.register(model, "powersgd")
+        hook = commhooks.register(model, "powersgd", rank=1)
         for _ in range(3):
             step()
     dist.barrier()
@@ -92,7 +92,7 @@ def _rank(
     begin, message = time.monotonic(), "no error"
     try:
         if case.moment == "register":
-            commhooks.register(model, "powersgd")
+            commhooks.register(model, "powersgd", rank=1)
         elif case.moment == "step":
             for _ in range(10**6):
                 step()

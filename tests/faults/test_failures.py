@@ -48,8 +48,8 @@ def _backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 DIFFERENCES = [  # what differs, and what the error says of it
-    ("scheme", "scheme and options", "BatchedPowerSGD"),
-    ("options", "scheme and options", "rank=2"),
+    ("scheme", "scheme and options", "has 'powersgd, rank=1', rank 2 has 'batched_powersgd'"),
+    ("options", "scheme and options", "has 'powersgd, rank=1', rank 2 has 'powersgd, rank=2'"),
     ("parameters", "parameters", "first.weight"),
     ("seed", "seed", "1"),
 ]
@@ -78,7 +78,7 @@ def test_a_mismatch_names_rank_and_field_on_every_rank(rank, world_size):
 @on_ranks(2)
 def test_a_mismatching_switch_is_an_error_and_the_old_scheme_goes_on(rank):
     model = ddp(mlp())
-    hook = commhooks.register(model, "powersgd")
+    hook = commhooks.register(model, "powersgd", rank=1)
     _backward(model, 0, rank)
     with pytest.raises(commhooks.errors.MismatchError, match=r"HookState\.switch"):
         hook.switch("fp16" if rank else "none")
@@ -138,7 +138,7 @@ _foreign_hook.__annotations__ = {
 @on_ranks(2)
 def test_a_second_hook_is_an_error_that_names_the_first(rank):
     model, foreign = ddp(mlp()), ddp(mlp())
-    commhooks.register(model, "powersgd")
+    commhooks.register(model, "powersgd", rank=1)
     foreign.register_comm_hook(None, _foreign_hook)
     for hooked, text in ((model, r"hook\.switch"), (foreign, "_foreign_hook")):
         with pytest.raises(commhooks.errors.RegistrationError, match=text):
@@ -149,7 +149,7 @@ def test_a_second_hook_is_an_error_that_names_the_first(rank):
 @on_ranks(2)
 def test_one_state_for_two_models_is_an_error(rank):
     first, second = ddp(mlp()), ddp(mlp(depth=2))
-    state = HookState("powersgd", first)
+    state = HookState("powersgd", first, rank=1)
     for model in (first, second):
         model.register_comm_hook(state, commhooks.comm_hook)
     _backward(first, 0, rank)
@@ -162,7 +162,7 @@ def test_one_state_for_two_models_is_an_error(rank):
 @on_ranks(2)
 def test_switch_save_and_load_in_the_middle_of_a_step_are_errors(rank):
     model = ddp(mlp())
-    hook = commhooks.register(model, "powersgd")
+    hook = commhooks.register(model, "powersgd", rank=1)
     errors = []
 
     def meddle(grad: Tensor) -> None:
@@ -275,13 +275,13 @@ def test_a_peer_that_is_lost_between_two_rounds_is_an_error_in_round_one(sleeps,
 def test_a_copied_ddp_raises_until_it_is_registered_again(rank):
     for copied in (copy.deepcopy, partial(through_file, weights_only=False)):
         model = ddp(mlp())
-        hook = commhooks.register(model, "powersgd")
+        hook = commhooks.register(model, "powersgd", rank=1)
         _backward(model, 0, rank)
         other = copied(model)
         with pytest.raises(commhooks.errors.HookNotAttachedError, match="unpickled or copied"):
             _backward(other, 1, rank)
         _backward(model, 1, rank)
-        commhooks.register(other, "powersgd").load_state_dict(hook.state_dict())
+        commhooks.register(other, "powersgd", rank=1).load_state_dict(hook.state_dict())
         other.load_state_dict(model.state_dict())
         for replica in (model, other):
             _backward(replica, 2, rank)
@@ -291,7 +291,7 @@ def test_a_copied_ddp_raises_until_it_is_registered_again(rank):
 @on_ranks(2)
 def test_a_loss_through_the_inner_module_is_an_error(rank):
     model = ddp(mlp())
-    commhooks.register(model, "powersgd")
+    commhooks.register(model, "powersgd", rank=1)
     with pytest.raises(
         commhooks.errors.HookNotAttachedError,
         match="without a forward pass of DistributedDataParallel",

@@ -61,8 +61,8 @@ def _step(model: Any, rank: int) -> None:
 def test_a_call_that_waits_for_the_store_ends_at_the_timeout(rank: int) -> None:
     model, errors = CLASSES["core"](mlp()), {}
     with _silent():
-        errors["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd"))
-    hook = commhooks.register(model, "powersgd")
+        errors["register"] = _ends_in_time(lambda: commhooks.register(model, "powersgd", rank=1))
+    hook = commhooks.register(model, "powersgd", rank=1)
     other = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
     _step(model, rank)
     with _silent():

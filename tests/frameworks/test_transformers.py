@@ -22,7 +22,7 @@ SCRIPT = "transformers_cases.py"
 def test_the_example_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for name, steps in (("whole", 12), ("parts", 6), ("parts", 12)):
         (output, _) = job(EXAMPLES / "in_trainer.py", tmp_path / name, "--steps", steps)
-        assert "PowerSGD(rank=" in output
+        assert "powersgd, " in output
     hooks, optimizers, weights = [], [], []
     for name in ("whole", "parts"):
         folder = tmp_path / name / "checkpoint-12"

@@ -509,13 +509,13 @@ def test_settings_do_not_make_another_structure_and_nesting_does() -> None:
     assert structure(FlushResidual(Dense())) == structure(Dense())
     different = [
         Dense(),
-        PowerSGD(),
-        ErrorFeedback(PowerSGD()),
-        Cast(ErrorFeedback(PowerSGD())),
-        Coalesced(PowerSGD()),
-        PerParameter([], PowerSGD()),
-        PerParameter([Rule(ErrorFeedback(PowerSGD()))], PowerSGD()),
-        PerParameter([Rule(Dense())], PowerSGD()),
+        PowerSGD(rank=1),
+        ErrorFeedback(PowerSGD(rank=1)),
+        Cast(ErrorFeedback(PowerSGD(rank=1))),
+        Coalesced(PowerSGD(rank=1)),
+        PerParameter([], PowerSGD(rank=1)),
+        PerParameter([Rule(ErrorFeedback(PowerSGD(rank=1)))], PowerSGD(rank=1)),
+        PerParameter([Rule(Dense())], PowerSGD(rank=1)),
     ]
     assert len({structure(scheme) for scheme in different}) == len(different)
 

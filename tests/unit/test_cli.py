@@ -18,10 +18,14 @@ import commhooks.research.baselines
 from commhooks import Scheme, __main__, make, scheme_names
 from commhooks.cli import _catalogue as _catalogue
 from commhooks.cli import _commands as _commands
+from commhooks.cli import _doctor as _doctor
+from commhooks.cli import _progress as _progress
 from commhooks.cli._app import app
+from commhooks.cli._tradeoff import Point, drawn, with_fronts
 from commhooks.core import _registry as _registry
 from commhooks.kernels import use_kernels
 from commhooks.kernels.runtime import cpu, cuda
+from commhooks.report._style import RED
 from commhooks.research import conformance
 from commhooks.research.conformance import LAWS
 from commhooks.research.trace import Trace, replay
@@ -29,25 +33,107 @@ from commhooks.wrappers._traced import write
 from tests.shelf import BASELINES, BUILT_IN
 from tests.tools.command_line import run_cli
 
+_COMMANDS = [command.callback.__name__ for command in app.registered_commands]
+
 
 def row(output: str, name: str) -> str:
     (shown,) = (line for line in output.splitlines() if f" {name} " in line)
     return shown
 
 
-def test_doctor_says_which_kernels_run() -> None:
+# ---- help
+
+
+@pytest.mark.parametrize("command", ["", *_COMMANDS])
+def test_the_help_fits_eighty_columns_without_names_of_types(command: str) -> None:
+    output = run_cli(*command.split(), "--help", columns=80)
+    assert max(map(len, output.splitlines())) <= 80
+    assert not re.search(r"[<>]|range|\[\d|…", output)
+
+
+def test_commands_are_in_panels_in_the_order_of_use() -> None:
+    output = run_cli("--help", columns=80)
+    words = re.findall(r"^(?:╭─|│) (\w[\w ]*?)(?: ─|  )", output, re.MULTILINE)
+    assert [word for word in words if word != "Options"] == [
+        *("Is it worth it", "headroom", "link", "advise", "simulate"),
+        *("Schemes", "schemes", "tradeoff", "new", "check"),
+        *("Installation", "doctor"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("advise --ranks abc", "a whole number from 2 to 16,384, got 'abc'"),
+        ("advise --ranks 1", "a whole number from 2 to 16,384, got '1'"),
+        ("advise --max-error nan", "a number, 0 or more, got 'nan'"),
+        ("simulate --bucket-mb x", "a number from 0.001 to 1,000,000, got 'x'"),
+        ("headroom --steps 3 -- true", "a whole number, 10 or more, got '3'"),
+        ("tradeoff --ranks 0", "a whole number, 1 or more, got '0'"),
+        ("link --device tpu", "cpu or cuda, got 'tpu'"),
+        ("simulate --device 12:x", "two figures of a data sheet, TFLOPS:GB/s, as in 120:600"),
+    ],
+)
+def test_a_wrong_value_is_answered_in_words_of_this_package(arguments: str, words: str) -> None:
+    output = " ".join(run_cli(*arguments.split(), code=2).replace("│", "").split())
+    assert f"Invalid value for '{arguments.split()[1]}': {words}" in output or "device(" in output
+    assert words in output
+    assert "Input should be" not in output
+
+
+@pytest.mark.parametrize("total", [1, 3])
+def test_progress_in_a_log_is_a_line_now_and_then(
+    total: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = iter(range(0, 100, 20))
+    monkeypatch.setattr(_progress.time, "monotonic", lambda: float(next(now)))
+    assert list(_progress.tracked("abc"[:total], "letters", total)) == list("abc"[:total])
+    written = capsys.readouterr()
+    lines = ["letters: 1 of 3, about 40 s to go", "letters: 2 of 3, about 20 s to go"]
+    assert written.err.splitlines() == (lines if total == 3 else [])
+    assert not written.out
+
+
+# ---- doctor
+
+
+def test_doctor_says_which_kernels_run_and_that_two_processes_exchange() -> None:
     output = run_cli("doctor")
     assert cpu.instruction_set() in row(output, "CPU kernels")
-    assert "kernel" in row(output, "quantize")
+    assert re.search(r"(\d+) of \1 ops: CPU kernel +│$", row(output, "ops"))
+    assert 'an all-reduce with "int8" works over gloo' in row(output, "2 processes")
+    assert len(output.splitlines()) <= 12
 
 
-def test_doctor_says_why_kernels_do_not_run() -> None:
+def test_doctor_says_why_kernels_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_doctor, "exchange_of_two", lambda: ("no time for it", False))
     with mock.patch.object(cpu, "_library", return_value=None):
-        output = run_cli("doctor")
+        output = run_cli("doctor", code=1)
     assert "install g++" in row(output, "CPU kernels")
-    assert "PyTorch fallback" in row(output, "quantize")
-    with use_kernels("definition"):
-        assert "PyTorch fallback" in row(run_cli("doctor"), "quantize")
+    assert "0 of " in row(output, "ops")
+    assert "PyTorch fallback" in row(output, "ops")
+    assert "no time for it" in row(output, "2 processes")
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "code", "words"),
+    [
+        (30.0, "raise ValueError('lost')", "rank 0 ended with exit code 1: ValueError: lost"),
+        (0.5, "import time; time.sleep(60)", "within 0 s. .* GLOO_SOCKET_IFNAME"),
+    ],
+)
+def test_two_processes_that_do_not_exchange_are_ended_and_explained(
+    limit_s: float, code: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pair_that_fails.py").write_text(code)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(_doctor._pair, "__name__", "pair_that_fails")
+    answer, works = _doctor.exchange_of_two(limit_s)
+    assert not works
+    assert re.search(words, answer)
+
+
+# ---- schemes
 
 
 @pytest.fixture
@@ -89,11 +175,11 @@ def test_schemes_says_which_options_a_scheme_has() -> None:
 
 
 def test_schemes_says_what_a_scheme_sends() -> None:
-    # A rank-1 scheme of 512 x 512 entries sends 2 x 512 of 32 bits: an eighth of a bit an entry.
+    # A rank-4 scheme of 512 x 512 entries sends 4 x 1024 of 32 bits: half a bit an entry.
     output = run_cli("schemes", "powersgd", "int8", "noop")
     powersgd, int8, noop = (line for line in output.splitlines() if line.startswith("sends: "))
     assert powersgd.startswith(
-        "sends: 2 x all_reduce per bucket; 0.125 bits per entry, where float32"
+        "sends: 2 x all_reduce per bucket; 0.5 bits per entry, where float32"
     )
     assert int8.startswith("sends: 1 x all_to_all, 1 x all_gather per bucket; 8.12 bits per entry")
     assert noop.strip() == "sends: nothing"
@@ -145,7 +231,7 @@ def test_the_shell_completes_commands_schemes_and_files(
 
 def test_a_tradeoff_is_printed_and_written(tmp_path: Path) -> None:
     out = tmp_path / "made" / "here"
-    output = run_cli("tradeoff", "int8", "fp16", "--out", out)
+    output = run_cli("tradeoff", "int8", "fp16", "--out", out, "--full")
     # fp16 has twice the bits and less error; a dither has half the error of rounding at random.
     table = pd.read_csv(out / "tradeoff.csv")
     names = {"int8", "int8 rounding=stochastic", "int8 rounding=nearest", "fp16"}
@@ -175,6 +261,34 @@ def table_of(output: str, title: str) -> dict[str, dict[str, str]]:
     )
     names = [" ".join(parts).strip() for parts in zip(*filter(None, heads), strict=True)]
     return {row[0]: dict(zip(names, row, strict=True)) for row in rows if row}
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+def test_a_scheme_of_a_file_is_marked(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    run_cli("new", "mine", "--out", path)
+    output = run_cli("tradeoff", path, "fp16", "--out", tmp_path)
+    table = table_of(output, "normal gradients, 4 ranks")
+    assert set(table) == {"mine (yours)", "fp16"}
+    assert "Laplace" not in output
+    assert "mine (yours)" in (tmp_path / "tradeoff.html").read_text()
+    with mock.patch.object(_catalogue, "_bits", return_value="0"):
+        _registry._factories.pop("mine")
+        lines = [line.split()[1] for line in run_cli("schemes", path).splitlines() if "│ 0" in line]
+    assert lines[:4] == ["mine", "none", "allreduce", "bf16"]
+    assert lines.index("int8") < lines.index("powersgd") < lines.index("topk") < lines.index("dgc")
+
+
+def test_every_point_of_the_picture_has_its_name() -> None:
+    figures = {"median": 0.1, "worst": 0.1, "adam": 0.1, "noise": 0.0}
+    places = {"first": (8.0, 0.1), "second": (8.0, 0.1), "lossy": (0.5, 0.99), "mine": (4.0, 0.3)}
+    points = [
+        Point(name, "normal", 4, bits, error, **figures) for name, (bits, error) in places.items()
+    ]
+    (panel,) = drawn(with_fronts(points), own={"mine"}).subfigs[0].axes
+    colours = {label.get_text(): label.get_color() for label in panel.texts}
+    assert set(colours) == {"first, second", "lossy", "mine"}
+    assert colours["mine"] == RED != colours["lossy"]
 
 
 @pytest.mark.usefixtures("forget_new_schemes")

@@ -215,8 +215,8 @@ def test_a_hook_is_printed_in_a_few_words() -> None:
     assert str(HookState("none")) == str(HookState("allreduce")) == "HookState(none, step=0)"
     assert str(HookState("int8")) == "HookState(int8, step=0)"
     assert str(HookState("dgc")) == "HookState(dgc, step=0)"
-    assert str(HookState("powersgd", rank=4, start_step=9)) == (
-        "HookState(DelayedStart(ErrorFeedback(PowerSGD(rank=4)), start_step=9), step=0)"
+    assert str(HookState("powersgd", rank=3, start_step=9)) == (
+        "HookState(powersgd, rank=3, start_step=9, step=0)"
     )
     assert str(HookState(ErrorFeedback(PowerSGD()))) == "HookState(powersgd, step=0)"
 

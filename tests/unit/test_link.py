@@ -72,6 +72,10 @@ def test_a_poor_fit_is_named_below_the_table(
     assert report.fit_error == pytest.approx(max(factor, 1 / factor))
     _show(report)
     shown = " ".join(capsys.readouterr().out.split())
+    assert "spread:" not in shown
+    assert "latency 100 us, bandwidth 0.1 GB/s" in shown
+    _show(report, full=True)
+    assert "spread:" in " ".join(capsys.readouterr().out.split())
     assert (f"off by a factor of {report.fit_error:.1f} or more" in shown) is warns
 
 

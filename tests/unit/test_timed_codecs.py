@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import TestCase
@@ -122,6 +122,16 @@ def test_messages_of_many_ranks_are_not_all_in_memory(monkeypatch: pytest.Monkey
     for ranks in (2, 64, 65, 4096):
         here.parts(Sleeps(), SHAPES, ranks)
     assert asked == [2, 2, 64, 64]
+
+
+def test_a_gpu_is_two_figures_of_its_data_sheet() -> None:
+    figures = {"t4": "65:300", "l4": "121:300", "a10": "125:600", "a100": "312:2000"}
+    figures |= {"rtx3090": "71:936", "rtx4090": "165:1008", "h100": "989:3350"}
+    for name, text in figures.items():
+        assert device(text) == replace(DEVICES[name], name=text)
+    for text in ("120", "120:", "120:600:1", "a:b", "0:600", "120:inf", "nan:600", "rtx2080"):
+        with pytest.raises(ValueError, match=r"l4, a10, rtx3090.* TFLOPS:GB/s, as in 120:600"):
+            device(text)
 
 
 CUDA = torch.device("cuda")

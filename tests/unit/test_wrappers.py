@@ -134,12 +134,14 @@ def test_feedback_around_a_scheme_that_returns_its_input_keeps_the_mean() -> Non
 
 FULL = ErrorFeedback(PowerSGD(rank=1))
 COMPOSED = {
-    "feedback outside a rule": ErrorFeedback(PerParameter([Rule(Dense(), max_dim=1)], PowerSGD())),
+    "feedback outside a rule": ErrorFeedback(
+        PerParameter([Rule(Dense(), max_dim=1)], PowerSGD(rank=1))
+    ),
     "feedback inside a rule": PerParameter([Rule(FULL, name="head")], Dense()),
     "two feedbacks side by side": PerParameter([Rule(FULL, name="head")], ErrorFeedback(Half())),
     "delayed feedback": DelayedStart(FULL, 3),
     "feedback before": DelayedStart(Dense(), 3, before=FULL),
-    "feedback around delayed": ErrorFeedback(DelayedStart(PowerSGD(), 3)),
+    "feedback around delayed": ErrorFeedback(DelayedStart(PowerSGD(rank=1), 3)),
     "coalesced": Coalesced(ErrorFeedback(BatchedPowerSGD())),
     "nested rules": PerParameter(
         [Rule(PerParameter([Rule(FULL, name="head")], Dense()), min_dim=2)], ErrorFeedback(Half())
@@ -179,15 +181,15 @@ def test_residuals_hold_what_every_rounding_loses(
 
 
 CASTS = {
-    "cast inside": ErrorFeedback(Cast(PowerSGD(), torch.float16)),
-    "cast outside": Cast(ErrorFeedback(PowerSGD()), torch.float16),
+    "cast inside": ErrorFeedback(Cast(PowerSGD(rank=1), torch.float16)),
+    "cast outside": Cast(ErrorFeedback(PowerSGD(rank=1)), torch.float16),
     "cast around feedback around rules": Cast(COMPOSED["feedback outside a rule"], torch.float16),
     "cast in a rule": ErrorFeedback(
-        PerParameter([Rule(Cast(Dense(), torch.float16), max_dim=1)], PowerSGD())
+        PerParameter([Rule(Cast(Dense(), torch.float16), max_dim=1)], PowerSGD(rank=1))
     ),
     "two casts in rules": ErrorFeedback(
         PerParameter(
-            [Rule(Cast(Dense(), torch.float16), max_dim=1)], Cast(PowerSGD(), torch.float16)
+            [Rule(Cast(Dense(), torch.float16), max_dim=1)], Cast(PowerSGD(rank=1), torch.float16)
         )
     ),
     "two casts": ErrorFeedback(Cast(Cast(Dense(), torch.float16), torch.bfloat16)),
@@ -196,7 +198,7 @@ CASTS = {
     "cast inside, random entries": ErrorFeedback(Cast(RandomK(0.5), torch.bfloat16)),
     "cast inside, a random block": ErrorFeedback(Cast(RandomBlock(0.5), torch.bfloat16)),
     "two casts, residual meanwhile": Cast(
-        Cast(ErrorFeedback(PowerSGD()), torch.float16), torch.bfloat16
+        Cast(ErrorFeedback(PowerSGD(rank=1)), torch.float16), torch.bfloat16
     ),
     "two casts, feedback inside": Cast(Cast(ErrorFeedback(Dense()), torch.float16), torch.bfloat16),
 }
@@ -258,9 +260,9 @@ def test_a_flush_before_an_all_gather_leaves_what_is_gathered_as_it_was() -> Non
 
 
 def test_a_schedule_begins_with_the_memory_of_the_part_that_runs() -> None:
-    scheme = Schedule([(0, Dense()), (2, PowerSGD())])
+    scheme = Schedule([(0, Dense()), (2, PowerSGD(rank=1))])
     begun = [scheme.begins_with("w", torch.Size([12, 10]), torch.float32, step) for step in (1, 2)]
-    assert begun == [(), PowerSGD().keeps]
+    assert begun == [(), PowerSGD(rank=1).keeps]
 
 
 def test_rules_flush_the_residual_of_parameters_without_feedback() -> None:
@@ -274,7 +276,7 @@ def test_rules_flush_the_residual_of_parameters_without_feedback() -> None:
 def test_keeping_a_residual_is_found_at_any_depth() -> None:
     for scheme in COMPOSED.values():
         assert keeps_residual(scheme)
-    assert not keeps_residual(Coalesced(DelayedStart(Cast(PowerSGD()), 3)))
+    assert not keeps_residual(Coalesced(DelayedStart(Cast(PowerSGD(rank=1)), 3)))
 
 
 # ---- flags
@@ -296,7 +298,7 @@ def test_a_delayed_start_declares_what_runs_before() -> None:
 
 
 def test_flags_of_rules_cover_all_schemes() -> None:
-    scheme = PerParameter([Rule(PowerSGD(), name="head"), Rule(Coalesced(Half()))], Dense())
+    scheme = PerParameter([Rule(PowerSGD(rank=1), name="head"), Rule(Coalesced(Half()))], Dense())
     assert slots_of(scheme)
     assert scheme.traits == Traits(rounds=4, error=Biased(), coalesce=True)
 
@@ -404,7 +406,9 @@ def test_the_first_rule_that_matches_decides() -> None:
 
 
 def test_equal_all_reduces_of_a_round_share_a_message() -> None:
-    scheme = PerParameter([Rule(PowerSGD(), name="head"), Rule(Dense(), max_dim=1)], PowerSGD())
+    scheme = PerParameter(
+        [Rule(PowerSGD(rank=1), name="head"), Rule(Dense(), max_dim=1)], PowerSGD(rank=1)
+    )
     ranks = ranks_of(scheme)
     ranks.step(gradients(2, 0))
     # First round: two left factors of 12 and 12 biases; second: two right factors of 10.
