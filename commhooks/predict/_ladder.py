@@ -40,12 +40,12 @@ LADDER = (
     Rung("NVLink, or 100 Gbit/s and more", "100gbe", "bf16"),
     Rung("25 Gbit/s", "25gbe", "int8", "int4", ((1.43, 1.65), (1.44, 2.34))),
     Rung("10 Gbit/s", "10gbe", "int8", "int4", ((1.75, 1.81), (2.82, 3.03))),
-    Rung("1 Gbit/s", "1gbe", "int8", "powersgd", ((1.94, 1.95), (23.0, 48.1))),
+    Rung("1 Gbit/s", "1gbe", "int8", "powersgd", ((1.94, 1.95), (20.4, 35.9))),
     Rung("slower, or between sites", "", "DiLoCo"),
 )
 # What to write for a scheme whose name is not all of it.
 _CALLS = {
-    "powersgd": '"powersgd", rank=4, start_step=...',
+    "powersgd": '"powersgd", start_step=...',
     "DiLoCo": 'commhooks.DiLoCo(model, "int4", every=100)',
 }
 
