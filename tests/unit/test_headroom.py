@@ -129,7 +129,7 @@ def test_a_log_says_now_and_then_which_round_runs(
 
 
 def test_no_line_of_an_answer_is_longer_than_a_terminal() -> None:
-    slow = planted(123.4, 98.7, 95.2, 90.1, differ=40.0)
+    slow = planted(1.234, 0.987, 0.952, 0.901, differ=0.4)
     assert slow.verdict == "unclear"
     assert max(map(len, str(slow).splitlines())) <= 80
 
