@@ -56,13 +56,13 @@ _FIRST = "bf16"  # where to begin
 
 def schemes(which: Sequence[str]) -> None:
     """Prints a table of all schemes, or a page on each scheme that is named; runs given files."""
-    named, own = split(which)
+    named, yours = split(which)
     console = Console()
     with one_thread():
         for name in named:
             console.print(_page(name))
         if not named:
-            console.print(_listed(console.width, own))
+            console.print(_listed(console.width, yours))
             print("\nBegin with, by the network between ranks:")
             print(*(f"  {line}" for line in ladder_lines()), sep="\n")
 
@@ -85,12 +85,12 @@ def one_thread() -> Iterator[None]:
 # ---- all schemes
 
 
-def _listed(width: int, own: Sequence[str]) -> Table:
+def _listed(width: int, yours: Sequence[str]) -> Table:
     """Lists all schemes.
 
     Args:
         width: of the terminal.
-        own: schemes of the user's files, which come first.
+        yours: schemes of the user's files, which come first.
     """
     table = Table(title="schemes", caption_justify="left")
     shown = [column for column, least in _COLUMNS.items() if width >= least]
@@ -98,10 +98,10 @@ def _listed(width: int, own: Sequence[str]) -> Table:
         table.add_column(column, no_wrap=True)
     names = scheme_names()
     known = [name for group in _ORDER for name in group]
-    others = [name for name in names if name not in (*known, *own)]
-    for group in (own, *_ORDER, others):
+    others = [name for name in names if name not in (*known, *yours)]
+    for group in (yours, *_ORDER, others):
         for name in (name for name in group if name in names):
-            mark = " (yours)" if name in own else " <- begin here" if name == _FIRST else ""
+            mark = " (yours)" if name in yours else " <- begin here" if name == _FIRST else ""
             row = {"name": name + mark, **_facts_of(name)}
             cells = [escape(row.get(column.partition("\n")[0], "")) for column in shown]
             table.add_row(*cells, style="bold" if mark else None)

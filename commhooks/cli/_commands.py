@@ -152,8 +152,8 @@ def check(target: str) -> int:
         verdicts = check_scheme(partial(make, name))
         for verdict in tracked(verdicts, f"check {name}", len(laws_of(make(name)))):
             mark = "[green]passes[/]" if verdict.holds else "[red]fails[/]"
-            told = f"{verdict.error} (guide: {verdict.guide})" if verdict.error else ""
-            table.add_row(verdict.law, mark, escape(told))
+            text = f"{verdict.error} (guide: {verdict.guide})" if verdict.error else ""
+            table.add_row(verdict.law, mark, escape(text))
             broken += not verdict.holds
         Console().print(table)
     if broken:
@@ -200,17 +200,17 @@ def tradeoff(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     cases, points = cases_of(compared), list[Point]()
-    own = {case.label for case in cases if case.name in added}
+    yours = {case.label for case in cases if case.name in added}
     for gradients in (*random_gradients()[: None if full else 1], *traces):
         marked = with_fronts(_measured(cases, gradients))
         console = Console()
         title = title_of(gradients.name, gradients.world_size)
-        console.print(_errors(marked, title, own, wide=console.width >= _WIDE))
+        console.print(_errors(marked, title, yours, wide=console.width >= _WIDE))
         points += marked
         if out is not None:
             write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail
     if out is not None:
-        _write(points, out, picture or partial(drawn, own=own, full=full), own)
+        _write(points, out, picture or partial(drawn, yours=yours, full=full), yours)
     return points
 
 
@@ -255,7 +255,9 @@ def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
     return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
 
 
-def _errors(points: Sequence[Point], title: str, own: Collection[str] = (), *, wide: bool) -> Table:
+def _errors(
+    points: Sequence[Point], title: str, yours: Collection[str] = (), *, wide: bool
+) -> Table:
     caption = "*: Pareto front (no scheme has fewer bits and less of it)"
     noisy = any(point.noise for point in points)
     if noisy:
@@ -271,8 +273,8 @@ def _errors(points: Sequence[Point], title: str, own: Collection[str] = (), *, w
     for point in sorted(points, key=lambda point: (point.bits, point.error)):
         figures = [cell(point, name) for name in shown]
         noise = [f"{point.noise:.3g}" if point.noise else ""] * noisy
-        style = "bold" if point.scheme in own else None
-        name = escape(named(point, own))
+        style = "bold" if point.scheme in yours else None
+        name = escape(named(point, yours))
         table.add_row(name, f"{point.bits:.3g}", *figures, *noise, style=style)
     return table
 
@@ -281,12 +283,12 @@ def _write(
     points: Sequence[Point],
     folder: Path,
     picture: Callable[[Sequence[Point]], Figure],
-    own: Collection[str],
+    yours: Collection[str],
 ) -> None:
     try:
         figure = picture(points)
         figure.savefig(folder / "tradeoff.png", dpi=110)
-        page_of(points, figure, own).write(folder / "tradeoff.html")
+        page_of(points, figure, yours).write(folder / "tradeoff.html")
     except MissingPackageError as error:
         typer.echo(f"wrote {folder / 'tradeoff.csv'}. {error}")
     else:

@@ -156,7 +156,11 @@ def exchange_of_two(limit_s: float = _LIMIT_S) -> tuple[str, bool]:
                             stderr=subprocess.STDOUT,
                         )
                     )
-            codes = [_wait(process, begin + limit_s) for process in processes]
+            codes = [process.poll() for process in processes]
+            # Until both have ended, or the first fails: the other would wait for it.
+            while None in codes and not any(codes) and time.monotonic() < begin + limit_s:
+                time.sleep(0.05)
+                codes = [process.poll() for process in processes]
         finally:
             for process in processes:
                 process.kill()
@@ -167,15 +171,8 @@ def exchange_of_two(limit_s: float = _LIMIT_S) -> tuple[str, bool]:
     return _why(codes, texts, limit_s), False
 
 
-def _wait(process: subprocess.Popen[bytes], end: float) -> int | None:
-    """Returns the exit code; None: the process did not end in time."""
-    try:
-        return process.wait(timeout=max(end - time.monotonic(), 0.0))
-    except subprocess.TimeoutExpired:
-        return None
-
-
 def _why(codes: Sequence[int | None], texts: Sequence[str], limit_s: float) -> str:
+    """Explains exit codes of which not all are 0; None: the process was ended."""
     for rank, (code, text) in enumerate(zip(codes, texts, strict=True)):
         if code:  # the first that failed by itself
             last = (text.strip().splitlines() or ["it wrote nothing"])[-1]

@@ -29,8 +29,8 @@ def tracked(items: Iterable[T], title: str, total: int) -> Iterator[T]:
         yield from track(items, title, total, console=console)
         return
     begin = last = time.monotonic()
-    for done, item in enumerate(items):
-        yield item
+    for done, value in enumerate(items):
+        yield value
         now = time.monotonic()
         if now - last >= EVERY_S and done + 1 < total:
             left = (now - begin) / (done + 1) * (total - done - 1)

@@ -63,18 +63,18 @@ class _Dot(NamedTuple):
     bits: float
     error: float
     front: bool
-    own: bool
+    yours: bool
 
     @property
     def colour(self) -> str:
-        return RED if self.own else BLUE if self.front else GREY
+        return RED if self.yours else BLUE if self.front else GREY
 
 
 def drawn(
     points: Sequence[Point],
     behind: Mapping[str, Sequence[Point]] | None = None,
     *,
-    own: Collection[str] = (),
+    yours: Collection[str] = (),
     full: bool = False,
 ) -> Figure:
     """Returns a picture with a panel for each kind of gradients, one below the other.
@@ -84,7 +84,7 @@ def drawn(
     Args:
         points: marked with their fronts.
         behind: more points by name of gradients, which are small dots.
-        own: schemes of the user's, which stand out.
+        yours: schemes of the user's, which stand out.
         full: recorded gradients have a panel for each figure, which names the schemes on its front
             and the user's own.
 
@@ -101,23 +101,23 @@ def drawn(
     figure = Figure(figsize=(7.4, sum(heights)), layout="constrained")
     rows = figure.subfigures(len(parts), 1, squeeze=False, height_ratios=heights)[:, 0]
     for row, (title, part) in zip(rows, parts.items(), strict=True):
-        row.suptitle(f"{title}; blue: Pareto front{'; red: yours' if own else ''}")
+        row.suptitle(f"{title}; blue: Pareto front{'; red: yours' if yours else ''}")
         if single[title]:
-            _draw_panel(row.subplots(), part, "error", own, everyone=True)
+            _draw_panel(row.subplots(), part, "error", yours, everyone=True)
         else:
             more = (behind or {}).get(part[0].gradients, [])
             for panel, name in zip(row.subplots(2, 2).flat, FIGURES, strict=True):
                 errors = [getattr(point, name) for point in more]
                 panel.plot([p.bits for p in more], errors, ".", color=LIGHT, markersize=3, zorder=0)
-                _draw_panel(panel, part, name, own, everyone=False)
+                _draw_panel(panel, part, name, yours, everyone=False)
     return figure
 
 
-def page_of(points: Sequence[Point], figure: Figure, own: Collection[str] = ()) -> Page:
+def page_of(points: Sequence[Point], figure: Figure, yours: Collection[str] = ()) -> Page:
     """Returns a page with the picture, and a table for each kind of gradients.
 
     Args:
-        points, own: see :func:`drawn`.
+        points, yours: see :func:`drawn`.
         figure: the picture.
     """
     page = Page("Bits and error of every scheme")
@@ -136,7 +136,7 @@ def page_of(points: Sequence[Point], figure: Figure, own: Collection[str] = ()) 
     for title, part in by_title(points).items():
         page.section(title)
         some = sorted(part, key=lambda point: point.bits)
-        rows = [(named(p, own), p.bits, *(cell(p, name) for name in FIGURES)) for p in some]
+        rows = [(named(p, yours), p.bits, *(cell(p, name) for name in FIGURES)) for p in some]
         page.table(("scheme", "bits per gradient entry", *FIGURES.values()), rows)
     return page
 
@@ -146,12 +146,12 @@ def of_one_tensor(points: Sequence[Point]) -> bool:
 
 
 def _draw_panel(
-    panel: Any, points: Sequence[Point], figure: str, own: Collection[str], *, everyone: bool
+    panel: Any, points: Sequence[Point], figure: str, yours: Collection[str], *, everyone: bool
 ) -> None:
     """Draws the front of a figure, and all points.
 
     Args:
-        own: schemes that stand out.
+        yours: schemes that stand out.
         everyone: names all schemes, for which a panel needs the width of the page.
     """
     # Triangles at both ends of the axis are beyond it: noise where Adam's denominator is 1e-8, and
@@ -162,7 +162,7 @@ def _draw_panel(
             bits=point.bits,
             error=getattr(point, figure),
             front=figure in point.fronts,
-            own=point.scheme in own,
+            yours=point.scheme in yours,
         )
         for point in sorted(points, key=lambda point: point.bits)
         if point.error > _EXACT
@@ -185,13 +185,13 @@ def _draw_panel(
     shown = [dot._replace(error=min(max(dot.error, low), high)) for dot in shown]
     for dot in shown:
         marker = {high: "^", low: "v"}.get(dot.error, "o")
-        size = 7 if dot.own else 4
+        size = 7 if dot.yours else 4
         panel.plot(dot.bits, dot.error, marker, color=dot.colour, markersize=size, clip_on=False)
     lowest = math.log10(low) + 0.2
     if everyone:
         _name_all(panel, _at_one_place(shown), lowest)
     else:
-        some = [dot for dot in shown if dot.front or dot.own]
+        some = [dot for dot in shown if dot.front or dot.yours]
         _name_beside(panel, _at_one_place(some), 60.0, (0.5, lowest, 1.8))
 
 
@@ -205,7 +205,7 @@ def _at_one_place(dots: Sequence[_Dot]) -> list[_Dot]:
         together[0]._replace(
             scheme=", ".join(dot.scheme for dot in together),
             front=any(dot.front for dot in together),
-            own=any(dot.own for dot in together),
+            yours=any(dot.yours for dot in together),
         )
         for together in places.values()
     ]
@@ -259,7 +259,7 @@ def _label(
         "shrinkB": 2,
     }
     arrow["relpos"] = side  # where the line meets the text
-    text["weight"] = "bold" if dot.own else "normal"
+    text["weight"] = "bold" if dot.yours else "normal"
     panel.annotate(
         dot.scheme, (dot.bits, dot.error), xytext=place, color=dot.colour, fontsize=7.5,
         arrowprops=arrow, **text,
@@ -448,9 +448,9 @@ def with_fronts(points: Sequence[Point]) -> list[Point]:
     ]
 
 
-def named(point: Point, own: Collection[str]) -> str:
+def named(point: Point, yours: Collection[str]) -> str:
     """Returns the name of a scheme, with a mark if it is one of the user's own."""
-    return f"{point.scheme} (yours)" if point.scheme in own else point.scheme
+    return f"{point.scheme} (yours)" if point.scheme in yours else point.scheme
 
 
 def cell(point: Point, figure: str) -> str:

@@ -363,7 +363,8 @@ def _unclear(headroom: Headroom) -> list[str]:
     return [
         "No answer: the times of the steps differ by more than what is to be measured.",
         f"Measured savings: {saves}.",
-        f"Measure more steps, on machines that do nothing else; until then use {stay}.",
+        "Measure more steps, on machines that do nothing else;",
+        f"until then use {stay}.",
     ]
 
 

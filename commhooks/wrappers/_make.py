@@ -178,14 +178,14 @@ def as_typed(text: str) -> str:
                 return name
         except Exception:  # a user's scheme may need an option, or raise anything
             continue
-    found: list[list[str]] = []
+    forms: list[list[str]] = []
     for layer in _layers(text):
         for name in names:
             for guess in _guesses(layer, name):
                 options = _least(name, guess, text)
                 if options is not None:
-                    found.append([name, *(f"{key}={options[key]!r}" for key in options)])
-    least = min(found, key=len, default=[text])
+                    forms.append([name, *(f"{key}={options[key]!r}" for key in options)])
+    least = min(forms, key=len, default=[text])
     return ", ".join(least)
 
 

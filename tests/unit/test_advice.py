@@ -137,9 +137,9 @@ DANGERS: list[tuple[str, Callable[[], Any], str]] = [
 def test_a_danger_warns_once_when_the_scheme_gets_a_model(
     scheme: Callable[[], Any], words: str
 ) -> None:
-    with pytest.warns(RuntimeWarning, match=words) as told:
+    with pytest.warns(RuntimeWarning, match=words) as caught:
         HookState(scheme(), nn.Linear(4, 4))
-    assert [Path(warning.filename).name for warning in told] == ["test_advice.py"]
+    assert [Path(warning.filename).name for warning in caught] == ["test_advice.py"]
     hook = HookState("none", nn.Linear(4, 4))
     with pytest.warns(RuntimeWarning, match=words):
         hook.switch(scheme())
@@ -159,13 +159,13 @@ def test_what_is_meant_or_harmless_does_not_warn() -> None:
 def test_the_cost_of_sending_few_entries_is_logged(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(
-        logging.getLogger("commhooks"), "info", lambda text, *values: told.append(text % values)
+        logging.getLogger("commhooks"), "info", lambda text, *values: messages.append(text % values)
     )
     for scheme in ("int8", "powersgd", name):
         HookState(scheme, nn.Linear(4, 4))
-    (message,) = told
+    (message,) = messages
     assert "(ratio=0.01): an entry waits 100 steps on average" in message
 
 

@@ -285,7 +285,7 @@ def test_every_point_of_the_picture_has_its_name() -> None:
     points = [
         Point(name, "normal", 4, bits, error, **figures) for name, (bits, error) in places.items()
     ]
-    (panel,) = drawn(with_fronts(points), own={"mine"}).subfigs[0].axes
+    (panel,) = drawn(with_fronts(points), yours={"mine"}).subfigs[0].axes
     colours = {label.get_text(): label.get_color() for label in panel.texts}
     assert set(colours) == {"first, second", "lossy", "mine"}
     assert colours["mine"] == RED != colours["lossy"]

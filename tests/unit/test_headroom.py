@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from commhooks.cli import _headroom as command
+from commhooks.predict import _headroom_agent as agent
 from commhooks.predict._headroom import Headroom
 from commhooks.predict._headroom_steps import (
     BLOCK,
@@ -102,6 +104,34 @@ def test_compression_pays_where_links_are_slow() -> None:
     )
     assert "with bf16 from a ratio of 1.85 on" in text
     assert "to be faster than bf16, computations may add" in text
+
+
+def test_a_log_says_now_and_then_which_round_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = agent._Script({"steps": 10, "deadline": 0, "out": None, "status": tmp_path / "s"})
+    clock = SimpleNamespace(monotonic=lambda: 100.0 + seconds)
+    monkeypatch.setattr(agent, "time", clock)
+    for step in range(60):  # each takes 2 s
+        seconds = 2.0 * step
+        turns: Any = SimpleNamespace(
+            warms_up=step < 10, step=step, turns=max(step - 10, 0) // 24, turns_to_come=0
+        )
+        turns.turns_to_come, turns.steps_to_come = 2 - turns.turns, 58 - step
+        script.tell(turns)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[:2] == [
+        "commhooks headroom: 2 rounds, 48 steps in all",
+        "commhooks headroom: round 1 of 2, about 86 s to go",
+    ]
+    assert lines[-1] == "commhooks headroom: round 2 of 2, about 6 s to go"
+    assert len(lines) == 10
+
+
+def test_no_line_of_an_answer_is_longer_than_a_terminal() -> None:
+    slow = planted(1.234, 0.987, 0.952, 0.901, differ=0.4)
+    assert slow.verdict == "unclear"
+    assert max(map(len, str(slow).splitlines())) <= 80
 
 
 def test_noise_is_no_reason_to_say_do_not_compress() -> None:

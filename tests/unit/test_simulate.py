@@ -633,7 +633,7 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--schemes", "powersgd:rank"], "powersgd:rank=4"),
         (["--model", "lstm", "--schemes", "powersgd:rank=x"], "rank"),
         (["--model", "lstm", "--network", "10gb"], "'10gb': neither .* mean '10gbe'"),
-        (["--model", "lstm", "--device", "a10"], "devices are cpu"),
+        (["--model", "lstm", "--device", "a11"], "devices are cpu"),
         (["--model", "lstm", "--device", "here"], "times schemes, not lstm: record a step"),
         (["--model", "OWN:build", "--device", "here"], "times schemes, not"),
         (["--model", "lstm", "--ranks", "2,many"], "whole numbers from 2 to"),
