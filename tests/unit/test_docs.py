@@ -6,6 +6,7 @@ import ast
 import contextlib
 import inspect
 import io
+import json
 import os
 import pkgutil
 import re
@@ -114,6 +115,14 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     )
     run_ranks(_run_page, 1, code, str(tmp_path), ignore_warnings=(".*",), timeout=100)
     assert _results() <= before
+
+
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    """Its cells in their order, in one process, with a backend that shows no window."""
+    cells = json.loads((ROOT / "docs" / "examples" / "quickstart.ipynb").read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    code = f"import matplotlib\nmatplotlib.use('agg')\n{code}"
+    run_ranks(_run_page, 1, code, str(tmp_path), ignore_warnings=(".*",), timeout=100)
 
 
 def _schemes_of_the_guide() -> dict[str, type[commhooks.Scheme]]:
