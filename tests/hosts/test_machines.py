@@ -65,13 +65,16 @@ def test_the_lines_of_the_page_train_on_four_machines(tmp_path: Path) -> None:
             folder.mkdir()
             (folder / "train.py").write_text(plain)
             (folder / "hooked.py").write_text(hooked)
-            mine = names.replace("I=0", f"I={number}")
-            lines = ["set -e", mine, link, headroom, "mv hooked.py train.py", train]
+            numbered = names.replace("I=0", f"I={number}")
+            lines = ["set -e", numbered, link, headroom, "mv hooked.py train.py", train]
             jobs.append(
                 subprocess.Popen(
                     [*host, "timeout", f"{SECONDS:.0f}", "bash", "-c", "\n".join(lines)],
-                    env=environment, cwd=folder, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=folder,
+                    text=True,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
                 )  # fmt: skip
             )
         printed = [job.communicate()[0] for job in jobs]
