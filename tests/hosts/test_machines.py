@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.run import get_args_parser
@@ -20,6 +21,7 @@ PAGE = DOCS / "guides" / "machines.md"
 SCRIPT = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINES = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
 REGISTERS = 'hook = commhooks.register(ddp_model, "int8")\n'
+OUTPUT: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 SECONDS = 420.0  # for three jobs, one after the other: 24 processes that import torch
 
 
@@ -67,16 +69,8 @@ def test_the_lines_of_the_page_train_on_four_machines(tmp_path: Path) -> None:
             (folder / "hooked.py").write_text(hooked)
             numbered = names.replace("I=0", f"I={number}")
             lines = ["set -e", numbered, link, headroom, "mv hooked.py train.py", train]
-            jobs.append(
-                subprocess.Popen(
-                    [*host, "timeout", f"{SECONDS:.0f}", "bash", "-c", "\n".join(lines)],
-                    env=environment,
-                    cwd=folder,
-                    text=True,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                )  # fmt: skip
-            )
+            shell = [*host, "timeout", f"{SECONDS:.0f}", "bash", "-c", "\n".join(lines)]
+            jobs.append(subprocess.Popen(shell, env=environment, cwd=folder, **OUTPUT))
         printed = [job.communicate()[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0] * 4, "\n".join(printed)
     assert "4 ranks on 4 nodes, cpu tensors over gloo" in printed[0]
