@@ -57,7 +57,10 @@ def _runs(rank: int, world_size: int, page: str, directory: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/guides/checkpoint.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "docs/quickstart.md", "docs/guides/checkpoint.md", "docs/guides/elastic.md"],
+)
 def test_a_page_runs_on_two_ranks(page, tmp_path):
     assert run_ranks(_runs, 2, page, str(tmp_path), ignore_warnings=(".*",)) == [True, True]
 

@@ -20,7 +20,7 @@ PAGES = (
     "docs/index.md",
     "docs/quickstart.md",
     "docs/guides/choosing.md",
-    "docs/integrations/recipes.md",
+    "docs/guides/machines.md",
 )
 BEGIN, END = "<!-- first-scheme -->\n", "<!-- /first-scheme -->\n"
 
