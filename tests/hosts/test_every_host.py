@@ -233,7 +233,8 @@ def _by_schemes(rank: int, world_size: int) -> dict[str, tuple[Means, Means]]:
 
 
 def test_hosts_of_one_layout_give_the_same_bits_and_others_have_the_error_of_the_scheme() -> None:
-    ranks = run_ranks(_by_schemes, 2, ignore_warnings=QUIET)
+    quiet = (*QUIET, "Blockwise is biased")  # its error is compared, so it has no feedback
+    ranks = run_ranks(_by_schemes, 2, ignore_warnings=quiet)
     for name in SCHEMES:
         alike, odd = zip(*(of_rank[name] for of_rank in ranks), strict=True)
         check_one_layout(name, alike)

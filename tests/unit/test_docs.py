@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from pkgutil import resolve_name
 from textwrap import dedent
@@ -119,22 +118,6 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
     )
     run_ranks(_run_page, 1, code, str(tmp_path), ignore_warnings=(".*",), timeout=100)
     assert _results() <= before
-
-
-def test_the_quickstart_runs_without_optional_packages(tmp_path: Path) -> None:
-    """Without the blocks that the text before them says need ``[report]``."""
-    page = (ROOT / "docs" / "quickstart.md").read_text()
-    parts = re.split(r"^```", page, flags=re.MULTILINE)  # text and blocks, in turn
-    bare = [
-        block.removeprefix("python\n")
-        for text, block in pairwise(parts)
-        if block.startswith("python\n") and "needs `[report]`" not in text
-    ]
-    assert len(bare) == len(BLOCK.findall(page)) - 1
-    missing = ("matplotlib", "pandas", "rich", "safetensors", "typer")
-    code = f"import sys\nsys.modules |= dict.fromkeys({missing})\n"  # an import then fails
-    code = "\n".join([code, PRELUDE, *bare])
-    run_ranks(_run_page, 1, code, str(tmp_path), ignore_warnings=(".*",), timeout=100)
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
