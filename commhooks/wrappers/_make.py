@@ -30,6 +30,7 @@ _DTYPES: Mapping[str, torch.dtype] = {
     "bfloat16": torch.bfloat16,
 }
 _NAMES = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_ON_PURPOSE = "_error_feedback_was_declined"
 _LONGEST = 1000  # characters of a description that are read
 # Options of every scheme and their types; each is a wrapper around it.
 WRAPPER_OPTIONS: Mapping[str, Any] = {
@@ -93,6 +94,8 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
     needs_feedback = isinstance(scheme, str) and traits.biased and traits.returns != "update"
     if wrapper_options.get("error_feedback", needs_feedback):
         built = ErrorFeedback(Scaled(built) if traits.error.variance > 1 else built)
+    elif "error_feedback" in wrapper_options:
+        vars(built)[_ON_PURPOSE] = True  # besides the settings, which are frozen
     if wrapper_options.get("start_step"):
         built = DelayedStart(built, wrapper_options["start_step"])
     if wrapper_options.get("coalesce"):
@@ -122,10 +125,13 @@ def make_for_training(scheme: str | Scheme, **options: Any) -> Scheme:
 
 
 def _without_feedback(scheme: Scheme) -> Iterator[Scheme]:
-    """Yields the innermost biased schemes that average, and have no feedback around them."""
-    if scheme.traits.biased and scheme.traits.returns == "mean":
-        inside = [biased for child in children(scheme) for biased in _without_feedback(child)]
-        yield from inside or [scheme]
+    """Yields the innermost biased schemes that average, and lack feedback by no one's decision."""
+    if scheme.traits.biased and scheme.traits.returns == "mean" and _ON_PURPOSE not in vars(scheme):
+        inside = [child for child in children(scheme) if child.traits.biased]
+        for child in inside:
+            yield from _without_feedback(child)
+        if not inside:
+            yield scheme
 
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -150,6 +150,8 @@ def test_what_is_meant_or_harmless_does_not_warn() -> None:
         warnings.simplefilter("error")
         HookState(TopK(ratio=0.01), nn.Linear(4, 4), error_feedback=False)
         HookState(TopK(ratio=0.01), nn.Linear(4, 4), error_feedback=True)
+        HookState(make("topk", error_feedback=False), nn.Linear(4, 4))
+        HookState(Coalesced(make("int4", error_feedback=False)), nn.Linear(4, 4))
         HookState(ErrorFeedback(PowerSGD()), nn.Linear(4, 4))
         HookState(SignSGD(), nn.Linear(4, 4))  # returns an update, which has no error
         HookState("topk", nn.Linear(4, 4))
