@@ -21,7 +21,7 @@ from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._state import CandidateResult, HookState, asks_for_scheme
 from commhooks.predict._advise import error_of, made_candidates
 from commhooks.wrappers._feedback import unwrap_flush
-from commhooks.wrappers._make import describe, make
+from commhooks.wrappers._make import describe, make, make_for_training
 
 __all__ = ["CANDIDATES", "SHARDED_CANDIDATES", "AutoHook"]
 
@@ -89,8 +89,10 @@ class AutoHook(HookState):
             for candidate in judged
             if candidate.error <= most or candidate.name in ("none", "bf16")
         ]
+        for candidate in allowed:
+            make_for_training(candidate.scheme)  # warns here, and not at each trial
         self._allowed = [candidate.name for candidate in allowed]
-        self._trials = Trials(self, super().switch, allowed, steps=steps)
+        self._trials = Trials(self, self._switch_to, allowed, steps=steps)
         super().__init__("none", model, process_group=process_group, seed=seed, history=history)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:

@@ -199,6 +199,8 @@ def _wrapped(option: Option) -> str:
 def _later(option: Option) -> str:
     if has_feedback(option.scheme):
         return "sent in later steps by feedback"
+    if option.scheme.traits.biased:
+        return "lost, without error feedback"
     return "unbiased, so that it averages out over ranks and steps"
 
 

@@ -135,7 +135,8 @@ def exchange_of_two(limit_s: float = _LIMIT_S) -> tuple[str, bool]:
     """
     with tempfile.TemporaryDirectory(prefix="commhooks-doctor-") as folder:
         meeting = Path(folder) / "meeting"
-        command = [sys.executable, "-m", _pair.__name__, str(meeting)]
+        # By its file: with -m, a folder commhooks where the command runs would come first.
+        command = [sys.executable, _pair.__file__, str(meeting)]
         # Of a job that this command runs in: the two are a job of their own.
         environment = {
             name: value

@@ -584,7 +584,6 @@ def prepare(
 def apply(hook: Running, loaded: Loaded) -> None:
     """Applies a state that was checked."""
     engine = hook.engine
-    _warn_of_frozen(hook, loaded.memory.get(RESIDUAL, {}))
     engine.scheme = loaded.scheme
     engine.memory.load(loaded.memory)
     engine.step, engine.seed = loaded.common["step"], loaded.common["seed"]
@@ -592,6 +591,8 @@ def apply(hook: Running, loaded: Loaded) -> None:
     hook._apply_buckets(loaded.buckets)
     hook.target.pickled_on = None
     hook.agreed = False  # the next step compares what the ranks have loaded
+    # At the end: where warnings are errors, all ranks have the state nevertheless.
+    _warn_of_frozen(hook, loaded.memory.get(RESIDUAL, {}))
 
 
 def _warn_of_frozen(hook: Running, residuals: Mapping[str, Tensor]) -> None:

@@ -148,7 +148,10 @@ class HookState(Running):
         """
         if self._closed:
             raise RegistrationError("HookState.switch: the hook was closed; register another")
-        built = make_for_training(scheme, **options)
+        self._switch_to(make_for_training(scheme, **options))
+
+    def _switch_to(self, built: Scheme) -> None:
+        """Runs another scheme, as ``switch`` does, without saying what to know of it."""
         if self.shards_for:
             check_returns_shards(built, self.shards_for, "HookState.switch")
         if self.runner.under_way:

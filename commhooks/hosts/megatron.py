@@ -14,7 +14,7 @@ from commhooks.collectives._functions import reduce_scatter
 from commhooks.core._scheme import Scheme, slots_of
 from commhooks.errors import RegistrationError
 from commhooks.hook._attachment import CallMonitor
-from commhooks.wrappers._make import describe, make_for_training
+from commhooks.wrappers._make import describe, make
 
 __all__ = ["ReduceScatter"]
 
@@ -46,7 +46,7 @@ class ReduceScatter:
     """
 
     def __init__(self, scheme: str | Scheme = "int8", **options: Any) -> None:
-        self._scheme = make_for_training(scheme, **options)
+        self._scheme = make(scheme, **options)
         memory = bool(slots_of(self._scheme))
         if memory or not self._scheme.traits.shards:
             why = "keeps state, and Megatron-Core does not name its buckets"

@@ -21,11 +21,13 @@ def check_ratio(scheme: Scheme, ratio: float) -> None:
 
 
 def log_delay(scheme: Scheme, ratio: float) -> None:
-    """Logs how many steps an entry waits until it is sent."""
+    """Logs how many steps an entry waits until it is sent, where that is many."""
+    if ratio >= 0.1:
+        return
     _logger.info(
-        "%s(ratio=%g): an entry waits %.0f steps on average until it is sent, so a learning rate "
-        "that works with uncompressed gradients may be too large. Compare the loss, and begin with "
-        "ratio=0.1, or with start_step at a tenth of the training",
+        "%s(ratio=%g): with error feedback an entry waits %.0f steps on average until it is sent, "
+        "so a learning rate that works with uncompressed gradients may be too large. Compare the "
+        "loss; ratio=0.1, or start_step at a tenth of the training, helps",
         type(scheme).__name__,
         ratio,
         1 / ratio,

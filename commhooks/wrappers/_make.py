@@ -220,7 +220,8 @@ class _Layer(NamedTuple):
 def _layers(text: str) -> Iterator[_Layer]:
     """Yields a described scheme, and those inside as far as options of ``make`` wrap them."""
     layer = _Layer("", {}, {}, False)
-    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+    # KeyError: a class of a user with a name of ours, and other settings.
+    with suppress(KeyError, SyntaxError, ValueError, RecursionError, MemoryError):
         tree: ast.AST | None = ast.parse(text[:_LONGEST], mode="eval").body
         while isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
             settings = {part.arg: part.value for part in tree.keywords if part.arg}

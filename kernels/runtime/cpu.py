@@ -121,12 +121,14 @@ def missing() -> str | None:
 
 @cache
 def _why_missing() -> str:
-    report = resources.files("commhooks.kernels").joinpath(_REASON)  # written by setup.py
+    folder = resources.files("commhooks.kernels")
+    report = folder.joinpath(_REASON)  # written by setup.py
     first = report.read_text(encoding="utf-8").partition("\n")[0] if report.is_file() else ""
     because = f" ({first.rstrip(':')})" if first else ""
     return (
-        f"the package was installed without its CPU kernels{because}; install g++ or clang++ and "
-        "then commhooks again, from its source folder: pip install --force-reinstall --no-deps ."
+        f"the package in {folder} was installed without its CPU kernels{because}; install "
+        "g++ or clang++ and then commhooks again, from its source folder: "
+        "'pip install --force-reinstall --no-deps .'"
     )
 
 

@@ -307,8 +307,8 @@ def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
     warned, implementation = printed.splitlines()
     for words in ("RuntimeWarning: commhooks.kernels: PyTorch code runs", "no-such-compiler"):
         assert words in warned
-    assert "from its source folder: pip install --force-reinstall --no-deps ." in warned
-    assert "definition: the package was installed without its CPU kernels" in implementation
+    assert "from its source folder: 'pip install --force-reinstall --no-deps .'" in warned
+    assert "was installed without its CPU kernels" in implementation
     asked = {"COMMHOOKS_KERNELS": "definition"}
     printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder, environment=asked)
     assert printed.strip() == "definition: asked for"

@@ -18,7 +18,7 @@ from commhooks.errors import CheckpointError, OptionError, UnknownSchemeError
 from commhooks.research.conformance import LAWS
 from commhooks.schemes import Blockwise, PowerSGD, SignSGD, TopK
 from commhooks.wrappers import Coalesced, DelayedStart, PeriodicDense
-from commhooks.wrappers._make import as_typed, describe, short_repr
+from commhooks.wrappers._make import as_typed, short_repr
 from tests.unit.one_rank import layers, train
 
 # ---- a scheme as it is typed
@@ -168,7 +168,7 @@ def test_the_cost_of_sending_few_entries_is_logged(
     for scheme in ("int8", "powersgd", name):
         HookState(scheme, nn.Linear(4, 4))
     (message,) = messages
-    assert "(ratio=0.01): an entry waits 100 steps on average" in message
+    assert "(ratio=0.01): with error feedback an entry waits 100 steps on average" in message
 
 
 # ---- checks of a scheme
@@ -180,6 +180,6 @@ def test_every_check_names_a_heading_of_the_guide() -> None:
     assert {law.guide for law in LAWS.values()} <= headings
 
 
-def test_equal_texts_are_equal_schemes() -> None:
-    for scheme, text in TYPED:
-        assert as_typed(describe(scheme)) in (text, describe(scheme))
+def test_a_class_of_a_user_with_a_name_of_ours_is_printed_as_it_is() -> None:
+    for text in ("Cast(none)", "DelayedStart(scheme=Dense())"):
+        assert as_typed(text) == text
