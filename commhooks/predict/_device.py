@@ -479,7 +479,7 @@ DEVICES: dict[str, Device] = {
         # Tensor cores without sparsity. T4 and V100 have fp16 and no bf16. The whitepapers of the
         # RTX cards (GA102, Ada) give the rate that accumulates in float32, as training does; the
         # data sheet of the L4 gives twice the dense rate.
-        _of_data_sheet("t4", 65, 300),
+        _of_data_sheet("t4", 65, 320),
         _of_data_sheet("l4", 121, 300),
         _of_data_sheet("a10", 125, 600),
         _of_data_sheet("rtx3090", 71, 936),
