@@ -125,7 +125,7 @@ def test_messages_of_many_ranks_are_not_all_in_memory(monkeypatch: pytest.Monkey
 
 
 def test_a_gpu_is_two_figures_of_its_data_sheet() -> None:
-    figures = {"t4": "65:300", "l4": "121:300", "a10": "125:600", "a100": "312:2000"}
+    figures = {"t4": "65:320", "l4": "121:300", "a10": "125:600", "a100": "312:2000"}
     figures |= {"rtx3090": "71:936", "rtx4090": "165:1008", "h100": "989:3350"}
     for name, text in figures.items():
         assert device(text) == replace(DEVICES[name], name=text)
