@@ -23,7 +23,7 @@ from commhooks.errors import MissingPackageError
 from experiments.quality.plots import draw_forest, draw_predictors
 from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
 from experiments.quality.setups import BASE, SETUPS, Setup, small
-from experiments.quality.verdicts import comparable, predictors, sentence, summary
+from experiments.quality.verdicts import LOOKS, comparable, predictors, sentence, summary
 
 OUT = Path("docs/results/quality")
 
@@ -54,19 +54,20 @@ def _train(
     """Runs what is missing of a task."""
     setup.task(setup.ranks, batch_size=1, seed=0)  # here, where it can say what is missing
     path = out / f"runs_{setup.name}.csv"
-    rows = read(path)
-    runs = planned(setup, seeds)
-    left = missing(runs, rows, setup.steps)
     facts = {
         "commit": commit(),
         "command": shlex.join(["python", "-m", "experiments.quality", *sys.argv[1:]]),
     }
-    longest = float(rows.seconds.tail(20).max()) if len(rows) else 0.0
-    progress = Progressed(setup, len(runs), rows, left, jobs, Console())
-    with progress.bar:
-        for row in run_all(setup, left, jobs=jobs, device=device, until=until, longest=longest):
-            append(path, row | facts)
-            progress.add(row)
+    for look in (*LOOKS, math.inf):  # after each, arms whose verdict is sure end
+        rows = read(path)
+        runs = [run for run in planned(setup, rows, seeds) if run.number < look]
+        left = missing(runs, rows, setup.steps)
+        longest = float(rows.seconds.tail(20).max()) if len(rows) else 0.0
+        progress = Progressed(setup, len(runs), rows, left, jobs, Console())
+        with progress.bar:
+            for row in run_all(setup, left, jobs=jobs, device=device, until=until, longest=longest):
+                append(path, row | facts)
+                progress.add(row)
 
 
 def _report(out: Path) -> None:

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from experiments.quality.run import trained
 from experiments.quality.setups import Arm, Setup
+from experiments.quality.verdicts import wanted
 
 __all__ = ["Planned", "Progressed", "append", "commit", "missing", "planned", "read", "run_all"]
 
@@ -37,19 +38,21 @@ class Planned(NamedTuple):
     number: int
 
 
-def planned(setup: Setup, seeds: int | None = None) -> list[Planned]:
+def planned(setup: Setup, rows: pd.DataFrame, seeds: int | None = None) -> list[Planned]:
     """Returns the runs of a task, seed by seed over all arms: each beginning is balanced.
 
     Args:
         setup: the task.
-        seeds: runs of an arm; None: as many as the plan says.
+        rows: of the runs that there are, which may have settled the verdict of an arm.
+        seeds: runs of an arm at most; None: as many as the plan says.
     """
-    wanted = [(arm, seeds or arm.seeds or setup.seeds) for arm in setup.arms]
+    needed = wanted(setup, rows)
+    most = max(needed.values(), default=0)
     return [
         Planned(arm, number)
-        for number in range(max((runs for _, runs in wanted), default=0))
-        for arm, runs in wanted
-        if number < runs
+        for number in range(min(most, seeds or most))
+        for arm in setup.arms
+        if number < needed[arm.name]
     ]
 
 
@@ -59,7 +62,7 @@ def planned(setup: Setup, seeds: int | None = None) -> list[Planned]:
 def read(path: Path) -> pd.DataFrame:
     """Returns the rows of a file; cuts off half a row at its end, left by a power cut."""
     if not path.exists():
-        return pd.DataFrame(columns=["task", "arm", "run", "steps", "seconds"])
+        return pd.DataFrame(columns=["task", "arm", "run", "steps", "loss", "misses", "seconds"])
     content = path.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):

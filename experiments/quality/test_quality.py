@@ -21,10 +21,20 @@ from experiments.quality import __main__ as command
 from experiments.quality.pool import Planned, append, missing, planned, read, run_all
 from experiments.quality.run import FEEDBACK, Errors, Trainer, schedule, trained
 from experiments.quality.setups import ALL, BASELINE, NULL, SETUPS, Arm, Setup, small
-from experiments.quality.verdicts import FIGURES, gap, predictors, sentence, summary, verdict
+from experiments.quality.verdicts import (
+    FIGURES,
+    LOOKS,
+    gap,
+    predictors,
+    sentence,
+    summary,
+    verdict,
+    wanted,
+)
 from experiments.tools.processes import run_ranks
 
 STEPS = 12
+NO_RUNS = read(Path("none.csv"))
 
 
 def _arm(setup: Setup, name: str) -> Arm:
@@ -146,7 +156,7 @@ def _row(arm: str, run: int, **changes: Any) -> dict[str, Any]:
 
 
 def test_each_beginning_of_the_runs_is_balanced() -> None:
-    runs = planned(SETUPS["characters"])
+    runs = planned(SETUPS["characters"], NO_RUNS)
     arms = len(SETUPS["characters"].arms)
     assert {run.number for run in runs[:arms]} == {0}
     assert len({run.arm.name for run in runs[:arms]}) == arms
@@ -155,7 +165,7 @@ def test_each_beginning_of_the_runs_is_balanced() -> None:
 
 
 def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
-    runs, path = planned(SETUPS["characters"], 2), tmp_path / "runs.csv"
+    runs, path = planned(SETUPS["characters"], NO_RUNS, 2), tmp_path / "runs.csv"
     append(path, _row("bf16", 0))
     append(path, _row("int4", 1))
     left = missing(runs, read(path), 200)
@@ -238,8 +248,8 @@ def test_a_verdict_depends_on_the_interval_alone(low: float, high: float, words:
     assert verdict(low, high) == words
 
 
-def _table(gaps: dict[str, float], noise: float, seeds: int = 30) -> pd.DataFrame:
-    """Judges made-up runs: of one seed all have the same loss, but for the gap and noise."""
+def _made_up(gaps: dict[str, float], noise: float, seeds: int = 30) -> pd.DataFrame:
+    """Makes up runs: of one seed all have the same loss, but for the gap and noise."""
     generator = torch.Generator().manual_seed(0)
     rows = []
     for run in range(seeds):
@@ -247,7 +257,12 @@ def _table(gaps: dict[str, float], noise: float, seeds: int = 30) -> pd.DataFram
         for arm, share in {"bf16": 0.0, **gaps}.items():
             loss = common + 2 * share + 2 * noise * float(torch.randn(1, generator=generator))
             rows.append(_row(arm, run, loss=loss, **dict.fromkeys(FIGURES, abs(share))))
-    return summary(SETUPS["characters"], pd.DataFrame(rows)).set_index("arm")
+    return pd.DataFrame(rows)
+
+
+def _table(gaps: dict[str, float], noise: float) -> pd.DataFrame:
+    table: pd.DataFrame = summary(SETUPS["characters"], _made_up(gaps, noise)).set_index("arm")
+    return table
 
 
 def test_made_up_runs_are_judged_by_their_gaps() -> None:
@@ -261,6 +276,19 @@ def test_made_up_runs_are_judged_by_their_gaps() -> None:
         "sdp4bit": "better",
     }
     assert _table({"int8": 0.0}, noise=0.02).verdict["int8"] == "not proved"
+
+
+def test_an_arm_ends_after_a_look_at_which_its_verdict_is_sure() -> None:
+    setup, (first, second) = SETUPS["characters"], LOOKS
+    gaps = {"int8": 0.0, "fp8": 0.0035, "int4": 0.0052, "topk 1 %": 0.02, "sdp4bit": -0.02}
+    needed = wanted(setup, _made_up(gaps, noise=0.001))
+    assert {name: needed[name] for name in ("bf16", *gaps)} == {
+        "bf16": 330, "int8": first, "fp8": 100, "int4": 330, "topk 1 %": first, "sdp4bit": 100,
+    }  # fmt: skip
+    assert wanted(setup, _made_up(gaps, noise=0.001, seeds=first - 1))["int8"] == 330
+    assert wanted(setup, _made_up(gaps, noise=0.002, seeds=second))["int8"] == second
+    runs = planned(setup, _made_up(gaps, noise=0.001))
+    assert sum(run.arm.name == "int8" for run in runs) == first
 
 
 def test_an_interval_is_that_of_the_paired_differences() -> None:

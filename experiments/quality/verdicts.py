@@ -12,6 +12,7 @@ from experiments.tools.intervals import interval
 
 __all__ = [
     "FIGURES",
+    "LOOKS",
     "MARGIN",
     "NARROW",
     "comparable",
@@ -20,9 +21,12 @@ __all__ = [
     "sentence",
     "summary",
     "verdict",
+    "wanted",
 ]
 
 NARROW, MARGIN = 0.002, 0.005
+LOOKS = (30, 100)  # runs after which an arm ends whose verdict is sure
+SURE = 0.999  # level of the interval of a look
 FIGURES = tuple(f"{kind}_{norm}" for norm in ("error", "worst", "adam") for kind in ("step", "sum"))
 
 
@@ -42,15 +46,19 @@ def verdict(low: float, high: float) -> str:
     return "better" if high < -MARGIN else "not proved"
 
 
-def gap(values: Sequence[float], base: Sequence[float], scale: float) -> tuple[float, float, float]:
-    """Returns the mean gap of paired runs over ``scale``, and its 95 % interval.
+def gap(
+    values: Sequence[float], base: Sequence[float], scale: float, level: float = 0.95
+) -> tuple[float, float, float]:
+    """Returns the mean gap of paired runs over ``scale``, and its interval.
 
     Args:
         values: outcome of each run.
         base: outcome of the run of the same number with the base.
         scale: outcome of the base, of which the gap is a share.
+        level: probability with which the interval covers the gap.
     """
-    mean, half = interval([value - other for value, other in zip(values, base, strict=True)])
+    differences = [value - other for value, other in zip(values, base, strict=True)]
+    mean, half = interval(differences, level)
     return mean / scale, (mean - half) / scale, (mean + half) / scale
 
 
@@ -60,16 +68,52 @@ def _outcomes(setup: Setup, runs: pd.DataFrame, arm: str) -> pd.Series[float]:
     return rows[setup.outcome].where(rows.loss.map(math.isfinite), setup.guess).sort_index()
 
 
-def _row(setup: Setup, runs: pd.DataFrame, arm: Arm) -> dict[str, object] | None:
-    """Returns the row of an arm, of the runs that its base has, too; None if there are none."""
+def _pairs(setup: Setup, runs: pd.DataFrame, arm: Arm) -> tuple[pd.Series[float], ...]:
+    """Returns the outcomes of an arm and of its base, by number, of the runs that both have."""
     values, base = (_outcomes(setup, runs, name) for name in (arm.name, arm.base))
-    values, base = values.align(base, join="inner")
+    return values.align(base, join="inner")
+
+
+def _scale(setup: Setup, base: pd.Series[float]) -> float:
+    """Returns what gaps are shares of: the mean loss of the base, or its mean share of hits."""
+    mean = float(base.mean())
+    return 1 - mean if setup.outcome == "misses" else mean
+
+
+def wanted(setup: Setup, runs: pd.DataFrame) -> dict[str, int]:
+    """Returns how many runs each arm needs, by its name.
+
+    It is the number of the plan, or that of the first look at which the arm's verdict was sure. A
+    base needs as many as the arms that are compared with it.
+
+    Args:
+        setup: the task.
+        runs: rows of its file.
+    """
+    needed = {arm.name: arm.seeds or setup.seeds for arm in setup.arms}
+    for arm in setup.arms:
+        values, base = _pairs(setup, runs, arm)
+        for look in (look for look in LOOKS if look < needed[arm.name]):
+            first, first_base = values[values.index < look], base[base.index < look]
+            if arm.name == arm.base or len(first) < look:
+                continue
+            scale = _scale(setup, first_base)
+            _, low, high = gap(first.tolist(), first_base.tolist(), scale, SURE)
+            if verdict(low, high) in (verdict(0, 0), "refuted"):
+                needed[arm.name] = look
+                break
+    for base_name in {arm.base for arm in setup.arms}:
+        others = [arm.name for arm in setup.arms if arm.base == base_name != arm.name]
+        needed[base_name] = max(needed[name] for name in others) if others else needed[base_name]
+    return needed
+
+
+def _row(setup: Setup, runs: pd.DataFrame, arm: Arm, needed: int) -> dict[str, object] | None:
+    """Returns the row of an arm, of the runs that its base has, too; None if there are none."""
+    values, base = _pairs(setup, runs, arm)
     if values.empty:
         return None
-    scale = float(base.mean())
-    if setup.outcome == "misses":  # margins are shares of the hits
-        scale = 1 - scale
-    mean, low, high = gap(values.tolist(), base.tolist(), scale)
+    mean, low, high = gap(values.tolist(), base.tolist(), _scale(setup, base))
     rows = runs[(runs.arm == arm.name) & runs.run.isin(values.index)]
     return {
         "task": setup.name,
@@ -77,7 +121,7 @@ def _row(setup: Setup, runs: pd.DataFrame, arm: Arm) -> dict[str, object] | None
         "role": arm.role,
         "ranks": arm.ranks or setup.ranks,
         "runs": len(values),
-        "planned": arm.seeds or setup.seeds,
+        "planned": needed,
         "diverged": int((~rows.loss.map(math.isfinite)).sum()),
         setup.outcome: float(values.mean()),
         "base": arm.base,
@@ -97,7 +141,8 @@ def summary(setup: Setup, runs: pd.DataFrame) -> pd.DataFrame:
         setup: the task.
         runs: rows of its file.
     """
-    rows = (_row(setup, runs, arm) for arm in setup.arms)
+    needed = wanted(setup, runs)
+    rows = (_row(setup, runs, arm, needed[arm.name]) for arm in setup.arms)
     return pd.DataFrame([row for row in rows if row is not None])
 
 

@@ -11,13 +11,17 @@ from scipy.special import stdtrit  # scipy.stats takes as long to import as torc
 __all__ = ["interval"]
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean, and half the width of its 95 % interval (Student's t).
+def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+    """Returns the mean, and half the width of its interval (Student's t).
 
     The half is NaN for a single value.
+
+    Args:
+        values: of the runs.
+        level: probability with which the interval covers the mean.
     """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return mean, math.nan
-    quantile = float(stdtrit(count - 1, 0.975))
+    quantile = float(stdtrit(count - 1, (1 + level) / 2))
     return mean, quantile * statistics.stdev(values) / math.sqrt(count)
