@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import nn
+
 from experiments.tools.schemes import SCHEMES, VARIANTS, Entry
 from experiments.tools.tasks import Task, characters, digits, lstm
 from experiments.traces.minilm import minilm
@@ -116,6 +118,12 @@ ALL = (
     *OTHER_RANKS,
 )
 
+NAMED = (
+    *(_arm(name) for name in (BASE, "none", "int8", "int4")),
+    *(Arm(f"{name}, as named", Entry(name, {})) for name in ("powersgd", "topk")),
+    Arm("powersgd, start_step=7", Entry("powersgd", {"start_step": 7})),
+)  # as a newcomer's first call of register has them
+
 
 # ---- tasks
 
@@ -140,6 +148,15 @@ def _gpu_transformer(ranks: int, **options: Any) -> Task:
 
 def _lstm(ranks: int, **options: Any) -> Task:
     return _with_sgd(lstm(ranks, length=48, windows=256, **options), 1.0)
+
+
+def _small_cnn() -> nn.Module:
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 16, 10))
+
+
+def _first_try(ranks: int, **options: Any) -> Task:
+    return replace(digits(ranks, **options), name="first try", model=_small_cnn, lr=0.1)
 
 
 def _tiny_transformer(ranks: int, **options: Any) -> Task:
@@ -167,6 +184,7 @@ SETUPS: dict[str, Setup] = {
         Setup("digits", digits, 150, 30, COMMON, 64, LN_10, digits),
         Setup("lstm", _lstm, 200, 30, COMMON, 32, LN_128, _tiny_lstm),
         Setup("minilm", _minilm, 60, 10, COMMON, 64, 1.0, _tiny_minilm, outcome="misses"),
+        Setup("first try", _first_try, 66, 30, NAMED, 128, 1.0, _first_try, "misses", ranks=2),
         Setup("gpu", _gpu_transformer, 2000, 8, COMMON[:3], 64, LN_128, _tiny_transformer),
     )
 }
