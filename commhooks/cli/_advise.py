@@ -24,6 +24,7 @@ from commhooks.cli._simulate import short
 from commhooks.predict._advise import CANDIDATES, MARGIN, SAFE_ERROR, Option, advise, best_of
 from commhooks.predict._device import device as device_of
 from commhooks.predict._fabric import fabric as fabric_of
+from commhooks.predict._quality import gap_of
 from commhooks.predict._workload import Workload
 from commhooks.wrappers._feedback import has_feedback
 
@@ -83,8 +84,11 @@ def advise_on(
     options = _within(every, max_error)
     beyond = [option for option in every if option not in options]
     console.print(_table(options, beyond, max_error))
-    safe, best = best_of(_within(options, min(SAFE_ERROR, max_error))), best_of(options)
-    for text in (_by_size(safe.name, options), *_advice(safe, best, options, workload)):
+    best = best_of(options)
+    safe = best_of(_within(options, min(SAFE_ERROR, max_error)))
+    proved = best_of([option for option in options if _keeps_quality(option)])
+    answers = _advice(safe, proved, best, options, workload)
+    for text in (_by_size(safe.name, options), *answers):
         console.print(text, highlight=False, soft_wrap=True)
     # Gains of a larger error, and a note on the link.
     faster = [option for option in beyond if option.step.step_s < (1 - MARGIN) * best.step.step_s]
@@ -150,13 +154,20 @@ def _by_size(name: str, options: Sequence[Option]) -> str:
     return f"\n{name} by bucket size: {listed}" if len(sizes) > 1 else ""
 
 
+def _keeps_quality(option: Option) -> bool:
+    """Whether an option changes nothing that a training notices, by its error or as measured."""
+    gap = gap_of(option.scheme)
+    return option.error <= SAFE_ERROR or (gap is not None and gap.is_proved)
+
+
 def _advice(
-    safe: Option, best: Option, options: Sequence[Option], workload: Workload
+    safe: Option, proved: Option, best: Option, options: Sequence[Option], workload: Workload
 ) -> Iterator[str]:
     """Yields what to begin with, what is faster, and the lines of Python that follow from each.
 
     Args:
         safe: the best option whose error is small.
+        proved: the best option that keeps the quality of bf16.
         best: the best option within the budget of error.
     """
     if best.name == "none":
@@ -168,12 +179,25 @@ def _advice(
         return
     yield f"\nBegin with {safe}: {_times(safe, options, workload)}."
     yield _wrapped(safe)
-    if best.name != safe.name:
+    if proved.name != safe.name:
+        yield f"\nFaster: {proved}: {_times(proved, options, workload)}. {_measured(proved)}."
+        yield _wrapped(proved)
+    gains = best.step.step_s < (1 - MARGIN) * proved.step.step_s
+    if gains and best.name not in (safe.name, proved.name):
+        measured = f" {_measured(best)}." if gap_of(best.scheme) else ""
         yield (
-            f"\nFaster: {best}: {_times(best, options, workload)}. Its error of {best.error:.2g} "
-            f"is {_later(best)}: compare the loss with that of {safe.name}."
+            f"\n{'Faster' if proved.name == safe.name else 'Faster still'}: {best}: "
+            f"{_times(best, options, workload)}. Its error of {best.error:.2g} is {_later(best)}."
+            f"{measured} Compare the loss with that of {safe.name}."
         )
         yield _wrapped(best)
+
+
+def _measured(option: Option) -> str:
+    """Returns the sentence of the study of quality on a scheme that it has."""
+    gap = gap_of(option.scheme)
+    assert gap is not None
+    return f"Its loss was {gap} above that of bf16 (95 % interval, {gap.runs} runs)"
 
 
 def _times(option: Option, options: Sequence[Option], workload: Workload) -> str:

@@ -20,6 +20,7 @@ import typer
 from rich.console import Console
 
 from commhooks.errors import MissingPackageError
+from experiments.quality.page import HOME, pages_with
 from experiments.quality.plots import draw_forest, draw_predictors
 from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
 from experiments.quality.setups import BASE, SETUPS, Setup, small
@@ -53,7 +54,7 @@ def _train(
 ) -> None:
     """Runs what is missing of a task."""
     setup.task(setup.ranks, batch_size=1, seed=0)  # here, where it can say what is missing
-    path = out / f"runs_{setup.name}.csv"
+    path = _file(out, setup.name)
     facts = {
         "commit": commit(),
         "command": shlex.join(["python", "-m", "experiments.quality", *sys.argv[1:]]),
@@ -70,17 +71,25 @@ def _train(
                 progress.add(row)
 
 
+def _file(out: Path, task: str) -> Path:
+    return out / f"runs_{task.replace(' ', '_')}.csv"
+
+
+def judged(out: Path = OUT) -> dict[str, pd.DataFrame]:
+    """Returns the table of each task of which a folder has runs."""
+    paths = {name: _file(out, name) for name in SETUPS}
+    return {
+        name: summary(SETUPS[name], read(path)) for name, path in paths.items() if path.exists()
+    }
+
+
 def _report(out: Path) -> None:
     """Judges all runs there are; prints and writes tables and pictures."""
-    tables: dict[str, pd.DataFrame] = {}
-    for setup in SETUPS.values():
-        path = out / f"runs_{setup.name}.csv"
-        if not path.exists():
-            continue
-        table = summary(setup, read(path))
-        tables[setup.name] = table
+    tables = judged(out)
+    for name, table in tables.items():
+        setup = SETUPS[name]
         typer.echo(f"\n{setup.name}: gap to {BASE} in %, with its 95 % interval")
-        shown = table[["arm", "runs", "planned", "diverged", setup.outcome]].copy()
+        shown = table[["arm", "runs", "planned", "diverged", "outcome"]].copy()
         for name in ("gap", "low", "high"):
             shown[name] = 100 * table[name]
         shown["verdict"] = table.verdict
@@ -88,7 +97,7 @@ def _report(out: Path) -> None:
         correlations = predictors(setup, table)
         typer.echo(sentence(correlations))
         if correlations:
-            picture = out / f"predictors_{setup.name}.png"
+            picture = out / f"predictors_{setup.name.replace(' ', '_')}.png"
             draw_predictors(comparable(setup, table), correlations, picture)
     if not tables:
         typer.echo(f"no runs in {out}")
@@ -96,6 +105,10 @@ def _report(out: Path) -> None:
     pd.concat(tables.values()).to_csv(out / "summary.csv", index=False, float_format="%.6g")
     draw_forest(tables, out / "forest.png")
     typer.echo(f"\nwrote {out / 'summary.csv'} and pictures")
+    if out.resolve() == (HOME / OUT).resolve():
+        for path, text in pages_with(tables).items():
+            path.write_text(text)
+            typer.echo(f"wrote the tables of {path.relative_to(HOME)}")
 
 
 def main(

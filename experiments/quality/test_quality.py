@@ -17,7 +17,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
+from commhooks.predict._quality import gap_of
 from experiments.quality import __main__ as command
+from experiments.quality.page import HOME, pages_with
 from experiments.quality.pool import Planned, append, missing, planned, read, run_all
 from experiments.quality.run import FEEDBACK, Errors, Trainer, schedule, trained
 from experiments.quality.setups import ALL, BASELINE, NULL, SETUPS, Arm, Setup, small
@@ -320,7 +322,7 @@ def test_a_diverged_run_counts_as_a_guess() -> None:
     rows += [_row("int8", run, loss=math.nan if run == 7 else 2.0) for run in range(30)]
     row = summary(SETUPS["characters"], pd.DataFrame(rows)).iloc[1]
     assert row.diverged == 1
-    assert row.loss == pytest.approx((29 * 2.0 + math.log(128)) / 30, abs=1e-3)
+    assert row.outcome == pytest.approx((29 * 2.0 + math.log(128)) / 30, abs=1e-3)
     assert row.verdict == "not proved"
 
 
@@ -334,6 +336,21 @@ def test_margins_of_an_accuracy_are_shares_of_it() -> None:
 
 def test_other_seeds_are_no_pairs() -> None:
     assert trained(small(SETUPS["digits"]), NULL, 2)["seed"] == 1_000_002
+
+
+def test_pages_and_package_have_what_the_runs_say() -> None:
+    for path, text in pages_with(command.judged(HOME / command.OUT)).items():
+        assert path.read_text() == text, "write it: python -m experiments.quality --report"
+
+
+def test_the_package_knows_the_gap_of_a_scheme_whatever_its_first_steps_are() -> None:
+    gap = gap_of(commhooks.make("powersgd", rank=4))
+    assert gap == gap_of(commhooks.make("powersgd", start_step=50))
+    assert gap is not None
+    assert not gap.is_proved
+    assert gap_of(commhooks.make("int8")).is_proved
+    assert gap_of(commhooks.make("int8", block=512)) is None
+    assert str(gap._replace(low=-0.04, high=12.3)) == "-0.04 to +12 %"
 
 
 def test_the_figure_that_orders_gaps_predicts_them() -> None:

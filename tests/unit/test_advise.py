@@ -10,8 +10,18 @@ import pandas as pd
 import pytest
 
 import commhooks
-from commhooks.predict import Device, Layer, Workload, advise, best_of, fabric, predict_step
+from commhooks.predict import (
+    Device,
+    Layer,
+    Workload,
+    _quality,
+    advise,
+    best_of,
+    fabric,
+    predict_step,
+)
 from commhooks.predict._advise import Option
+from commhooks.predict._quality import Gap
 from tests.tools.command_line import run_cli
 
 SCHEMES = {name: commhooks.make(name) for name in ("none", "int8", "topk", "powersgd")}
@@ -84,7 +94,26 @@ def test_the_command_begins_with_what_is_safe_and_names_what_is_faster() -> None
     for name, text in (("int8", safe), ("int4", faster)):
         assert text.startswith(f"{name} in buckets of")
         assert f'commhooks.register(model, "{name}")' in text
-    assert "compare the loss with that of int8" in faster
+    assert "Its loss was" in faster
+    assert "Compare the loss with that of int8" in faster
+
+
+def test_of_schemes_that_are_about_as_fast_the_one_that_keeps_the_quality_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gaps = (Gap("eden", {"bits": 4}, -0.1, 0.1, 30), Gap("int4", {}, 0.4, 1.6, 30))
+    monkeypatch.setattr(_quality, "MEASURED", gaps)
+    _quality._made.cache_clear()
+    arguments = ("--model", "gpt2", "--network", "1gbe", "--ranks", "4", "--schemes")
+    text = run_cli("advise", *arguments, "int8,int4,eden:bits=4")
+    assert "Faster: eden:bits=4 in buckets" in text
+    assert "Faster still" not in text
+    text = " ".join(
+        run_cli("advise", *arguments, "int8,eden:bits=4,powersgd", "--max-error", "2").split()
+    )
+    assert "Its loss was -0.1 to +0.1 % above that of bf16 (95 % interval, 30 runs)" in text
+    assert "Faster still: powersgd in buckets" in text
+    _quality._made.cache_clear()
 
 
 def test_the_command_says_when_not_to_compress(tmp_path: Path) -> None:

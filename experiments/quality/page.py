@@ -1,0 +1,115 @@
+"""Writes the tables of the study into the pages, and into the package for ``commhooks advise``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pandas as pd
+
+from experiments.quality.setups import BASE, SETUPS, Setup
+from experiments.quality.verdicts import comparable
+from experiments.tools.schemes import Entry
+
+__all__ = ["HOME", "pages_with", "replaced"]
+
+HOME = Path(__file__).parents[2]
+SCHEMES, RESULTS = "docs/schemes/index.md", "docs/results/quality/README.md"
+PACKAGE = "commhooks/predict/_quality.py"
+ADVISED = "characters"  # the task of which commhooks.predict speaks
+
+
+def replaced(text: str, name: str, content: str) -> str:
+    """Returns a text with other lines between the lines that have ``<name>`` and ``</name>``.
+
+    Raises:
+        ValueError: there are no such lines.
+
+    Example:
+        >>> replaced("a\\n# <b>\\nold\\n# </b>\\n", "b", "new\\n")
+        'a\\n# <b>\\nnew\\n# </b>\\n'
+    """
+    lines = re.compile(rf"(.*<{name}>.*\n)(?:.*\n)*?(.*</{name}>)")
+    if not lines.search(text):
+        raise ValueError(f"no lines <{name}> and </{name}>")
+    return lines.sub(lambda match: match[1] + content + match[2], text, count=1)
+
+
+def _interval(row: pd.Series) -> str:
+    return f"{_signed(row.low)} to {_signed(row.high)} %"
+
+
+def _signed(share: float) -> str:
+    percent = 100 * share
+    return f"{percent:+.{2 if abs(percent) < 0.995 else 1 if abs(percent) < 9.95 else 0}f}"
+
+
+def _markdown(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
+    lines = [head, ("---", *["--:"] * (len(head) - 2), "---"), *rows]
+    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
+
+
+def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
+    """Returns the arms of a task with their intervals and verdicts, as Markdown."""
+    rows: list[tuple[object, ...]] = []
+    for row in table.itertuples():
+        runs = row.runs if row.runs == row.planned else f"{row.runs} of {row.planned}"
+        compared = row.arm != row.base
+        arm = f"{row.arm} (control)" if row.role == "control" else row.arm
+        outcome = f"{row.outcome:.4f} ± {row.outcome_half:.4f}"
+        rows.append((arm, runs, outcome, _interval(row) if compared else "", row.verdict))
+    outcome = "loss" if setup.outcome == "loss" else "share of misses"
+    return _markdown(("arm", "runs", outcome, f"over that of {BASE}, 95 %", "verdict"), rows)
+
+
+def table_of_schemes(setup: Setup, table: pd.DataFrame) -> str:
+    """Returns the schemes of a task, the best first, as Markdown."""
+    compared = comparable(setup, table)
+    compared = compared[compared.role == ""].sort_values("gap")
+    calls = {arm.name: _call(arm.entry) for arm in setup.arms}
+    rows = [
+        (calls[row.arm], row.runs, _interval(row), row.verdict) for row in compared.itertuples()
+    ]
+    return _markdown(("scheme", "runs", f"loss over that of {BASE}", f"keeps {BASE}'s loss"), rows)
+
+
+def _call(entry: Entry) -> str:
+    options = (f"{key}={_literal(value)}" for key, value in entry.options.items())
+    return f"`{', '.join([_literal(entry.scheme), *options])}`"
+
+
+def gaps_as_source(setup: Setup, table: pd.DataFrame) -> str:
+    """Returns the entries of ``commhooks.predict._quality``."""
+    names = set(comparable(setup, table).arm)
+    rows = {row.arm: row for row in table.itertuples()}
+    lines = []
+    for arm in setup.arms:
+        if arm.name in names and arm.name in rows and not arm.role:
+            options = ", ".join(f'"{k}": {_literal(v)}' for k, v in arm.entry.options.items())
+            row = rows[arm.name]
+            low, high = (f"{100 * value:.3g}" for value in (row.low, row.high))
+            lines.append(
+                f'    Gap("{arm.entry.scheme}", {{{options}}}, {low}, {high}, {row.runs}),\n'
+            )
+    return "".join(lines)
+
+
+def _literal(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def pages_with(tables: Mapping[str, pd.DataFrame]) -> dict[Path, str]:
+    """Returns the text of each page, and of the module of the package, with the tables in it."""
+    texts = {HOME / name: (HOME / name).read_text() for name in (RESULTS, SCHEMES, PACKAGE)}
+
+    def put(name: str, marker: str, content: str) -> None:
+        texts[HOME / name] = replaced(texts[HOME / name], marker, content)
+
+    for name, table in tables.items():
+        put(RESULTS, name.replace(" ", "-"), table_of_task(SETUPS[name], table))
+    if ADVISED in tables:
+        setup, table = SETUPS[ADVISED], tables[ADVISED]
+        put(SCHEMES, "quality", table_of_schemes(setup, table))
+        put(PACKAGE, "measured", gaps_as_source(setup, table))
+    return texts
