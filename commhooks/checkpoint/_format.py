@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -204,7 +205,7 @@ def read(
     """
     states: list[Any] = list(state) if isinstance(state, (list, tuple)) else [state]
     if not states:
-        raise CheckpointError(f"{call}: an empty list of states")
+        raise CheckpointError(f"{call}: an empty list of states; give those of all ranks")
     for each in states:
         _check_common(each, call)
     common = {
@@ -238,10 +239,19 @@ def is_int_between(value: object, least: int, most: int) -> bool:
     return type(value) is int and least <= value <= most
 
 
+def _instead(state: object) -> str:
+    """Returns what to pass in place of something that is no state, as the end of a sentence."""
+    if state is None:
+        return ": has hook.state_dict(gather=True) been saved, by all ranks' call?"
+    if isinstance(state, str | Path):
+        return ': load the file first, torch.load(path)["hook"] for instance'
+    return ": call its state_dict()" if hasattr(state, "state_dict") else ""
+
+
 def _check_common(state: object, call: str) -> None:
     if not isinstance(state, Mapping):
         raise CheckpointError(
-            f"{call} takes what state_dict() returned, got {type(state).__name__}"
+            f"{call} takes what state_dict() returned, got {type(state).__name__}{_instead(state)}"
         )
     if not state:
         raise CheckpointError(

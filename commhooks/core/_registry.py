@@ -139,6 +139,8 @@ def factory_of(name: str) -> Factory:
                 f"others that papers compare with. Registered: {', '.join(scheme_names())}"
             )
         hint = _nearest(name.lower(), scheme_names())
+        if ":" in name or "=" in name:
+            hint = '; options are arguments of the call, as in "powersgd", rank=2.'
         if name.lower() in _UNCOMPRESSED:
             hint = "; 'none' is the float32 all-reduce."
         raise UnknownSchemeError(

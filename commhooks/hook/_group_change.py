@@ -18,7 +18,7 @@ from commhooks.checkpoint._ranks import merged, resizes_of
 from commhooks.core._scheme import slots_of, walk
 from commhooks.errors import RegistrationError
 from commhooks.hook._handshake import handshake
-from commhooks.hook._running import Running
+from commhooks.hook._running import CLOSED, Running
 from commhooks.hook._saving import gather_states
 from commhooks.wrappers._feedback import unwrap_flush
 from commhooks.wrappers._make import describe
@@ -127,7 +127,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
 def _check_between_steps(hook: Running) -> str:
     """Returns the reason why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
-        return "the hook was closed; register another"
+        return CLOSED
     if hook.fixed_group_reason:
         return hook.fixed_group_reason
     # A step whose backward pass raised is over, and one without a backward pass (DiLoCo) is given

@@ -47,6 +47,11 @@ __all__ = [
 
 
 SCHEME = "scheme and options"  # the fact that is a description of a scheme
+# What to do about a fact that differs between ranks.
+_ADVICE = {
+    SCHEME: "; give all ranks the same arguments",
+    "step": "; have only some ranks loaded a saved state, from a folder that not all see?",
+}
 _EVERYONE = "everyone came"
 _DEFAULT = timedelta(minutes=5)  # if neither the caller nor the group has a limit
 _GENERATION = "commhooks/generation"
@@ -93,7 +98,8 @@ def wait_for_all_ranks(call: str, group: dist.ProcessGroup, limit: timedelta | N
     if outcome != _EVERYONE:
         raise MissingRankError(
             f"{call}: {outcome}. All ranks have to come here, between two steps; look at "
-            f"the output of those that did not, which may have raised before they could"
+            f"the output of those that did not, which may have raised before they could, and "
+            f"whether the call is under a condition, such as 'if rank == 0', that they do not meet"
         )
 
 
@@ -182,7 +188,8 @@ def handshake(
     text = first_difference(everyone)
     if text is not None:
         text = first_difference([_as_typed(theirs) for theirs in everyone])
-        raise MismatchError(f"{call}: {text}")
+        advice = next((a for field, a in _ADVICE.items() if str(text).startswith(field)), "")
+        raise MismatchError(f"{call}: {text}{advice}")
     return messages
 
 

@@ -73,7 +73,8 @@ def summarise(
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows:
         return Summary(
-            f"{name} on {ranks}: nothing has been exchanged yet, or it exchanges nothing."
+            f"{name} on {ranks}: nothing has been exchanged yet: no step has ended, all passes ran "
+            f"within no_sync(), or the scheme sends nothing."
         )
     steps = sorted({row.step for row in rows})
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"

@@ -52,9 +52,10 @@ def find_ddp(model: object) -> DistributedDataParallel:
     if isinstance(model, DistributedDataParallel):
         return model
     if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        swapped = "; the model comes first, then the scheme" if isinstance(model, str) else ""
         raise RegistrationError(
-            f"register(model, ...) takes a DistributedDataParallel module, got "
-            f"{type(model).__name__}"
+            f"register(model, ...) takes a DistributedDataParallel module, got {kind}{swapped}"
         )
     inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
     if len(inside) == 1:

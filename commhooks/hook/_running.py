@@ -34,7 +34,7 @@ from commhooks.wrappers._per_parameter import warn_of_idle_rules
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import Drivers, MismatchError, MissingRankError
 
-__all__ = ["Running", "SavedBucketLayout"]
+__all__ = ["CLOSED", "Running", "SavedBucketLayout"]
 
 
 class SavedBucketLayout:
@@ -116,6 +116,11 @@ _SHARED = (
     "action of verify",
 )
 
+CLOSED = (
+    "the hook was closed (HookState.close); wrap the model in a new DistributedDataParallel and "
+    "register there, or close after training"
+)
+
 
 class Running:
     """Runs a scheme on a model, bucket by bucket; the base of :class:`commhooks.HookState`.
@@ -148,7 +153,7 @@ class Running:
         self.continuation = SavedBucketLayout(self.target, self.runner)
         self.call_monitor = CallMonitor()
         self.verification: Verification | None = None
-        self.agreed = False
+        self.agreed = self._has_begun = False
         self._closed = False
         self._run_ids = ("", "")
         self._extra_rounds = 0  # collectives in an exchange besides those of the scheme
@@ -202,18 +207,14 @@ class Running:
     def start(self, bucket: Any) -> Future[Tensor]:
         """Starts the exchange of one bucket and returns the future of its averaged gradient."""
         if self._closed:
-            raise RegistrationError(
-                "the hook was closed (HookState.close), but the model still trains with it; "
-                "wrap the model in a new DistributedDataParallel, or close after training"
-            )
+            raise RegistrationError(f"the model still trains with its hook, and {CLOSED}")
         if not isinstance(bucket, HookBucket):
             refuse_python_reducer(bucket)
             bucket = HookBucket.of(bucket, self.target)
         if not bucket.gradient.is_cpu:
-            refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.agreed)
-        if not self.agreed:
-            # A collective: every rank comes here with its first bucket, before it exchanges any.
-            self._agree_after_load()
+            agreed = self.agreed and self._has_begun
+            refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=agreed)
+        self._agree_in_first_step()
         if not self.call_monitor.calls:
             self._guard_model()  # after the handshake, which finds the model
         self.call_monitor.record_call(is_last=bucket.is_last)
@@ -314,7 +315,7 @@ class Running:
     def _apply_buckets(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
         core = self.target.notifying_core(self)
-        self.continuation.apply(buckets, core, self._agree_after_load)
+        self.continuation.apply(buckets, core, self._agree_in_first_step)
 
     # ---- model and ranks
 
@@ -350,9 +351,12 @@ class Running:
             "parameters to compare": list(self.target.values()) if self.verification else [],
         }
 
-    def _agree_after_load(self) -> None:
-        if not self.agreed:
+    def _agree_in_first_step(self) -> None:
+        # A collective: every rank comes here with its first bucket, before it exchanges any. Also
+        # after ``register``, which has compared: some ranks may have loaded a state since.
+        if not (self.agreed and self._has_begun):
             self.agree("the first step with this hook, or after load_state_dict")
+            self._has_begun = True
 
     def agree(
         self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None

@@ -41,7 +41,7 @@ from commhooks.core._slot import Slot, StepInfo
 from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import CheckpointError, RegistrationError
 from commhooks.hook._handshake import handshake
-from commhooks.hook._running import Running
+from commhooks.hook._running import CLOSED, Running
 from commhooks.wrappers._feedback import (
     RESIDUAL,
     RESIDUAL_SLOT,
@@ -516,6 +516,8 @@ def prepare(
         RegistrationError: the call is in the middle of a step, or before
             ``init_process_group``.
     """
+    if hook._closed:
+        raise RegistrationError(f"{call}: {CLOSED}")
     if hook.runner.under_way:
         raise RegistrationError(f"{call}: a step is under way; load after it")
     if not dist.is_initialized():
@@ -530,7 +532,9 @@ def prepare(
     # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook.parameters.find)
     common = saved.common
-    fits = common["structure"] == structure(scheme)
+    # Also without the ``start_step`` of the saved run, whose uncompressed steps may be over.
+    saved_nesting, nesting = common["structure"], structure(scheme)
+    fits = nesting in (saved_nesting, _without_start(saved_nesting))
     if not fits and strict:
         raise CheckpointError(
             f"load_state_dict: saved by {as_typed(common['scheme'])!r}, this hook runs "
@@ -579,6 +583,14 @@ def prepare(
     # The order may differ between ranks; rank 0's decides, as in a run without a stop.
     arrival = parts[min(parts)].arrival
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
+
+
+def _without_start(nesting: str) -> str:
+    """Returns the nesting of a scheme without uncompressed steps at the start around it."""
+    before, after = "DelayedStart(", ", Dense)"
+    if nesting.startswith(before) and nesting.endswith(after):
+        return nesting[len(before) : -len(after)]
+    return nesting
 
 
 def apply(hook: Running, loaded: Loaded) -> None:

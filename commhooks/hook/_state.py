@@ -25,7 +25,7 @@ from commhooks.hook import _saving as saving
 from commhooks.hook._group_change import GroupChange
 from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
 from commhooks.hook._parameters import names_of, shared_buffers
-from commhooks.hook._running import Running
+from commhooks.hook._running import CLOSED, Running
 from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._target import check_process_group
 from commhooks.verify._equal import check_equal, state_of
@@ -147,7 +147,7 @@ class HookState(Running):
                 all ranks have called ``switch`` within 5 minutes or the group's timeout.
         """
         if self._closed:
-            raise RegistrationError("HookState.switch: the hook was closed; register another")
+            raise RegistrationError(f"HookState.switch: {CLOSED}")
         self._switch_to(make_for_training(scheme, **options))
 
     def _switch_to(self, built: Scheme) -> None:

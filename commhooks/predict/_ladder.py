@@ -45,7 +45,7 @@ LADDER = (
 )
 # What to write for a scheme whose name is not all of it.
 _CALLS = {
-    "powersgd": '"powersgd", start_step=...',
+    "powersgd": '"powersgd", start_step=1000',
     "DiLoCo": 'commhooks.DiLoCo(model, "int4", every=100)',
 }
 

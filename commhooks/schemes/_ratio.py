@@ -15,8 +15,9 @@ def check_ratio(scheme: Scheme, ratio: float) -> None:
     """Raises ValueError unless ``ratio`` is a share of the entries."""
     if not 0 < ratio <= 1:
         name = type(scheme).__name__
+        percent = f"; {ratio:g} % are ratio={ratio / 100:g}" if 1 < ratio <= 100 else ""
         raise ValueError(
-            f"{name}(ratio=...) is a share of the entries, 0 < ratio <= 1, got {ratio!r}"
+            f"{name}(ratio=...) is a share of the entries, 0 < ratio <= 1, got {ratio!r}{percent}"
         )
 
 

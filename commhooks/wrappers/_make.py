@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import numbers
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -13,7 +14,7 @@ import torch
 
 from commhooks.core._registry import build, factory_of, options_of, scheme_names
 from commhooks.core._scheme import Scheme, check_declarations, children, walk
-from commhooks.core._settings import check_dataclass, check_value
+from commhooks.core._settings import check_dataclass, check_value, shown
 from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import OptionError
 from commhooks.wrappers._base import Coalesced
@@ -62,6 +63,11 @@ def make(scheme: str | Scheme, **options: Any) -> Scheme:
         DelayedStart(scheme=ErrorFeedback(scheme=PowerSGD(rank=2, ...)), start_step=100, ...)
     """
     name = scheme if isinstance(scheme, str) else type(scheme).__name__
+    if not isinstance(options.get("start_step", 0), numbers.Integral):
+        raise OptionError(
+            f"{name}(start_step=...) is a whole number of steps, such as 1000, got "
+            f"{shown(options['start_step'])}"
+        )
     wrapper_options = {
         key: check_value(name, key, options.pop(key), kind)
         for key, kind in WRAPPER_OPTIONS.items()

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import commhooks
-from commhooks.errors import CheckpointError, MismatchError
+from commhooks.errors import CheckpointError, MismatchError, RegistrationError
 from commhooks.hook import _saving
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import (
@@ -195,3 +195,33 @@ def test_a_distributed_checkpoint_loads_on_any_number_of_ranks(tmp_path):
             assert ranks != 1 or "commhooks.load_dcp" in plain[0][1]
             assert fresh
             assert step == 5
+
+
+@pytest.mark.parametrize("loads", [0, 1])
+@on_ranks(2)
+def test_a_state_that_only_some_ranks_load_is_an_error_in_the_next_step(
+    rank: int, loads: int
+) -> None:
+    _, hook = trained(rank, "topk", ratio=0.1)
+    state = hook.state_dict(gather=True)
+    model = ddp(mlp())
+    again = commhooks.register(model, "topk", ratio=0.1)
+    if rank == loads:
+        again.load_state_dict(state)
+    with pytest.raises(MismatchError, match=r"step differs .* have only some ranks loaded"):
+        train(model, rank, range(1))
+
+
+@on_ranks(2)
+def test_a_run_goes_on_without_the_uncompressed_steps_that_are_over(rank: int) -> None:
+    options = {"ratio": 0.1}
+    _, hook = trained(rank, "topk", start_step=2, **options)
+    state = hook.state_dict(gather=True)
+    model = ddp(mlp())
+    again = commhooks.register(model, "topk", **options)
+    again.load_state_dict(state)
+    assert again.step == 3
+    assert torch.equal(residuals(again, model), residuals(hook, model))
+    hook.close()
+    with pytest.raises(RegistrationError, match=r"closed .* new DistributedDataParallel"):
+        hook.load_state_dict(state)
