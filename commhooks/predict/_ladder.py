@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from commhooks.predict._device import device
 from commhooks.predict._fabric import fabric
 from commhooks.predict._models import model
+from commhooks.predict._quality import gap_of
 from commhooks.predict._step import predict_step
 from commhooks.wrappers._make import make
 
@@ -24,7 +25,8 @@ class Rung:
         network: the link between ranks, in words.
         preset: its name for :func:`commhooks.predict.fabric`; empty: there is none.
         first: the scheme to begin with.
-        then: the scheme to try next, whose loss has to be compared; empty: none.
+        then: the scheme to try next, whose loss has to be compared; empty: none. Its loss beside
+            bf16's is that of :func:`commhooks.predict._quality.gap_of`.
         speed: of ``first`` and of ``then`` over bf16, for each of ``MODELS``, on four machines of
             an A100 each, as :func:`predicted_speed` returns it.
     """
@@ -69,11 +71,12 @@ def predicted_speed(scheme: str, network: str, name: str) -> float:
 
 def ladder_markdown() -> str:
     """Returns the ladder as a table of Markdown."""
-    head = ("network", "begin with", "speed", "if that is too slow", "speed")
+    head = ("network", "begin with", "speed", "if that is too slow", "speed", "loss")
     rows = [head, ("---",) * len(head)]
     for rung in LADDER:
-        speed = [", ".join(f"{value:.3g}" for value in values) for values in rung.speed] or ["", ""]
-        rows.append((rung.network, _call(rung.first), speed[0], _call(rung.then), speed[1]))
+        speed = [", ".join(f"{v:.3g}×" for v in values) for values in rung.speed] or ["", ""]
+        loss = str(gap_of(make(rung.then)) or "") if rung.then else ""
+        rows.append((rung.network, _call(rung.first), speed[0], _call(rung.then), speed[1], loss))
     return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
 
 
