@@ -81,6 +81,12 @@ def test_every_row_has_a_table() -> None:
     assert all(any(first.startswith(text) for text in ROWS) for first in firsts)
 
 
+def test_the_readme_is_a_screen_or_two() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 80
+    assert max(map(len, lines)) <= 120
+
+
 def test_figures_below_the_picture_are_those_of_its_table() -> None:
     # Of all digits: the table of the picture has three, and 1.0251 would be 1.025 and then 1.02.
     study = pd.read_csv(RESULTS / "bandwidth" / "bandwidth.csv").set_index(["link", "scheme"])
