@@ -459,6 +459,7 @@ class HookState(Running):
             CheckpointError: the state is foreign, newer, incomplete, damaged or mismatching;
                 nothing was changed.
         """
+        strict = check_value("HookState.load_state_dict", "strict", strict, bool)
         loaded = saving.prepare(self, state, strict, "HookState.load_state_dict")
         saving.apply(self, loaded)
         self._scheme_since = min(self._scheme_since, self.step)  # ``summary`` counts from here

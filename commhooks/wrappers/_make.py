@@ -150,9 +150,12 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def _kind_of(scheme: object) -> str:
-    if isinstance(scheme, type) and issubclass(scheme, Scheme):
-        return f"the class {scheme.__name__}, not {scheme.__name__}(...)"
-    return type(scheme).__name__
+    kind = scheme if isinstance(scheme, type) else type(scheme)
+    if issubclass(kind, Scheme):
+        return f"the class {kind.__name__}, not {kind.__name__}(...)"
+    if kind.__module__.startswith("torch.distributed.algorithms"):
+        return f"torch's {kind.__name__}, whose settings are options here"
+    return kind.__name__
 
 
 def describe(scheme: Scheme) -> str:

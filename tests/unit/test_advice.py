@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -97,6 +98,32 @@ def test_switch_without_a_scheme_asks_for_it() -> None:
         hook.switch(rank=2)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'scheme'"):
         hook.switch()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    ("call", "advice"),
+    [
+        (lambda hook: commhooks.make("powersgd:rank=2"), r'as in "powersgd", rank=2'),
+        (lambda hook: commhooks.make("topk", ratio=10), r"10 % are ratio=0\.1"),
+        (lambda hook: commhooks.make("powersgd", start_step=0.1), "number of steps, such as 1000"),
+        (lambda hook: commhooks.make("powersgd", start_step=...), "number of steps, such as 1000"),
+        (lambda hook: commhooks.make(PowerSGDState), "torch's PowerSGDState, whose settings are"),
+        (lambda hook: commhooks.register("int8", hook), "the model comes first"),
+        (lambda hook: commhooks.register(DistributedDataParallel, "int8"), "got the class Distr"),
+        (lambda hook: hook.load_state_dict("hook.pt"), r"torch\.load\(path\)"),
+        (lambda hook: hook.load_state_dict(None), "has hook.state_dict.* been saved"),
+        (lambda hook: hook.load_state_dict(hook), "call its state_dict"),
+        (lambda hook: hook.load_state_dict([]), "give those of all ranks"),
+        (lambda hook: hook.load_state_dict(hook.state_dict(), strict="no"), "True or False"),
+    ],
+)
+def test_a_wrong_argument_is_answered_with_the_right_one(
+    call: Callable[[HookState], object], advice: str
+) -> None:
+    hook = commhooks.register(DistributedDataParallel(layers()), "int8")
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=advice):
+        call(hook)
 
 
 @pytest.mark.usefixtures("one_rank")
