@@ -42,6 +42,7 @@ from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
 from experiments.network.page import is_judged, short_name, written
+from experiments.network.rates import drawn_by_rate, has_rates
 from experiments.network.setups import CHOICE, Setup, setup_of
 from experiments.network.torch_hooks import SAME, TORCH, register_of_torch
 from experiments.tools.hosts import messages_from_hosts
@@ -370,6 +371,8 @@ def main(
             rows += new
             pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
     written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
+    if has_rates(table := pd.DataFrame(rows)):
+        drawn_by_rate(table).savefig(out.with_name(f"{out.stem}_by_rate.png"), dpi=130)
     console.print(f"median error {100 * _median_error(rows):.1f} %; wrote {out}")
 
 

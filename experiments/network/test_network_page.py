@@ -9,6 +9,7 @@ import pytest
 
 from experiments.network.front import exchange_errors, fronts
 from experiments.network.page import auto_ratios, is_judged
+from experiments.network.rates import drawn_by_rate, has_rates
 from experiments.network.setups import CHOICE, Setup, setup_of
 
 
@@ -92,3 +93,22 @@ def test_a_setup_that_means_nothing_is_refused(text: str) -> None:
 def test_predictions_that_begin_with_what_was_measured_do_not_count() -> None:
     names = ["noop", "noop on torch", "one value", CHOICE, "none", "torch none", "topk on torch"]
     assert [name for name in names if is_judged(name)] == ["none", "torch none", "topk on torch"]
+
+
+def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept() -> None:
+    hooks = {"noop": 30.0, "none": 900.0, "int8": 300.0, "topk": 60.0, "torch powersgd": 80.0}
+    rows = [
+        {"model": "words", "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": ms + rate}
+        for rate in (50.0, 1000.0, 10000.0, 0.0)
+        for name, ms in hooks.items()
+    ]
+    table = pd.DataFrame(rows)
+    assert has_rates(table)
+    assert not has_rates(table[table.mbit > 100])
+    (panel,) = drawn_by_rate(table).axes
+    assert {line.get_label(): line.get_linestyle() for line in panel.lines} == {
+        "no communication": ":", "none": "-", "int8": "-", "topk": "--", "torch powersgd": "--",
+    }  # fmt: skip
+    assert [tick.get_text() for tick in panel.get_xticklabels()] == [
+        "50 Mbit/s", "1 Gbit/s", "10 Gbit/s", "no limit",
+    ]  # fmt: skip
