@@ -7,7 +7,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from commhooks.predict._quality import gap_of
 from commhooks.report._style import GREY, OKABE_ITO
@@ -62,9 +62,11 @@ def _draw(panel: Any, rows: pd.DataFrame) -> None:
             color=GREY if floor else OKABE_ITO[index % len(OKABE_ITO)],
             linestyle=":" if floor else "-" if _keeps_quality(name) else "--",
             label="no communication" if floor else short_name(name),
+            markerfacecolor="white" if name.startswith("torch ") else None,
         )  # fmt: skip
     panel.set_yscale("log")
     panel.set_xticks(list(places.values()), [_rate(rate) for rate in places])
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.grid(axis="y", color="0.9")
