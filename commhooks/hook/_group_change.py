@@ -289,4 +289,6 @@ def _resume(
     hook.agreed = False
     hook.target.change_group(group)
     hook.agree(CALL)
+    # On a rank that joins, too: the others compare nothing in their next step.
+    hook._has_begun = True
     hook.on_group_changed()
