@@ -350,6 +350,8 @@ def test_the_package_knows_the_gap_of_a_scheme_whatever_its_first_steps_are() ->
     assert not gap.is_proved
     assert gap_of(commhooks.make("int8")).is_proved
     assert gap_of(commhooks.make("int8", block=512)) is None
+    assert gap._replace(low=-0.4, high=0.4).is_proved
+    assert not gap._replace(low=-0.6, high=0.4).is_proved
     assert str(gap._replace(low=-0.04, high=12.3)) == "-0.04 to +12 %"
 
 
