@@ -33,6 +33,7 @@ __all__ = [
     "check_declarations",
     "check_decoded",
     "checked_payload",
+    "checked_result",
     "children",
     "pack_payload",
     "slot_error",
@@ -227,6 +228,21 @@ def check_decoded(codec: Codec, decoded: Any, like: Tensor) -> None:
             f"{type(codec).__name__}.decode returns a tensor of the bucket's shape "
             f"{tuple(like.shape)}, got {what}"
         )
+
+
+def checked_result(scheme: Scheme, result: Any) -> Result:
+    """Returns what the ``exchange`` of a scheme returned, checked.
+
+    Raises:
+        SchemeError: it is no ``Result``.
+    """
+    if isinstance(result, Result):
+        return result
+    while len(children(scheme)) == 1:  # a wrapper hands on what the scheme inside returned
+        (scheme,) = children(scheme)
+    raise SchemeError(
+        f"{type(scheme).__name__}.exchange returns Result(mean, ...), got {type(result).__name__}"
+    )
 
 
 def pack_payload(payload: dict[str, Tensor]) -> Tensor:

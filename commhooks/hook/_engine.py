@@ -20,7 +20,7 @@ from commhooks.core._dense import Dense
 from commhooks.core._layout import Layout, Span
 from commhooks.core._memory import Memory
 from commhooks.core._names import is_padding, parameter_name
-from commhooks.core._scheme import Scheme, slots_of, walk
+from commhooks.core._scheme import Scheme, checked_result, slots_of, walk
 from commhooks.core._settings import check_seed
 from commhooks.core._slot import Counters, StepInfo
 from commhooks.core._traits import Exact
@@ -363,12 +363,7 @@ class Engine:
 
 def _checked(scheme: Scheme, result: Result, grad: Tensor) -> Tensor:
     """Returns the mean in the gradient's shape and dtype, or raises SchemeError."""
-    if not isinstance(result, Result):
-        raise SchemeError(
-            f"{type(scheme).__name__}.exchange returns Result(mean, ...), "
-            f"got {type(result).__name__}"
-        )
-    mean = result.mean
+    mean = checked_result(scheme, result).mean
     if mean.numel() != grad.numel():
         raise SchemeError(
             f"{type(scheme).__name__}.exchange: the bucket has {grad.numel()} entries, "

@@ -8,7 +8,7 @@ import torch
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
 from commhooks.core._registry import register_scheme
-from commhooks.core._scheme import Scheme
+from commhooks.core._scheme import Scheme, checked_result
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits
 from commhooks.schemes.quantized import Blockwise
@@ -95,7 +95,7 @@ class OneBitMomentum(Scheme):
         inside = bucket.replace(
             raw=momentum, residual=None, unsent=None, output=torch.empty_like(momentum)
         )
-        result = yield from self._inner.exchange(inside)
+        result = checked_result(self._inner, (yield from self._inner.exchange(inside)))
         # The average replaces this rank's momentum, as in the paper: all ranks keep the same one.
         bucket.write(_MOMENTUM, result.mean.clone())
         return Result(bucket.output.copy_(result.mean), finite=result.finite)

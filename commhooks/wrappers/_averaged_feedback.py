@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
-from commhooks.core._scheme import Scheme
+from commhooks.core._scheme import Scheme, checked_result
 from commhooks.core._slot import Slot
 from commhooks.kernels import dequantize_parts, part_bytes, quantize_parts
 from commhooks.wrappers._feedback import Feedback
@@ -88,7 +88,8 @@ class AveragedFeedback(Feedback):
         inside = bucket.replace(
             raw=bucket.gradient, residual=residual, unsent=torch.empty_like(residual)
         )
-        result = inside.with_unsent((yield from self.scheme.exchange(inside)))
+        result = checked_result(self.scheme, (yield from self.scheme.exchange(inside)))
+        result = inside.with_unsent(result)
         assert result.unsent is not None
         # A wrapper around this one gets the error with respect to g, not to g + e.
         unsent = None if bucket.unsent is None else result.unsent - residual

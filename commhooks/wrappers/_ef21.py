@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
-from commhooks.core._scheme import Scheme
+from commhooks.core._scheme import Scheme, checked_result
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits
 from commhooks.wrappers._feedback import Feedback
@@ -76,7 +76,8 @@ class EF21(Feedback):
             unsent=torch.empty_like(difference),
             output=torch.empty_like(difference),
         )
-        result = inside.with_unsent((yield from self.scheme.exchange(inside)))
+        result = checked_result(self.scheme, (yield from self.scheme.exchange(inside)))
+        result = inside.with_unsent(result)
         assert result.unsent is not None
         sent = difference - result.unsent if result.sent is None else result.sent
         # The decoded difference: the mean of G_i over ranks is what ``total`` sums up.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
 from commhooks.core._layout import Span
-from commhooks.core._scheme import Scheme, walk
+from commhooks.core._scheme import Scheme, checked_result, walk
 from commhooks.core._slot import Slot, StepInfo
 from commhooks.core._traits import Biased, Exact, Traits
 from commhooks.wrappers._base import Wrapper
@@ -132,7 +132,8 @@ class ErrorFeedback(Feedback):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         inside = _with_residual(bucket)
-        return _kept(inside, (yield from self.scheme.exchange(inside)))
+        result = checked_result(self.scheme, (yield from self.scheme.exchange(inside)))
+        return _kept(inside, result)
 
     def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
         inside = _with_residual(bucket)
@@ -179,11 +180,12 @@ class Scaled(Wrapper):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         factor = 1.0 / (1.0 + self.scheme.traits.error.variance)
         if bucket.unsent is None:
-            result = yield from self.scheme.exchange(bucket)
+            result = checked_result(self.scheme, (yield from self.scheme.exchange(bucket)))
             return result._replace(mean=result.mean.mul_(factor))
         # The gradient is read after the exchange, so the mean may not overwrite it.
         inside = bucket.replace(output=torch.empty_like(bucket.output))
-        result = inside.with_unsent((yield from self.scheme.exchange(inside)))
+        result = checked_result(self.scheme, (yield from self.scheme.exchange(inside)))
+        result = inside.with_unsent(result)
         assert result.unsent is not None
         # c - factor sent(c) = factor (c - sent(c)) + (1 - factor) c
         unsent = result.unsent.mul_(factor).add_(bucket.raw, alpha=1.0 - factor)

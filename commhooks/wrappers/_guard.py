@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from commhooks.core._bucket import Bucket, SchemeExchange
-from commhooks.core._scheme import Scheme
+from commhooks.core._scheme import Scheme, checked_result
 from commhooks.core._slot import Number, Slot
 from commhooks.core._traits import Traits
 from commhooks.wrappers._base import Wrapper
@@ -93,7 +93,7 @@ class Guard(Wrapper):
         gradient = bucket.gradient
         squares = torch.stack([gradient.double().square().sum(), self._residual_square(bucket)])
         exact = torch.cat([gradient[part].double(), squares])
-        result = yield from self.scheme.exchange(bucket)
+        result = checked_result(self.scheme, (yield from self.scheme.exchange(bucket)))
         mean = result.mean.view(-1)
         if bucket.shards is not None:
             exact = torch.cat([exact, _less_own(exact[:size], begin, mean, bucket)])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from commhooks.core._bucket import Bucket, Result, SchemeExchange
 from commhooks.core._layout import Layout, Span
-from commhooks.core._scheme import Scheme
+from commhooks.core._scheme import Scheme, checked_result
 from ddp_core import AllReduce, Collective, as_request
 from ddp_core._torch import foreach_copy
 
@@ -44,7 +44,7 @@ class Part:
             layout=layout.pick(positions),
             shards=shards,
         )
-        self.exchange = scheme.exchange(self.bucket)
+        self.scheme, self.exchange = scheme, scheme.exchange(self.bucket)
         self.request: Collective | None = None
         self.result = Result(gradient)
 
@@ -54,7 +54,7 @@ class Part:
             yielded = next(self.exchange) if answer is None else self.exchange.send(answer)
             self.request = as_request(yielded)
         except StopIteration as stop:
-            self.request, self.result = None, stop.value
+            self.request, self.result = None, checked_result(self.scheme, stop.value)
 
     def unsent_copies(self, bucket: Bucket) -> list[Copy]:
         """Returns the copies of what was not sent to the parameters' places in the bucket."""

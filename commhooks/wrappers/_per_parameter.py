@@ -14,7 +14,7 @@ import torch
 
 from commhooks.core._bucket import Bucket, SchemeExchange
 from commhooks.core._names import parameter_name
-from commhooks.core._scheme import Scheme, walk
+from commhooks.core._scheme import Scheme, checked_result, walk
 from commhooks.core._settings import check_settings, shown
 from commhooks.core._slot import Slot
 from commhooks.core._traits import Traits
@@ -171,7 +171,8 @@ class PerParameter(Choice):
             schemes = [with_flush(scheme) for scheme in schemes]
         if len(chosen) == 1:  # the usual case with ``layout="scheme"``: nothing is copied
             (which,) = chosen
-            return (yield from schemes[which].exchange(bucket))
+            result = yield from schemes[which].exchange(bucket)
+            return checked_result(schemes[which], result)
         parts = parts_of(bucket, [(schemes[which], chosen[which]) for which in sorted(chosen)])
         yield from exchange_concurrently(parts)
         return join_parts(parts, bucket)
