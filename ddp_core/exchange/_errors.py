@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -17,6 +20,7 @@ __all__ = [
     "SilentStoreError",
     "listed",
     "needs",
+    "raised_in",
     "ranks_in_words",
 ]
 
@@ -103,3 +107,19 @@ def needs(call: str, *packages: str) -> Iterator[None]:
             f"pip install {' '.join(packages)}",
             name=error.name,
         ) from error
+
+
+_NOT_THE_USERS = {"commhooks", "ddp_core", "torch", *sys.stdlib_module_names} - {"__main__"}
+
+
+def raised_in(error: BaseException) -> str:
+    """Returns the line of a user's code that raised an error, "my_scheme.py:34 in decode".
+
+    The innermost line that is not of this package, torch or Python's library; "": there is none.
+    """
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if package not in _NOT_THE_USERS:
+            code = frame.f_code
+            return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+    return ""

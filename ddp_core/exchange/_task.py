@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ddp_core.exchange._clocks import HOST, Clock, Timed, Timestamp, set_time
 from ddp_core.exchange._collectives import Collective, as_request
-from ddp_core.exchange._errors import CollectiveError, RoundsError
+from ddp_core.exchange._errors import CollectiveError, RoundsError, raised_in
 
 __all__ = ["Exchange", "RoundRecord", "Task"]
 
@@ -169,9 +169,10 @@ class Task:
         if self.error is not None:
             # Torch's future keeps an exception's text only, so the place has to be in it.
             round = min(len(self.rows), max(self.max_rounds, 1) - 1)
+            line = raised_in(self.error)
             raise RuntimeError(
                 f"the scheme failed in step {self.step}, bucket {self.bucket}, round {round}: "
-                f"{type(self.error).__name__}: {self.error}"
+                f"{type(self.error).__name__}: {self.error}{f' ({line})' if line else ''}"
             ) from self.error
         assert self.result is not None
         return self.result

@@ -215,7 +215,10 @@ def test_work_that_fails_is_a_failure_of_the_scheme(world_size, driver):
     def exchange():
         return (yield from overlapped(AllReduce(torch.ones(1)), work))
 
-    failed = "the scheme failed in step 0, bucket 3, round 0: ValueError: no room"
+    failed = (
+        r"the scheme failed in step 0, bucket 3, round 0: ValueError: no room "
+        r"\(test_lanes\.py:\d+ in work\)"
+    )
     with pytest.raises(RuntimeError, match=failed):
         _run_by(driver, _task(exchange(), 3, world_size, 1))
 
