@@ -22,6 +22,7 @@ __all__ = [
     "MakeScheme",
     "exact_mean",
     "gradients",
+    "in_words",
     "need",
     "normal",
     "ranks_of",
@@ -55,13 +56,15 @@ class Law(NamedTuple):
     claim: str
     guide: str
 
-    def is_for(self, scheme: Scheme) -> bool:
-        """Whether ``scheme`` has to obey this law."""
+    def exempts(self, scheme: Scheme) -> str:
+        """Returns why ``scheme`` does not have to obey this law, or "" if it has to."""
         if self.of_averages and scheme.traits.returns == "update":
-            return False
+            return 'of an average (returns="update")'
         if self.claim and not getattr(scheme.traits, self.claim):
-            return False
-        return scheme.traits.agrees or not self.of_agreement
+            return f"of a claim that is not made ({self.claim})"
+        if self.of_agreement and not scheme.traits.agrees:
+            return "of equal averages on all ranks (agrees=False)"
+        return ""
 
 
 class Laws(dict[str, Law]):
@@ -109,6 +112,11 @@ def gradients(world_size: int, step: int, numel: int = NUMEL) -> list[Tensor]:
 def exact_mean(grads: Sequence[Tensor]) -> Tensor:
     """Returns the mean over ranks, in float64."""
     return torch.stack([grad.double() for grad in grads]).mean(0)
+
+
+def in_words(world_size: int) -> str:
+    """Returns a number of ranks for a message."""
+    return f"{world_size} rank{'s' * (world_size != 1)}"
 
 
 def ranks_of(scheme: Scheme, world_size: int, numel: int | None = None) -> Simulation:

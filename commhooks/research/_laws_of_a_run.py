@@ -16,6 +16,7 @@ from commhooks.research._laws import (
     MakeScheme,
     exact_mean,
     gradients,
+    in_words,
     need,
     normal,
     ranks_of,
@@ -27,6 +28,7 @@ from commhooks.wrappers._feedback import keeps_residual, without_feedback
 __all__ = ["OF_A_RUN"]
 
 OF_A_RUN = Laws()
+_UNBIASED = "Declare error=Biased() in traits, or scale what comes out"
 
 
 @OF_A_RUN.add("biased or not, as declared", guide="What a scheme declares", of_averages=True)
@@ -55,7 +57,8 @@ def _bias(make: MakeScheme) -> None:
         off, spread = float(projections.mean().abs()), float(projections.std()) / math.sqrt(draws)
         size = float(exact.abs() @ direction.abs())
         text = f"{name}: the mean of {draws} draws is off by {off / size:.3g}, relative"
-        need(off <= 5 * spread + 2.0**-12 * size, f"{text}; its error is {spread / size:.3g}")
+        text = f"{text}; its error is {spread / size:.3g}. {_UNBIASED}"
+        need(off <= 5 * spread + 2.0**-12 * size, text)
     # A bias along any other direction shows in the norm: without one, its square is the squared
     # standard error in expectation, and varies little over this many entries.
     bias = float(total.norm()) / draws
@@ -63,6 +66,7 @@ def _bias(make: MakeScheme) -> None:
     variance = float(square.sum() - total.square().sum() / draws) / (draws - 1)
     noise = math.sqrt(max(0.0, variance) / draws)
     text = f"the mean of {draws} draws is off by {bias:.3g}, its standard error is {noise:.3g}"
+    text = f"{text}. {_UNBIASED}"
     need(bias <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
 
 
@@ -122,8 +126,12 @@ def _conservation(make: MakeScheme) -> None:
         # Two steps show a residual that is lost or counted twice; one size runs longer.
         steps = 5 if world_size == 3 else 2
         error = _lost(scheme, world_size, steps)
-        text = f"{world_size} ranks: off by {error:.3g} of the largest sum after {steps} steps"
-        need(error < (2.0**-7 if narrow else 2.0**-12), text)
+        text = f"{in_words(world_size)}: off by {error:.3g} of the largest sum after {steps} steps"
+        need(
+            error < (2.0**-7 if narrow else 2.0**-12),
+            f"{text}: Result(mean, sent=...) says what this rank has sent, and bucket.gradient "
+            f"keeps its entries (an all-reduce overwrites its tensor)",
+        )
 
 
 @OF_A_RUN.add(
@@ -168,7 +176,7 @@ def _all_ranks(make: MakeScheme) -> None:
         size = float(means.mean(0) @ exact / (exact @ exact))
         # The mean of 16 draws is off by 0.04 at most, even for a variance of 11. A rank that is
         # left out makes a difference of 1 / 8 or more.
-        need(abs(size - 1) < 0.1, f"{world_size} ranks: {size:.3g} times the average comes out")
+        need(abs(size - 1) < 0.1, f"{in_words(world_size)}: {size:.3g} times the average comes out")
 
 
 @OF_A_RUN.add("the last entry is averaged, whatever the size", of_averages=True)
@@ -225,7 +233,11 @@ def _round_trip(make: MakeScheme) -> None:
             mean = _moved(moved, shuffled, layout)
         else:
             mean = resumed.step(grads)[0]
-        need(torch.equal(expected, mean), f"differs in step {step}, {step - 2} after loading")
+        need(
+            torch.equal(expected, mean),
+            f"differs in step {step}, {step - 2} after loading: is something kept outside of "
+            f"Slots, or by bucket?",
+        )
 
 
 def _moved(flat: Tensor, old: Layout, new: Layout) -> Tensor:

@@ -7,7 +7,9 @@ import math
 import torch
 from torch import Tensor
 
+from commhooks.core._bucket import Bucket
 from commhooks.core._layout import Layout
+from commhooks.core._scheme import Codec, slots_of, walk
 from commhooks.research._laws import (
     NUMEL,
     SHAPES,
@@ -15,16 +17,25 @@ from commhooks.research._laws import (
     MakeScheme,
     exact_mean,
     gradients,
+    in_words,
     need,
     normal,
     ranks_of,
 )
 from commhooks.research._simulation import Simulation
 from commhooks.wrappers._feedback import without_feedback
+from ddp_core import Collective
+from ddp_core.exchange._errors import listed
 
-__all__ = ["OF_A_STEP"]
+__all__ = ["FIRST", "OF_A_STEP"]
 
 OF_A_STEP = Laws()
+FIRST = "a bucket is exchanged on two ranks"  # the simplest case
+
+
+@OF_A_STEP.add(FIRST)
+def _first(make: MakeScheme) -> None:
+    ranks_of(make(), 2).step(gradients(2, 0))
 
 
 @OF_A_STEP.add("any size and shape is averaged")
@@ -49,8 +60,49 @@ def _agreement(make: MakeScheme) -> None:
         ranks = ranks_of(make(), world_size)
         for step in range(3):
             means = ranks.step(gradients(world_size, step))
-            equal = all(torch.equal(mean, means[0]) for mean in means)
-            need(equal, f"{world_size} ranks differ in step {step}")
+            for rank in range(1, world_size):
+                need(
+                    torch.equal(means[0], means[rank]),
+                    f"{in_words(world_size)}, step {step}: ranks 0 and {rank} differ in "
+                    f"{_unequal(means[0], means[rank])}; the average may depend only on what "
+                    f"collectives have returned",
+                )
+
+
+def _unequal(a: Tensor, b: Tensor) -> str:
+    """Returns the names of the parameters of ``SHAPES`` whose entries are not the same."""
+    return listed(
+        [name for i, name in enumerate(SHAPES) if not torch.equal(_part(a, i), _part(b, i))]
+    )
+
+
+@OF_A_STEP.add("what is declared as the same on all ranks is", guide="Persistent state")
+def _same_on_all_ranks(make: MakeScheme) -> None:
+    # A checkpoint has one copy of such a slot, and every rank that loads it gets that copy.
+    ranks = ranks_of(make(), 3)
+    for step in range(3):
+        ranks.step(gradients(3, step))
+    first, *others = _memory(ranks)
+    for key in (slot.key for slot in slots_of(make()) if slot.resize == "same"):
+        for rank, other in enumerate(others, 1):
+            for name in SHAPES:
+                a, b = first.get((key, name)), other.get((key, name))
+                same = a is b if a is None or b is None else torch.equal(a, b)
+                need(
+                    same,
+                    f'Slot({key!r}, resize="same"): ranks 0 and {rank} of 3 keep other values of '
+                    f'{name!r}; where ranks keep values of their own, resize is "sum", "mean" or '
+                    f'"drop"',
+                )
+
+
+@OF_A_STEP.add("encode leaves its input as it is", guide="What a scheme declares")
+def _input(make: MakeScheme) -> None:
+    for codec in (inside for inside in walk(make()) if isinstance(inside, Codec)):
+        gradient, layout = normal(NUMEL, 0), Layout(list(SHAPES), list(SHAPES.values()))
+        before = gradient.clone()
+        codec.encode(gradient, Bucket(gradient, layout, world_size=2))
+        need(torch.equal(before, gradient), "encode changed its input; work on a copy of it")
 
 
 @OF_A_STEP.add(
@@ -74,7 +126,11 @@ def _determinism(make: MakeScheme) -> None:
     first, second = ranks_of(make(), 3), ranks_of(make(), 3)
     for step in range(3):
         a, b = (ranks.step(gradients(3, step))[0] for ranks in (first, second))
-        need(torch.equal(a, b), f"step {step} differs between two runs")
+        need(
+            torch.equal(a, b),
+            f"step {step} differs between two runs: draw from bucket.generator(name), and not from "
+            f"torch's generator",
+        )
 
 
 @OF_A_STEP.add("zeros are averaged to zeros", of_averages=True)
@@ -202,6 +258,55 @@ def _overflow(make: MakeScheme) -> None:
     ranks = ranks_of(make(), 4, 36)
     for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
         need((mean.abs() <= 50000.0).all(), "four ranks' 20000 in float16 are too large a sum")
+
+
+class _Sums(Simulation):
+    """Watches the sums of integers over ranks.
+
+    Attributes:
+        of_integers: whether there was any.
+        too_large: describes one that does not fit into its dtype; "": all do.
+    """
+
+    of_integers, too_large = False, ""
+    _total: Tensor
+
+    def _record(self, request: Collective, rank: int) -> None:
+        super()._record(request, rank)
+        tensor = request.tensor
+        is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        if not is_integer or getattr(request, "op", "") != "sum" or not tensor.numel():
+            return
+        self.of_integers = True
+        # Ranks ask in their order, and all of them before the first gets an answer.
+        self._total = tensor.long() + (self._total if rank else 0)
+        ends, last = torch.iinfo(tensor.dtype), rank == len(self.engines) - 1
+        for total in (int(self._total.min()), int(self._total.max())) if last else ():
+            if not ends.min <= total <= ends.max:
+                self.too_large = (
+                    f"{in_words(len(self.engines))}: codes add up to {total}, which {tensor.dtype} "
+                    f"does not hold; take fewer levels on more ranks, a wider dtype, or "
+                    f"AllGather(codes)"
+                )
+
+
+@OF_A_STEP.add(
+    "sums of integers do not overflow, on up to 1024 ranks", guide="Several collectives per bucket"
+)
+def _integer_sums(make: MakeScheme) -> None:
+    # Codes are largest where all entries are equal, or all but one are zero.
+    equal, single = torch.ones(256), torch.zeros(256)
+    single[0] = 1.0
+    for world_size in (2, 128, 256, 1024):
+        ranks = _Sums(make(), {"p": (16, 16)}, world_size=world_size)
+        for grad in (equal, equal, single):  # the first step may be dense
+            mean = ranks.step([grad] * world_size)[0]
+            need(not ranks.too_large, ranks.too_large)
+            if ranks.of_integers:
+                text = f"{in_words(world_size)}: the mean of ones is not finite"
+                need(mean.isfinite().all(), f"{text}; do levels remain on so many?")
+        if not ranks.of_integers:
+            return
 
 
 def _memory(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:

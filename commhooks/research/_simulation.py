@@ -15,7 +15,7 @@ from commhooks.core._settings import check_value
 from commhooks.hook._coalesce import Coalescer, Group
 from commhooks.hook._engine import Engine
 from commhooks.wrappers._make import make
-from ddp_core import Exchange, as_request, simulate
+from ddp_core import Collective, Exchange, as_request, simulate
 
 __all__ = ["Simulation"]
 
@@ -123,22 +123,24 @@ class Simulation:
         self._restored = other.buckets
 
     def _exchange(self, engine: Engine, group: Group) -> Exchange:
-        inner = group.exchange(engine.exchange)
-        if engine.rank:
-            return inner
-        return self._watched(inner)
+        return self._watched(group.exchange(engine.exchange), engine.rank)
 
-    def _watched(self, inner: Exchange) -> Exchange:
-        """Runs an exchange and records what rank 0 sends in it."""
+    def _watched(self, inner: Exchange, rank: int) -> Exchange:
+        """Runs an exchange of a rank and records what it sends."""
         try:
             request = as_request(next(inner))
             while True:
-                self.requests.append((request.name, request.payload_nbytes))
-                self.wire_bytes.append(request.wire_nbytes(len(self.engines)))
+                self._record(request, rank)
                 request = as_request(inner.send((yield request)))
         except StopIteration as stop:
             result: Tensor = stop.value
             return result
+
+    def _record(self, request: Collective, rank: int) -> None:
+        if rank:
+            return
+        self.requests.append((request.name, request.payload_nbytes))
+        self.wire_bytes.append(request.wire_nbytes(len(self.engines)))
 
     def memory(self, rank: int, key: str = "residual") -> Tensor:
         """Returns a rank's memory under ``key``, flat, in parameter order, with zeros for none."""

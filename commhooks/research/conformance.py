@@ -6,15 +6,19 @@ this package run the same suite on every registered scheme.
 
 from __future__ import annotations
 
+import traceback
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from commhooks.core._scheme import Scheme
-from commhooks.research._laws import Law, LawBroken, MakeScheme
+from commhooks.research._laws import Law, LawBroken, MakeScheme, in_words
 from commhooks.research._laws_of_a_run import OF_A_RUN
-from commhooks.research._laws_of_a_step import OF_A_STEP
+from commhooks.research._laws_of_a_step import FIRST, OF_A_STEP
+from commhooks.research._simulation import Simulation
+from ddp_core.exchange._errors import raised_in
 
-__all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme", "laws_of"]
+__all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme", "exemptions_of", "laws_of"]
 
 LAWS: dict[str, Law] = {**OF_A_STEP, **OF_A_RUN}
 
@@ -25,13 +29,16 @@ class Verdict:
 
     Attributes:
         law: key of ``LAWS``.
-        error: the input that broke the law, or what the scheme raised; empty if the law holds.
+        error: the input that broke the law, or what the scheme raised and where; empty if the law
+            holds.
         guide: heading of the paragraph on it in the guide "A scheme of your own".
+        is_last: the scheme does not run at all, so that no other law is checked.
     """
 
     law: str
     error: str
     guide: str = ""
+    is_last: bool = False
 
     @property
     def holds(self) -> bool:
@@ -41,7 +48,12 @@ class Verdict:
 
 def laws_of(scheme: Scheme) -> list[str]:
     """Returns the keys of ``LAWS`` that ``scheme`` has to obey, by its traits."""
-    return [text for text, law in LAWS.items() if law.is_for(scheme)]
+    return [text for text, law in LAWS.items() if not law.exempts(scheme)]
+
+
+def exemptions_of(scheme: Scheme) -> dict[str, int]:
+    """Returns why laws are not for ``scheme``, and of how many each reason is true."""
+    return Counter(reason for law in LAWS.values() if (reason := law.exempts(scheme)))
 
 
 def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
@@ -49,7 +61,8 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterato
 
     Args:
         make: returns a new scheme as users get it, with error feedback if it is biased.
-        laws: keys of ``LAWS``; by default those of :func:`laws_of`.
+        laws: keys of ``LAWS``; by default those of :func:`laws_of`, of which the first one is the
+            last if the scheme raises an exception in it.
 
     Raises:
         ValueError: the scheme does not exchange anything.
@@ -61,11 +74,28 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterato
     if not make().traits.averages:
         raise ValueError("check_scheme: the laws are about schemes that average over ranks")
     for text in laws_of(make()) if laws is None else laws:
-        error = ""
+        error, is_last = "", False
         try:
             LAWS[text].check(make)
         except LawBroken as broken:
             error = str(broken)
         except Exception as raised:  # whatever a user's code raises is a verdict on it
-            error = f"{type(raised).__name__}: {raised}"
-        yield Verdict(text, error, LAWS[text].guide)
+            error = f"{type(raised).__name__}: {raised}{_place(raised)}"
+            is_last = laws is None and text == FIRST
+        yield Verdict(text, error, LAWS[text].guide, is_last)
+        if is_last:
+            return
+
+
+def _place(raised: Exception) -> str:
+    """Returns where a scheme raised an exception: its line, and the shapes and ranks."""
+    line = raised_in(raised)
+    words = [line] if line else []
+    for frame, _ in traceback.walk_tb(raised.__traceback__):
+        ranks = frame.f_locals.get("self")
+        # A step of ranks is between the law and the scheme.
+        if isinstance(ranks, Simulation) and frame.f_code is Simulation.step.__code__:
+            shapes = ", ".join(str(tuple(shape)) for shape in ranks.layout.shapes)
+            words += [f"shapes {shapes}", in_words(len(ranks.engines))]
+            break
+    return f" ({'; '.join(words)})" if words else ""

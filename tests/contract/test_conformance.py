@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -10,12 +12,12 @@ import torch
 from torch import Tensor
 
 import commhooks
-from commhooks import ErrorFeedback, Scheme
+from commhooks import ErrorFeedback, PerParameter, Rule, Scheme
 from commhooks.classic._minmax import MinMax, MinMaxPerChannel
-from commhooks.core import Biased, Bucket, Codec, Result, Traits, Unbiased
-from commhooks.core._scheme import SchemeExchange
+from commhooks.core import Biased, Bucket, Codec, Result, SchemeExchange, Slot, Traits, Unbiased
 from commhooks.research.baselines import QSGD, TernGrad
-from commhooks.research.conformance import LAWS, check_scheme, laws_of
+from commhooks.research.conformance import LAWS, check_scheme, exemptions_of, laws_of
+from commhooks.wrappers import EF21, AveragedFeedback, Cast, Guard
 from commhooks.wrappers import _cast as _cast
 from ddp_core import AllReduce
 from tests.contract.cases import make, registered
@@ -115,6 +117,7 @@ class NoiseInTheDefaultDtype(Levels):
         return (units + noise.to(units.dtype)).floor()
 
 
+@dataclass(frozen=True)
 class Threshold(Codec):
     """As many entries as are large: sizes depend on values."""
 
@@ -143,6 +146,7 @@ class LosesWhatItKeeps(Levels):
         return Result(result.mean)
 
 
+@dataclass(frozen=True)
 class TakesAllAsSent(Scheme):
     """Sends half, and does not ask what a cast has made of it."""
 
@@ -195,6 +199,7 @@ class SlightlySmall(TernGrad):
         return super().encode(torch.where(grad.abs() > 1, grad * (1 - 2**-7), grad), bucket)
 
 
+@dataclass(frozen=True)
 class TwoRounds(Scheme):
     """Declares one."""
 
@@ -204,12 +209,61 @@ class TwoRounds(Scheme):
         return Result(mean)
 
 
+@dataclass(frozen=True)
 class SumsRanksFirst(Scheme):
     """Divides after the sum, in the gradient's own dtype."""
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         total = yield AllReduce(bucket.gradient.clone(), "sum")
         return Result(total / bucket.world_size)
+
+
+@dataclass(frozen=True)
+class SumsSigns(Scheme):
+    """Adds signs in a byte, which has room for those of 127 ranks."""
+
+    traits = Traits(rounds=2, error=Biased())
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient = bucket.gradient
+        size = gradient.abs().mean().view(1) if gradient.numel() else gradient.new_zeros(1)
+        size = yield AllReduce(size, "max")
+        signs = gradient.sign().nan_to_num(0.0).to(torch.int8)
+        sent = signs * size
+        signs = yield AllReduce(signs, "sum")
+        return Result(signs * size / bucket.world_size, sent=sent)
+
+
+class RunsOutOfLevels(SumsSigns):
+    """Has room for the sum, and no level left above 127 ranks."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient = bucket.gradient
+        largest = gradient.abs().amax().view(1) if gradient.numel() else gradient.new_zeros(1)
+        largest = yield AllReduce(largest, "max")
+        level = torch.where(largest > 0, largest, 1.0) / (127 // bucket.world_size)
+        codes = (gradient / level).round().nan_to_num(0.0).to(torch.int8)
+        sent = codes * level
+        codes = yield AllReduce(codes, "sum")
+        return Result(codes * level / bucket.world_size, sent=sent)
+
+
+PER_RANK = Slot("test.per_rank", resize="same")
+
+
+class KeepsOnePerRank(Levels):
+    """Keeps each rank's gradient in a slot of which a checkpoint has one copy."""
+
+    keeps = (PER_RANK,)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        bucket.write(PER_RANK, bucket.gradient.float())
+        return (yield from super().exchange(bucket))
+
+
+class WorksInPlace(Levels):
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return super().encode(grad.clamp_(-1.0, 1.0), bucket)
 
 
 PLANTED: tuple[tuple[type[Scheme], str], ...] = (
@@ -230,6 +284,10 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (SlightlySmall, "biased or not"),
     (TwoRounds, "rounds (collectives)"),
     (SumsRanksFirst, "overflow 16 bits"),
+    (SumsSigns, "sums of integers"),
+    (RunsOutOfLevels, "sums of integers"),
+    (KeepsOnePerRank, "the same on all ranks"),
+    (WorksInPlace, "encode leaves"),
 )
 
 
@@ -246,6 +304,7 @@ def test_planted_defects_break_their_law(kind: type[Scheme], words: str) -> None
     (verdict,) = check_scheme(make, [law])
     assert verdict.error
     assert not verdict.holds
+    assert "dataclass" not in verdict.error  # else the defect itself has not been run
 
 
 def test_a_biased_scheme_without_feedback_does_not_find_the_optimum() -> None:
@@ -256,3 +315,58 @@ def test_a_biased_scheme_without_feedback_does_not_find_the_optimum() -> None:
 def test_schemes_that_do_not_average_are_refused() -> None:
     with pytest.raises(ValueError, match="average over ranks"):
         next(check_scheme(lambda: commhooks.make("noop")))
+
+
+def test_signs_that_overflow_are_told_with_the_number_of_ranks() -> None:
+    (law,) = (text for text in LAWS if "sums of integers" in text)
+    (verdict,) = check_scheme(lambda: ErrorFeedback(SumsSigns()), [law])
+    assert verdict.error.startswith("128 ranks: codes add up to 128, which torch.int8 does not")
+
+
+class RaisesWithoutEntries(Levels):
+    def largest(self, grad: Tensor) -> Tensor:
+        return grad.abs().amax().view(1)
+
+
+def test_an_exception_is_told_with_its_line_and_the_input() -> None:
+    (law,) = (text for text in LAWS if "any size" in text)
+    (verdict,) = check_scheme(lambda: ErrorFeedback(RaisesWithoutEntries()), [law])
+    assert re.search(
+        r" \(test_conformance\.py:\d+ in largest; shapes \(0,\); 3 ranks\)$", verdict.error
+    )
+
+
+@dataclass(frozen=True)
+class ReturnsNothing(Scheme):
+    traits = Traits(error=Biased())
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:  # type: ignore[return]
+        yield AllReduce(bucket.gradient.clone())
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        lambda scheme: scheme,
+        ErrorFeedback,
+        lambda scheme: ErrorFeedback(Cast(scheme, torch.bfloat16)),
+        EF21,
+        AveragedFeedback,
+        lambda scheme: Guard(scheme, every=1),
+        lambda scheme: PerParameter([Rule(scheme, max_dim=1)], default=scheme),
+    ],
+)
+def test_a_forgotten_result_is_told_and_no_other_law_is_checked(
+    wrapped: Callable[[Scheme], Scheme],
+) -> None:
+    (verdict,) = check_scheme(lambda: wrapped(ReturnsNothing()))
+    words = "SchemeError: ReturnsNothing.exchange returns Result(mean, ...), got NoneType"
+    assert verdict.error.startswith(words)
+    assert verdict.is_last
+
+
+def test_laws_that_are_not_for_a_scheme_are_counted_by_reason() -> None:
+    scheme = commhooks.make("dgc")
+    counts = exemptions_of(scheme)
+    assert sum(counts.values()) == len(LAWS) - len(laws_of(scheme))
+    assert counts['of an average (returns="update")'] > 5

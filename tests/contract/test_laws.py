@@ -90,7 +90,7 @@ def laws_about(case: Case) -> Iterator[Any]:
     """Yields a parameter for each law that is about the case."""
     scheme, marks = case.scheme, () if case.at_every_run else pytest.mark.slow
     for law in OF_EVERY_CASE:
-        if scheme.traits.averages and LAWS[law].is_for(scheme):
+        if scheme.traits.averages and not LAWS[law].exempts(scheme):
             yield pytest.param(case, law, marks=marks)
 
 
