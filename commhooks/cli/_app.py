@@ -359,7 +359,8 @@ def schemes(
         list[str] | None,
         typer.Argument(
             metavar="NAME|FILE",
-            help="Schemes to describe; files with more.",
+            help="Schemes to describe, or files with schemes; options after colons: "
+            "powersgd:rank=2, mine.py:rank=2.",
             autocompletion=_complete,
         ),
     ] = None,
@@ -374,7 +375,8 @@ def tradeoff(
         list[str] | None,
         typer.Argument(
             metavar="NAME|FILE",
-            help="Schemes to compare, all by default; files with more.",
+            help="Schemes to compare, all by default; files with more; options after colons: "
+            "powersgd:rank=2, mine.py:rank=2.",
             autocompletion=_complete,
         ),
     ] = None,
@@ -432,7 +434,7 @@ def check(
         str,
         typer.Argument(
             metavar="NAME|FILE",
-            help="A file with schemes, or a registered name.",
+            help="A file with schemes, or a registered name; options after colons: mine.py:rank=2.",
             autocompletion=_complete,
         ),
     ],

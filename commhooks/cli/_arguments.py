@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import math
+import re
 import runpy
 import traceback
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from commhooks.predict._fabric import Fabric, fabric
 from commhooks.predict._models import MODELS, Model, model, model_of
 from commhooks.predict._step import MAX_RANKS
 from commhooks.predict._workload import Workload, load_workload
+from ddp_core.exchange._errors import raised_in
 
 __all__ = [
     "check_folders",
@@ -41,13 +43,22 @@ __all__ = [
 
 
 def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Runs the Python files in ``which``; returns the names of schemes.
+    """Runs the Python files in ``which``; returns schemes as in "powersgd:rank=4".
+
+    Options behind a file are those of every scheme that it registers: "my_scheme.py:rank=4".
 
     Returns:
-        The names among ``which``, and the names of the schemes that the files register.
+        The schemes among ``which``, and those that the files register.
     """
-    added = load_files([Path(word) for word in which if word.endswith(".py")])
-    return [word for word in which if not word.endswith(".py")], added
+    named: list[str] = []
+    added: list[str] = []
+    for word in which:
+        file = re.fullmatch(r"(.+?\.py)(:.*)?", word)
+        if file is None:
+            named.append(word)
+        else:
+            added += [f"{name}{file[2] or ''}" for name in load_files([Path(file[1])])]
+    return named, added
 
 
 def load_files(files: Sequence[Path]) -> list[str]:
@@ -65,20 +76,25 @@ def load_files(files: Sequence[Path]) -> list[str]:
     return [name for name in scheme_names() if name not in before]
 
 
-def made(name: str, **options: Any) -> Scheme:
-    """Makes a registered scheme.
+def made(word: str, **more: Any) -> Scheme:
+    """Makes a registered scheme with its options, such as "powersgd:rank=4", and ``more``.
 
     Raises:
         typer.BadParameter: the scheme raised an exception; the message has its name.
     """
+    name, options = settings_of(word)
     try:
-        return make(name, **options)
+        return make(name, **{**options, **more})
     except Exception as error:  # a user's scheme may raise anything
         raise typer.BadParameter(f"{name} cannot be made: {sentence(error)}") from error
 
 
 def sentence(error: BaseException, path: Path | None = None) -> str:
-    """Returns an error of a user's code as a sentence, with the line of ``path`` that raised it."""
+    """Returns an error of a user's code as a sentence, with the line that raised it.
+
+    Args:
+        path: the file whose line is given; None: the file is named, too.
+    """
     lines = [
         frame.lineno
         for frame in traceback.extract_tb(error.__traceback__)
@@ -86,7 +102,8 @@ def sentence(error: BaseException, path: Path | None = None) -> str:
     ]
     where = f"line {lines[-1]}: " if lines else ""
     kind = "" if isinstance(error, Error) else f"{type(error).__name__}: "  # ours say it in words
-    return f"{where}{kind}{error}"
+    line = raised_in(error) if path is None else ""
+    return f"{where}{kind}{error}{f' ({line})' if line else ''}"
 
 
 # ---- what predictions share
@@ -154,19 +171,12 @@ def _fabric_of(word: str) -> Fabric:
 
 def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:
     """Makes schemes by name; loads files with schemes, which are added."""
-    files = [word for word in words if word.endswith(".py")]
-    added = load_files([Path(file) for file in files])
-    named = [word for word in words if word not in files]
+    named, added = split(words)
     if not named and not added:
         raise typer.BadParameter(
-            f"{', '.join(files)}: no scheme is registered there; see commhooks.register_scheme"
+            f"{', '.join(words)}: no scheme is registered there; see commhooks.register_scheme"
         )
-    return {word: _scheme(word) for word in [*named, *added]}
-
-
-def _scheme(word: str) -> Scheme:
-    name, options = settings_of(word)
-    return made(name, **options)
+    return {word: made(word) for word in [*named, *added]}
 
 
 def settings_of(word: str) -> tuple[str, dict[str, Any]]:
@@ -177,10 +187,10 @@ def settings_of(word: str) -> tuple[str, dict[str, Any]]:
         key, equals, value = setting.partition("=")
         if not equals:
             raise typer.BadParameter(
-                f"--schemes {word}: options follow a name as in powersgd:rank=4:start_step=10"
+                f"{word}: options follow a name or a file as in powersgd:rank=4:start_step=10"
             )
         if key in options:
-            raise typer.BadParameter(f"--schemes {word}: {key} is given twice")
+            raise typer.BadParameter(f"{word}: {key} is given twice")
         options[key] = _value(value)
     return name, options
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from commhooks import Scheme, Simulation, scheme_names
-from commhooks.cli._arguments import made, split
+from commhooks.cli._arguments import made, settings_of, split
 from commhooks.core._registry import factory_of, options_of
 from commhooks.core._scheme import slots_of
 from commhooks.predict._ladder import ladder_lines
@@ -55,14 +55,20 @@ _FIRST = "int8"  # on most networks, see the ladder
 
 
 def schemes(which: Sequence[str]) -> None:
-    """Prints a table of all schemes, or a page on each scheme that is named; runs given files."""
+    """Prints a table of all schemes, or of those of files; or a page on each that is named."""
     named, yours = split(which)
+    if which and not named and not yours:
+        raise typer.BadParameter(
+            f"{', '.join(which)} registers no scheme: see commhooks.register_scheme"
+        )
     console = Console()
     with one_thread():
         for name in named:
             console.print(_page(name))
-        if not named:
+        if yours:
             console.print(_listed(console.width, yours))
+        elif not named:
+            console.print(_listed(console.width))
             print("\nBegin with, by the network between ranks:")
             print(*(f"  {line}" for line in ladder_lines()), sep="\n")
 
@@ -85,12 +91,12 @@ def one_thread() -> Iterator[None]:
 # ---- all schemes
 
 
-def _listed(width: int, yours: Sequence[str]) -> Table:
-    """Lists all schemes.
+def _listed(width: int, yours: Sequence[str] = ()) -> Table:
+    """Lists schemes.
 
     Args:
         width: of the terminal.
-        yours: schemes of the user's files, which come first.
+        yours: schemes of the user's files; none: all that are registered.
     """
     table = Table(title="schemes", caption_justify="left")
     shown = [column for column, least in _COLUMNS.items() if width >= least]
@@ -98,21 +104,23 @@ def _listed(width: int, yours: Sequence[str]) -> Table:
         table.add_column(column, no_wrap=True)
     names = scheme_names()
     known = [name for group in _ORDER for name in group]
-    others = [name for name in names if name not in (*known, *yours)]
-    for group in (yours, *_ORDER, others):
-        for name in (name for name in group if name in names):
-            mark = " (yours)" if name in yours else " <- begin here" if name == _FIRST else ""
+    others = [name for name in names if name not in known]
+    for group in [yours] if yours else [*_ORDER, others]:
+        for name in (name for name in group if yours or name in names):
+            mark = " <- begin here" if name == _FIRST else ""
             row = {"name": name + mark, **_facts_of(name)}
             cells = [escape(row.get(column.partition("\n")[0], "")) for column in shown]
             table.add_row(*cells, style="bold" if mark else None)
         table.add_section()
+    order = "" if yours else "in groups, in the order in which to try them\n"
     table.caption = (
-        "in the order of use: from bf16 on, schemes send less and\n"
-        "change gradients more\n"
+        f"{order}"
         "state: kept between steps, such as a residual\n"
         "own scale: a small parameter is as exact as a large one\n"
-        "bits: sent per gradient entry, after start_step and first steps\n"
-        "that are sent uncompressed. More: commhooks schemes NAME"
+        "bits: per gradient entry of an all-reduce of as many bytes, on\n"
+        f"{_RANKS} ranks; the payload of an all-gather counts n / 2 times on\n"
+        "n ranks. After start_step and first steps that are sent\n"
+        "uncompressed. More: commhooks schemes NAME"
     )
     return table
 
@@ -176,30 +184,32 @@ _WRAPPERS = {
 }
 
 
-def _page(name: str) -> RenderableType:
+def _page(word: str) -> RenderableType:
     """Describes a scheme: a sentence, what it sends, a row for each option, an example."""
+    name, given = settings_of(word)
     factory = factory_of(name)
     try:
         options = options_of(factory) or {}
     except TypeError as error:  # a user's class that is no dataclass
         raise typer.BadParameter(f"{name}: {error}") from error
-    needed = [option for option, default in options.items() if default is inspect.Parameter.empty]
+    empty = inspect.Parameter.empty
+    needed = [key for key, value in options.items() if value is empty and key not in given]
     text = inspect.getdoc(factory) or ""
     summary = _plain(text.partition("\n\n")[0])
     return Group(
         Text(f"{name}: {summary}" if summary else name, style="bold"),
-        Text(f"sends: {_sending(name, needed)}"),
-        _options(factory, options, text, feedback=not needed and _feeds_back(name)),
+        Text(f"sends: {_sending(word, needed)}"),
+        _options(factory, options, text, feedback=not needed and _feeds_back(word)),
         Text("example:"),
         Padding(Text("\n".join(_example(name, text, options, needed))), (0, 0, 1, 2)),
     )
 
 
-def _sending(name: str, needed: Sequence[str]) -> str:
+def _sending(word: str, needed: Sequence[str]) -> str:
     if needed:
         return f"depends on {', '.join(needed)}"
     try:
-        sent = _sent(made(name))
+        sent = _sent(made(word))
     except typer.BadParameter:
         raise
     except Exception as error:  # raised by a user's scheme: its options are still printed
@@ -208,16 +218,17 @@ def _sending(name: str, needed: Sequence[str]) -> str:
         return "nothing"
     kinds = dict.fromkeys(sent.collectives)
     counts = [f"{sent.collectives.count(kind)} x {kind}" for kind in kinds]
+    options = "these options" if ":" in word else "default options"
     return (
         f"{', '.join(counts)} per bucket; {sent.bits:.3g} bits per entry, where float32 has 32 "
-        f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, default options, after start_step and "
+        f"(a matrix of {_SIDE} x {_SIDE} on {_RANKS} ranks, {options}, after start_step and "
         f"first steps that are sent uncompressed)"
     )
 
 
-def _feeds_back(name: str) -> bool:
+def _feeds_back(word: str) -> bool:
     """Whether ``make`` puts feedback around the scheme by default."""
-    return made(name) != made(name, error_feedback=False)
+    return made(word) != made(word, error_feedback=False)
 
 
 def _options(factory: Any, options: Mapping[str, Any], text: str, *, feedback: bool) -> Table:

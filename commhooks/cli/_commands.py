@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from commhooks import make, scheme_names
-from commhooks.cli._arguments import made, sentence, split
+from commhooks.cli._arguments import made, sentence, settings_of, split
 from commhooks.cli._catalogue import one_thread
 from commhooks.cli._progress import tracked
 from commhooks.cli._tradeoff import (
@@ -39,7 +39,7 @@ from commhooks.cli._tradeoff import (
 from commhooks.cli._tradeoff import SAME as NOT_COMPARED
 from commhooks.core._registry import factory_of
 from commhooks.errors import MissingPackageError
-from commhooks.research.conformance import check_scheme, laws_of
+from commhooks.research.conformance import check_scheme, exemptions_of, laws_of
 from commhooks.research.trace import Gradients, Trace, steps_of
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ __all__ = ["TEMPLATE", "check", "new", "recorded", "tradeoff"]
 TEMPLATE = '''"""A gradient compression scheme: NAME.
 
     commhooks check NAME.py      checks what every scheme has to hold
-    commhooks schemes NAME.py    lists its bits next to those of all others
+    commhooks schemes NAME.py    prints its row: bits per entry, collectives, state
     commhooks tradeoff NAME.py   compares its error and bits with those of all others
 
 In training, import this file, then call commhooks.register(ddp_model, "NAME").
@@ -125,14 +125,17 @@ def new(name: str, path: Path) -> None:
         raise typer.BadParameter(f"{path} would hide the module {path.stem}; choose another name")
     words = "".join(part.capitalize() for part in name.split("_"))
     path.write_text(TEMPLATE.replace("NAME", name).replace("CLASS", words), encoding="utf-8")
-    typer.echo(f"wrote {path}; now: commhooks check {path}")
+    typer.echo(
+        f"wrote {path}; now: commhooks check {path}; then compare it in training, as the guide "
+        f'"A scheme of your own" does'
+    )
 
 
 def check(target: str) -> int:
     """Runs the laws on schemes, prints the outcomes, and returns the exit status.
 
     Args:
-        target: a registered name, or a file that registers schemes.
+        target: a registered name, or a file that registers schemes; options follow after colons.
 
     Returns:
         1 if a law is broken, else 0.
@@ -142,20 +145,31 @@ def check(target: str) -> int:
     if not names:
         raise typer.BadParameter(f"{target} registers no scheme: see commhooks.register_scheme")
     broken = 0
-    for name in names:
+    for word in names:
+        name, options = settings_of(word)
         factory_of(name)  # raises for an unknown name, with a suggestion
-        if not made(name).traits.averages:
+        scheme = made(word)
+        if not scheme.traits.averages:
             raise typer.BadParameter(
-                f"{name} does not average over ranks: the checks are not for it"
+                f"{word} does not average over ranks: the checks are not for it"
             )
-        table = Table("check", "", "counterexample", title=name)
-        verdicts = check_scheme(partial(make, name))
-        for verdict in tracked(verdicts, f"check {name}", len(laws_of(make(name)))):
+        table, notes = Table("check", "", "counterexample", title=word), list[str]()
+        verdicts = check_scheme(partial(make, name, **options))
+        for verdict in tracked(verdicts, f"check {word}", len(laws_of(scheme))):
+            if verdict.is_last:
+                notes.append("All other checks need this to run: they were not made.")
             mark = "[green]passes[/]" if verdict.holds else "[red]fails[/]"
             text = f"{verdict.error} (guide: {verdict.guide})" if verdict.error else ""
             table.add_row(verdict.law, mark, escape(text))
             broken += not verdict.holds
         Console().print(table)
+        if not notes:
+            notes += [
+                f"left out: {count} check{'s' * (count != 1)} {reason}"
+                for reason, count in exemptions_of(scheme).items()
+            ]
+        for note in notes:
+            Console().print(note, markup=False, highlight=False, soft_wrap=True)
     if broken:
         Console().print(
             'guide: heading in "A scheme of your own", docs/guides/new-scheme.md', soft_wrap=True
@@ -191,7 +205,7 @@ def tradeoff(
     compared = some if asked else _comparable(scheme_names(), added)
     # All names are checked before the first measurement, which takes seconds per scheme.
     for name in compared:
-        factory_of(name)
+        factory_of(settings_of(name)[0])
         if made(name).traits.returns == "update":
             raise typer.BadParameter(
                 f"{name} gives the optimizer something else than an average of gradients: there is "
@@ -200,7 +214,8 @@ def tradeoff(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     cases, points = cases_of(compared), list[Point]()
-    yours = {case.label for case in cases if case.name in added}
+    names = {settings_of(word)[0] for word in added}
+    yours = {case.label for case in cases if case.name in names}
     for gradients in (*random_gradients()[: None if full else 1], *traces):
         marked = with_fronts(_measured(cases, gradients))
         console = Console()
@@ -249,7 +264,8 @@ def recorded(folders: Sequence[Path], ranks: Sequence[int]) -> list[Trace]:
 
 def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
     """Returns the schemes that have an error to measure."""
-    names = [name for name in every if name in added or name not in NOT_COMPARED]
+    yours = {settings_of(word)[0] for word in added}
+    names = [*added, *(name for name in every if name not in NOT_COMPARED | yours)]
     compared = [name for name in names if made(name).traits.returns != "update"]
     # If no scheme of the user's file has an error, the caller raises with the name of the first.
     return sorted(compared if not added or set(added) & set(compared) else [*added, *compared])
@@ -258,7 +274,11 @@ def _comparable(every: Sequence[str], added: Sequence[str]) -> list[str]:
 def _errors(
     points: Sequence[Point], title: str, yours: Collection[str] = (), *, wide: bool
 ) -> Table:
-    caption = "*: Pareto front (no scheme has fewer bits and less of it)"
+    caption = (
+        "*: Pareto front (no scheme has fewer bits and less of it); "
+        "bits: of an all-reduce that sends as many bytes, so that the payload of an all-gather "
+        "counts n / 2 times on n ranks"
+    )
     noisy = any(point.noise for point in points)
     if noisy:
         caption += "; noise: tensors of zeros that are not zero in the average, per step"

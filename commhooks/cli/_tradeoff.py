@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from commhooks.cli._arguments import settings_of
 from commhooks.core._layout import Layout
 from commhooks.report._page import Page
 from commhooks.report._style import BLUE, GREY, ORANGE, RED, spread
@@ -335,9 +336,14 @@ class Point:
     fronts: frozenset[str] = frozenset()
 
 
-def cases_of(names: Iterable[str]) -> list[Case]:
-    """Returns the settings under which schemes are compared."""
-    return [Case(name, options) for name in names for options in SETTINGS.get(name, [{}])]
+def cases_of(words: Iterable[str]) -> list[Case]:
+    """Returns the settings under which schemes are compared: those of a word, or the usual ones."""
+    given = [settings_of(word) for word in words]
+    return [
+        Case(name, options)
+        for name, settings in given
+        for options in ([settings] if settings else SETTINGS.get(name, [{}]))
+    ]
 
 
 class Course:

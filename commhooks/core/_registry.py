@@ -144,7 +144,8 @@ def factory_of(name: str) -> Factory:
         if name.lower() in _UNCOMPRESSED:
             hint = "; 'none' is the float32 all-reduce."
         raise UnknownSchemeError(
-            f"no scheme {name!r}{hint} Registered: {', '.join(scheme_names())}"
+            f"no scheme {name!r}{hint} Registered: {', '.join(scheme_names())}. A scheme of your "
+            f"own has to be imported first, on every rank"
         )
     return factory
 
@@ -210,7 +211,12 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
         empty = inspect.Parameter.empty
         missing = [key for key, value in known.items() if value is empty and key not in options]
         if missing:
-            raise OptionError(f"scheme {name!r} needs the options {', '.join(missing)}")
+            given = [f"{key}=..." for key in missing]
+            raise OptionError(
+                f"scheme {name!r} needs the options {', '.join(missing)}: "
+                f"make({name!r}, {', '.join(given)}); on the command line they follow a name or "
+                f"file, {name}:{':'.join(given)}"
+            )
     if isinstance(factory, type):
         built = factory(**options)
     else:

@@ -284,9 +284,19 @@ def test_a_scheme_of_a_file_is_marked(tmp_path: Path) -> None:
     assert "mine (yours)" in (tmp_path / "tradeoff.html").read_text()
     with mock.patch.object(_catalogue, "_bits", return_value="0"):
         _registry._factories.pop("mine")
-        lines = [line.split()[1] for line in run_cli("schemes", path).splitlines() if "│ 0" in line]
-    assert lines[:4] == ["mine", "none", "allreduce", "bf16"]
-    assert lines.index("int8") < lines.index("powersgd") < lines.index("topk") < lines.index("dgc")
+        listed = [run_cli("schemes", path), run_cli("schemes")]
+        yours, everything = (
+            [line.split()[1] for line in o.splitlines() if "│ 0" in line] for o in listed
+        )
+    assert yours == ["mine"]
+    assert "Begin with, by the network" not in listed[0]
+    assert everything[:3] == ["none", "allreduce", "bf16"]
+    assert (
+        everything.index("int8")
+        < everything.index("powersgd")
+        < everything.index("topk")
+        < everything.index("dgc")
+    )
 
 
 def test_every_point_of_the_picture_has_its_name() -> None:
@@ -435,6 +445,63 @@ def test_check_names_the_law_that_is_broken_and_fails(
     (broken,) = (line for line in output.splitlines() if "fails" in line)
     assert "not finite" in broken
     assert "inf at 0" in broken
+
+
+NEEDS_ROW = """
+from dataclasses import dataclass
+from commhooks.core import Biased, Codec, Traits, register_scheme
+@register_scheme("needs_row")
+@dataclass(frozen=True)
+class NeedsRow(Codec):
+    row: int
+    traits = Traits(error=Biased())
+    def encode(self, gradient, bucket):
+        if self.row > 99:
+            raise ArithmeticError("too large")
+        return {"half": gradient / 2}
+    def decode(self, payload, like, bucket):
+        return payload["half"]
+"""
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+@pytest.mark.parametrize("command", ["check", "tradeoff", "schemes", "simulate"])
+def test_options_follow_a_file_as_they_follow_a_name(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(conformance, "LAWS", dict(list(LAWS.items())[:1]))
+    path = tmp_path / "needs.py"
+    path.write_text(NEEDS_ROW)
+    asked = [f"{path}:row=64"]
+    if command == "tradeoff":
+        asked += ["fp16"]
+    if command == "simulate":
+        asked = ["--schemes", *asked, "--model", "resnet50", "--ranks", "2"]
+    output = run_cli(command, *asked)
+    assert re.search("needs_row[: ]row=64", output)
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+def test_a_missing_option_is_told_as_it_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "needs.py"
+    path.write_text(NEEDS_ROW)
+    assert "needs_row:row=..." in run_cli("check", path, code=2, columns=400)
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+def test_a_scheme_that_raises_is_checked_once_and_its_line_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "needs.py"
+    path.write_text(NEEDS_ROW)
+    output = run_cli("check", f"{path}:row=100", code=1, columns=400)
+    assert output.count("fails") == 1
+    assert "ArithmeticError: too large (needs.py:11 in encode; shapes (24, 20), " in output
+    assert "All other checks need this to run" in output
+
+
+def test_checks_that_are_not_for_a_scheme_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {text: law for text, law in LAWS.items() if "zeros are" in text or "exchanged" in text}
+    monkeypatch.setattr(conformance, "LAWS", few)
+    assert 'left out: 1 check of an average (returns="update")' in run_cli("check", "dgc")
 
 
 SCHEME = """
