@@ -14,22 +14,27 @@ from rich.table import Table
 
 from commhooks.cli._arguments import (
     check_folders,
+    heading,
     listed,
     note_of,
     schemes_of,
     settings_of,
+    short,
     workload_of,
 )
-from commhooks.cli._simulate import short
 from commhooks.predict._advise import CANDIDATES, MARGIN, SAFE_ERROR, Option, advise, best_of
+from commhooks.predict._device import DEFAULT_DEVICE
 from commhooks.predict._device import device as device_of
 from commhooks.predict._fabric import fabric as fabric_of
+from commhooks.predict._ladder import LADDER
 from commhooks.predict._quality import gap_of
 from commhooks.predict._workload import Workload
 from commhooks.wrappers._feedback import has_feedback
 
 __all__ = ["CANDIDATES", "advise_on"]
 
+_MOST_TIMES = 20  # as long as computing alone: what is longer is not told as a ratio
+_ABOUT = 1.1  # times as long as the fastest: predictions claim a tenth
 _TIMES = ("step_s", "exposed_s", "wire_s", "codec_s")
 _COUNTS = ("payload_nbytes", "wire_nbytes", "rounds")
 
@@ -42,7 +47,7 @@ def advise_on(
     ranks: int,
     schemes: str,
     max_error: float,
-    device: str,
+    device: str | None,
     batch: int | None,
     accumulate: int,
     out: Path | None,
@@ -60,8 +65,8 @@ def advise_on(
     """
     check_folders(out)
     try:
-        computing, links = device_of(device), fabric_of(fabric)
-        workload = workload_of(model, timeline, batch, computing, accumulate=accumulate)
+        computing, links = device_of(device or DEFAULT_DEVICE), fabric_of(fabric)
+        workload, samples = workload_of(model, timeline, batch, computing, accumulate=accumulate)
         candidates = schemes_of(listed("--schemes", schemes))
         every = advise(
             workload,
@@ -74,12 +79,9 @@ def advise_on(
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
     console = Console(markup=False)  # names come from files
-    console.print(
-        f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {ranks:,} x "
-        f"{computing.name} over {links.name}: {short(1e3 * workload.compute_s)} ms of computing "
-        f"per step\n",
-        highlight=False,
-    )
+    default = "" if device else f" (--device {DEFAULT_DEVICE} is the default)"
+    where = f"{ranks:,} x {computing.name}{default} over {links.name}"
+    console.print(f"{heading(workload, samples, where)}\n", highlight=False)
     # The fastest options, and the best of them.
     options = _within(every, max_error)
     beyond = [option for option in every if option not in options]
@@ -88,12 +90,13 @@ def advise_on(
     safe = best_of(_within(options, min(SAFE_ERROR, max_error)))
     proved = best_of([option for option in options if _keeps_quality(option)])
     answers = _advice(safe, proved, best, options, workload)
-    for text in (_by_size(safe.name, options), *answers):
+    for text in (_by_size(safe, options), *answers):
         console.print(text, highlight=False, soft_wrap=True)
     # Gains of a larger error, and a note on the link.
     faster = [option for option in beyond if option.step.step_s < (1 - MARGIN) * best.step.step_s]
     if faster:
-        console.print(_beyond(faster[0], max_error), highlight=False, soft_wrap=True)
+        closing = _beyond(_usual(faster), max_error)
+        console.print(closing, highlight=False, soft_wrap=True)
     if note := note_of(links, ranks):
         console.print(f"\n{note}", highlight=False, soft_wrap=True)
     if out is not None:
@@ -144,14 +147,32 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float
     return table
 
 
-def _by_size(name: str, options: Sequence[Option]) -> str:
-    sizes = sorted(
-        (option for option in options if option.name == name), key=lambda option: option.cap_mb
-    )
-    listed = ", ".join(
-        f"{option.cap_mb:g} MiB {short(1e3 * option.step.step_s)} ms" for option in sizes
-    )
-    return f"\n{name} by bucket size: {listed}" if len(sizes) > 1 else ""
+def _sizes(name: str, options: Sequence[Option]) -> list[Option]:
+    """Returns the options of a scheme by bucket size."""
+    sizes = [option for option in options if option.name == name]
+    return sorted(sizes, key=lambda option: option.cap_mb)
+
+
+def _by_size(option: Option, options: Sequence[Option]) -> str:
+    sizes = _sizes(option.name, options)
+    if not _size_matters(option, options):
+        return (
+            f"\n{option.name} by bucket size: {sizes[0].cap_mb:g} to {sizes[-1].cap_mb:g} MiB "
+            f"take the same time, within {100 * MARGIN:.0f} %"
+        )
+    listed = ", ".join(f"{each.cap_mb:g} MiB {short(1e3 * each.step.step_s)} ms" for each in sizes)
+    return f"\n{option.name} by bucket size: {listed}"
+
+
+def _size_matters(option: Option, options: Sequence[Option]) -> bool:
+    """Whether the bucket size changes the step with a scheme by as much as is told."""
+    steps = [each.step.step_s for each in _sizes(option.name, options)]
+    return max(steps) > (1 + MARGIN) * min(steps)
+
+
+def _named(option: Option, options: Sequence[Option]) -> str:
+    """Returns the scheme, and the bucket size where that matters."""
+    return str(option) if _size_matters(option, options) else option.name
 
 
 def _keeps_quality(option: Option) -> bool:
@@ -175,22 +196,26 @@ def _advice(
             f"\nDo not compress: no scheme within the budget saves {100 * MARGIN:.0f} % of the "
             f"{_times(best, options, workload)}."
         )
-        yield _wrapped(best)
+        yield _wrapped(best, options)
         return
-    yield f"\nBegin with {safe}: {_times(safe, options, workload)}."
-    yield _wrapped(safe)
+    yield f"\nBegin with {_named(safe, options)}: {_times(safe, options, workload)}."
+    yield _wrapped(safe, options)
     if proved.name != safe.name:
-        yield f"\nFaster: {proved}: {_times(proved, options, workload)}. {_measured(proved)}."
-        yield _wrapped(proved)
+        yield (
+            f"\nFaster: {_named(proved, options)}: {_times(proved, options, workload)}. "
+            f"{_measured(proved)}."
+        )
+        yield _wrapped(proved, options)
     gains = best.step.step_s < (1 - MARGIN) * proved.step.step_s
     if gains and best.name not in (safe.name, proved.name):
         measured = f" {_measured(best)}." if gap_of(best.scheme) else ""
         yield (
-            f"\n{'Faster' if proved.name == safe.name else 'Faster still'}: {best}: "
+            f"\n{'Faster' if proved.name == safe.name else 'Faster still'}: "
+            f"{_named(best, options)}: "
             f"{_times(best, options, workload)}. Its error of {best.error:.2g} is {_later(best)}."
             f"{measured} Compare the loss with that of {safe.name}."
         )
-        yield _wrapped(best)
+        yield _wrapped(best, options)
 
 
 def _measured(option: Option) -> str:
@@ -201,19 +226,25 @@ def _measured(option: Option) -> str:
 
 
 def _times(option: Option, options: Sequence[Option], workload: Workload) -> str:
-    """Returns the step as milliseconds, over that with bf16, and over computing alone."""
+    """Returns the step as milliseconds, over that with bf16, and over computing alone.
+
+    The last is left out where computing is next to nothing.
+    """
+    parts = [f"{short(1e3 * option.step.step_s)} ms per step"]
+    if option.name not in ("none", "bf16"):
+        parts.append(f"{_bf16(options) / option.step.step_s:.2f} times as fast as bf16")
     times = option.step.step_s / workload.compute_s
-    longer = (
-        f"{100 * (times - 1):.0f} % longer than" if times < 2 else f"{times:.1f} times as long as"
-    )
-    gain = f"{_bf16(options) / option.step.step_s:.2f} times as fast as bf16, "
-    step = f"{short(1e3 * option.step.step_s)} ms per step"
-    return f"{step}, {'' if option.name in ('none', 'bf16') else gain}{longer} computing alone"
+    if times < 2:
+        parts.append(f"{100 * (times - 1):.0f} % longer than computing alone")
+    elif times < _MOST_TIMES:
+        parts.append(f"{times:.1f} times as long as computing alone")
+    return ", ".join(parts)
 
 
-def _wrapped(option: Option) -> str:
+def _wrapped(option: Option, options: Sequence[Option]) -> str:
     """Returns the lines of Python that take an option."""
-    lines = f"    model = DistributedDataParallel(module, bucket_cap_mb={option.cap_mb:g})"
+    size = f", bucket_cap_mb={option.cap_mb:g}" if _size_matters(option, options) else ""
+    lines = f"    model = DistributedDataParallel(module{size})"
     if option.name == "none":
         return lines
     hook = f"    hook = commhooks.register(model, {_arguments(option.name)})".replace("'", '"')
@@ -234,11 +265,19 @@ def _arguments(text: str) -> str:
     return ", ".join([repr(name), *(f"{key}={value!r}" for key, value in settings.items())])
 
 
+def _usual(faster: Sequence[Option]) -> Option:
+    """Returns the fastest option; one of the ladder if that is about as fast."""
+    near = [option for option in faster if option.step.step_s <= _ABOUT * faster[0].step.step_s]
+    of_ladder = {scheme for rung in LADDER for scheme in (rung.first, rung.then)}
+    return next((option for option in near if option.name in of_ladder), faster[0])
+
+
 def _beyond(option: Option, max_error: float) -> str:
+    measured = f" {_measured(option)}." if gap_of(option.scheme) else ""
     return (
         f"\n{option.name} would take {short(1e3 * option.step.step_s)} ms. Its error of "
         f"{option.error:.2g} is above {max_error:g}; it is {_later(option)}, and whether the model "
-        f"still learns has to be tried."
+        f"still learns has to be tried.{measured}"
     )
 
 

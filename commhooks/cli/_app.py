@@ -22,7 +22,9 @@ from commhooks.cli._arguments import load_files
 from commhooks.cli._simulate import print_presets
 from commhooks.core._settings import printable, shown
 from commhooks.errors import Error, MissingPackageError
-from commhooks.predict._device import DEVICES
+from commhooks.predict._device import DEFAULT_DEVICE, DEVICES
+from commhooks.predict._headroom_steps import LEAST_STEPS, steps_needed
+from commhooks.predict._models import BATCHES
 from commhooks.predict._step import MAX_RANKS
 
 __all__ = ["app", "load_files"]
@@ -131,9 +133,10 @@ _Timeline = Annotated[
     Path | None, typer.Option(metavar="FILE", help="A recorded step, instead of a model.")
 ]
 _Device = Annotated[
-    str,
+    str | None,
     typer.Option(
         metavar="NAME",
+        show_default=DEFAULT_DEVICE,
         help=f"That computes model and schemes: {', '.join(DEVICES)}; two figures of a data sheet, "
         f"TFLOPS:GB/s, as in 120:600; or here: schemes are timed.",
     ),
@@ -143,7 +146,9 @@ _Batch = Annotated[
     typer.Option(
         metavar="N",
         parser=_number(int, 1, _MOST),
-        help="Samples of a rank's pass; the model's by default.",
+        show_default=False,
+        help=f"Samples of a rank's pass, which decide the answer; by default "
+        f"{', '.join(f'{name} {batch}' for name, batch in BATCHES.items())}.",
     ),
 ]
 _Accumulate = Annotated[
@@ -184,8 +189,10 @@ def headroom(
         int,
         typer.Option(
             metavar="N",
-            parser=_number(int, 10, _MOST),
-            help="Steps of each kind of communication that count; 10 or more.",
+            parser=_number(int, LEAST_STEPS, _MOST),
+            help=f"Steps of each kind of communication that count, {LEAST_STEPS} or more. For 30 "
+            f"the script needs {steps_needed(30)} steps, for {LEAST_STEPS} "
+            f"{steps_needed(LEAST_STEPS)}.",
         ),
     ] = 30,
     time_limit: Annotated[
@@ -263,7 +270,7 @@ def advise(
             help="Largest relative squared error of an exchange.",
         ),
     ] = 0.05,
-    device: _Device = "a100",
+    device: _Device = None,
     batch: _Batch = None,
     accumulate: _Accumulate = 1,
     csv: Annotated[
@@ -307,7 +314,7 @@ def simulate(
     ranks: Annotated[
         str, typer.Option(metavar="N,...", help=f"With commas, each from 2 to {MAX_RANKS:,}.")
     ] = "2,8,64,1024",
-    device: _Device = "a100",
+    device: _Device = None,
     batch: _Batch = None,
     accumulate: _Accumulate = 1,
     bucket_mb: Annotated[

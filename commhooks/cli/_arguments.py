@@ -29,6 +29,7 @@ from ddp_core.exchange._errors import raised_in
 __all__ = [
     "check_folders",
     "fabrics_of",
+    "heading",
     "listed",
     "load_files",
     "made",
@@ -37,6 +38,7 @@ __all__ = [
     "schemes_of",
     "sentence",
     "settings_of",
+    "short",
     "split",
     "workload_of",
 ]
@@ -209,8 +211,10 @@ def workload_of(
     device: Device,
     *,
     accumulate: int = 1,
-) -> Workload:
+) -> tuple[Workload, str]:
     """Returns the step of a model (a built-in name, or ``FILE.py:FUNCTION``) or of a timeline.
+
+    The string says what a rank computes in the step, as far as this is known.
 
     Args:
         name, timeline: one of both.
@@ -218,18 +222,19 @@ def workload_of(
         device: computes a model's passes.
         accumulate: forward and backward passes of a step.
     """
-    workload = _one_pass(name, timeline, batch, device).accumulated(accumulate)
+    one_pass, samples = _one_pass(name, timeline, batch, device)
+    workload = one_pass.accumulated(accumulate)
     if not workload.numel or not workload.compute_s:
         raise typer.BadParameter(
             f"{workload.name}: {workload.numel:,} parameters and {workload.compute_s:g} s of "
             f"computing per step: there is nothing to exchange, or nothing to compare it with"
         )
-    return workload
+    return workload, samples + (f" in each of {accumulate:,} passes" if accumulate > 1 else "")
 
 
 def _one_pass(
     name: str | None, timeline: Path | None, batch: int | None, device: Device
-) -> Workload:
+) -> tuple[Workload, str]:
     if (name is None) == (timeline is None):
         raise typer.BadParameter("give either --model or --timeline")
     if timeline is not None:
@@ -239,16 +244,37 @@ def _one_pass(
             raise typer.BadParameter(
                 f"--timeline {timeline}: no such file; commhooks.predict.save_workload writes one"
             )
-        return load_workload(timeline)
+        return load_workload(timeline), "the recorded batch"
     source = model(name) if name in MODELS else _own(name or "")
     if isinstance(source, Workload):
-        return source
+        return source, f"the batch of {name}"
     if math.isnan(device.flops):
         raise typer.BadParameter(
             f"--device here times schemes, not {name}: record a step (commhooks.predict.record) "
             f"and give it as --timeline, or name a device that is known: {', '.join(DEVICES)}"
         )
-    return source.workload(device, batch=batch)
+    samples = source.batch if batch is None else batch
+    words = f"{samples:,} sample{'s' * (samples != 1)} of {source.sample} per rank"
+    return source.workload(device, batch=batch), words
+
+
+def heading(workload: Workload, samples: str, where: str) -> str:
+    """Returns the line above predictions: what is computed on which device.
+
+    Args:
+        workload: the step.
+        samples: what a rank computes in the step, as :func:`workload_of` says it.
+        where: the device, with what else is equal in all predictions.
+    """
+    return (
+        f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, {samples}, on {where}: "
+        f"{short(1e3 * workload.compute_s)} ms of computing per step"
+    )
+
+
+def short(value: float) -> str:
+    """Formats a number with three digits or more, without an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
 def _own(target: str) -> Model | Workload:
@@ -289,7 +315,11 @@ def note_of(links: Fabric, ranks: int) -> str:
     """Returns a sentence if a prediction uses a link that was not measured, or nothing."""
     if not links.copied or ranks <= links.ranks_per_node:
         return ""
+    # No machine has more GPUs than 16.
+    here = ranks if ranks <= 16 else "N"
     return (
-        f"{links.name}: from one machine. More than {links.ranks_per_node} ranks are predicted "
-        f"as if the link between machines were the one inside: run commhooks link on several."
+        f"{links.name}: measured with {links.ranks_per_node} ranks of one machine. More ranks are "
+        f"predicted as several such machines, as if the link between them were the one inside. "
+        f"For one machine run torchrun --standalone --nproc-per-node {here} -m commhooks link, and "
+        f"for several run commhooks link on all of them."
     )

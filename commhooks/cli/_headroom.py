@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 import typer
@@ -21,6 +22,7 @@ from commhooks.cli import site
 from commhooks.cli._arguments import check_folders
 from commhooks.core._settings import shown
 from commhooks.predict._headroom_agent import ORDER
+from commhooks.predict._headroom_steps import LEAST_STEPS, most_counted, steps_needed
 
 __all__ = ["headroom"]
 
@@ -76,7 +78,8 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
     if not speaks:
         return code
     typer.echo(
-        f"commhooks headroom: {_reason(status_of_script, code, killed, time_limit)}", err=True
+        f"commhooks headroom: {_reason(status_of_script, code, killed, time_limit, command)}",
+        err=True,
     )
     return code or 1
 
@@ -126,7 +129,17 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> str:
+def _fewer(steps: int, command: Sequence[str]) -> str:
+    """Returns how to measure a script of so few steps, or how many it needs at least."""
+    counted = most_counted(steps)
+    if counted < LEAST_STEPS:
+        return f"At least {steps_needed(LEAST_STEPS)} steps are needed, with --steps {LEAST_STEPS}."
+    return f"Or, for a less exact answer: commhooks headroom --steps {counted} -- {join(command)}"
+
+
+def _reason(
+    status: dict[str, Any], code: int, killed: bool, limit: float, command: Sequence[str] = ()
+) -> str:
     """Explains why there is no result."""
     within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
     ended = "was stopped" if killed else f"ended with exit code {code}"
@@ -155,14 +168,15 @@ def _reason(status: dict[str, Any], code: int, killed: bool, limit: float) -> st
         return (
             f"the script wraps its model in another DistributedDataParallel after "
             f"{status['rewrapped']} steps, before the {status['needed']} steps that the "
-            f"measurement needs: let it train longer with one, or ask for fewer --steps."
+            f"measurement needs: let it train longer with one. "
+            f"{_fewer(status['rewrapped'], command)}"
         )
     if "needed" in status:
         steps = f" after {status['ended']} steps" if "ended" in status else ""
-        advice = ": train longer, or ask for fewer --steps" if code == 0 else ""
+        advice = f" Train longer. {_fewer(status.get('ended', 0), command)}" if code == 0 else ""
         return (
             f"the script {ended}{steps}, before the {status['needed']} steps that the measurement "
-            f"needs{within or advice}."
+            f"needs{within}.{'' if within else advice}"
         )
     # No step was measured.
     if status.get("alone"):

@@ -37,9 +37,12 @@ def link(out: Path | None, budget_s: float, device: str | None, *, full: bool = 
         full: prints the measurements as well.
     """
     check_folders(out)
+    mates = int(os.environ.get("LOCAL_WORLD_SIZE", _LOCAL))
+    if device == "cuda":
+        _check_cuda(mates)
     if "RANK" not in os.environ:
         return _with_local_ranks(out, budget_s, device, full=full)
-    local, mates = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    local = int(os.environ["LOCAL_RANK"])
     if device is None:
         enough = torch.cuda.is_available() and torch.cuda.device_count() >= mates
         device = "cuda" if enough else "cpu"
@@ -64,6 +67,23 @@ def link(out: Path | None, budget_s: float, device: str | None, *, full: bool = 
     return 0
 
 
+def _check_cuda(ranks: int) -> None:
+    """Raises unless each rank of this machine can have a GPU, and NCCL can connect them.
+
+    Raises:
+        typer.BadParameter: there is no such thing here; the message says what.
+    """
+    if torch.version.cuda is None and torch.version.hip is None:
+        missing = f"this torch has no CUDA: {torch.__version__}"
+    elif torch.cuda.device_count() < ranks:
+        missing = f"{ranks} ranks need a GPU each, torch sees {torch.cuda.device_count()}"
+    elif not dist.is_nccl_available():
+        missing = f"this torch has no NCCL: {torch.__version__}"
+    else:
+        return
+    raise typer.BadParameter(f"--device cuda: {missing}")
+
+
 class _Progress:
     """Writes a line every few seconds while links are measured."""
 
@@ -81,7 +101,9 @@ class _Progress:
 
 def _with_local_ranks(out: Path | None, budget_s: float, device: str | None, *, full: bool) -> int:
     typer.echo(
-        f"{_LOCAL} processes of this machine; for others, on each of them:\n"
+        f"{_LOCAL} processes of this machine; for all of its GPUs:\n"
+        f"torchrun --standalone --nproc-per-node 8 -m commhooks link --out link.json\n"
+        f"for several machines, on each of them:\n"
         f"torchrun --nnodes ... --nproc-per-node ... -m commhooks link --out link.json\n"
     )
     sys.stdout.flush()  # before what the processes write

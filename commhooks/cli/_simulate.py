@@ -16,12 +16,15 @@ from rich.table import Table
 from commhooks.cli._arguments import (
     check_folders,
     fabrics_of,
+    heading,
     listed,
     note_of,
     numbers_of,
     schemes_of,
+    short,
     workload_of,
 )
+from commhooks.predict._device import DEFAULT_DEVICE
 from commhooks.predict._device import device as device_of
 from commhooks.predict._fabric import PRESETS, Link
 from commhooks.predict._models import MODELS
@@ -35,8 +38,9 @@ from commhooks.predict._simulate import (
     draw,
     write_csv,
 )
+from commhooks.predict._step import MAX_RANKS
 
-__all__ = ["MODELS", "Options", "preset_rows", "print_presets", "short", "simulate"]
+__all__ = ["MODELS", "Options", "preset_rows", "print_presets", "simulate"]
 
 
 def preset_rows() -> Iterator[tuple[str, str, str, str]]:
@@ -82,7 +86,7 @@ class Options:
         model: a built-in name, or ``FILE.py:FUNCTION``.
         timeline: file of :func:`commhooks.predict.save_workload`, instead of a model.
         schemes, ranks, fabric: lists with commas.
-        device: a name.
+        device: a name; None: ``DEFAULT_DEVICE``.
         batch: samples of a rank's pass.
         accumulate: forward and backward passes of a step.
         bucket_mb: MiB at which a bucket is full; None: as without ``bucket_cap_mb``.
@@ -94,7 +98,7 @@ class Options:
     schemes: str
     ranks: str
     fabric: str
-    device: str
+    device: str | None
     batch: int | None
     accumulate: int
     bucket_mb: float | None
@@ -112,14 +116,15 @@ def simulate(options: Options) -> None:
     try:
         if options.plot is not None:
             check_format(options.plot)  # now: a wrong ending costs no prediction
-        device, fabrics = device_of(options.device), fabrics_of(options.fabric)
-        workload = workload_of(
+        device = device_of(options.device or DEFAULT_DEVICE)
+        fabrics, ranks = fabrics_of(options.fabric), numbers_of(options.ranks)
+        workload, samples = workload_of(
             options.model, options.timeline, options.batch, device, accumulate=options.accumulate
         )
         comparison = compare(
             workload,
             schemes_of(listed("--schemes", options.schemes)),
-            ranks=numbers_of(options.ranks),
+            ranks=ranks,
             fabrics=fabrics,
             device=device,
             cap_mb=options.bucket_mb,
@@ -128,21 +133,21 @@ def simulate(options: Options) -> None:
         raise typer.BadParameter(str(error)) from error
     # Tables.
     console = Console(markup=False)  # names come from files
-    console.print(
-        f"{workload.name}, {workload.numel / 1e6:,.1f} M parameters, on {device.name}: "
-        f"{short(1e3 * workload.compute_s)} ms of computing per step",
-        highlight=False,
-    )
+    default = "" if options.device else f" (--device {DEFAULT_DEVICE} is the default)"
+    console.print(heading(workload, samples, device.name + default), highlight=False)
+    one_node = [max(ranks) <= fabric.ranks_per_node for fabric in fabrics]
     for index, fabric in enumerate(fabrics):
+        rows = [row for row in comparison.rows() if row.fabric == fabric.name]
         console.print(f"\n{fabric.name}", style="bold", highlight=False)
-        console.print(_table(row for row in comparison.rows() if row.fabric == fabric.name))
-        console.print("\n".join(_where(comparison, index)), highlight=False)
-        if note := note_of(fabric, max(numbers_of(options.ranks))):
+        console.print(_table(rows, one_node[index]))
+        console.print("\n".join(_where(comparison, index, one_node[index])), highlight=False)
+        if note := note_of(fabric, max(ranks)):
             console.print(note, highlight=False)
+    between = not all(one_node)
     console.print(
-        f"\nspeed-up: over bf16. sent: by each rank, and by a node to other nodes.\n"
-        f"faster than bf16: by {100 * MARGIN:.0f} % of a step or more, at these bandwidths between "
-        f"nodes.",
+        f"\nspeed-up: over bf16. sent: by each rank{', and by a node to other nodes' * between}.\n"
+        f"faster than bf16: by {100 * MARGIN:.0f} % of a step or more"
+        f"{', at these bandwidths between nodes' * between}.",
         highlight=False,
     )
     # Files.
@@ -157,18 +162,13 @@ def simulate(options: Options) -> None:
 # ---- results
 
 
-def _table(rows: Iterable[Row]) -> Table:
+def _table(rows: Iterable[Row], one_node: bool) -> Table:
+    """Returns rows as a table; of one node without the columns on links between nodes."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("ranks", justify="right")
     table.add_column("scheme", overflow="fold")
-    for column in (
-        "step|[ms]",
-        "exposed|[ms]",
-        "speed-up|",
-        "sent|[MB]",
-        "by node|[MB]",
-        "faster|than bf16|[Gbit/s]",
-    ):
+    columns = ["step|[ms]", "exposed|[ms]", "speed-up|", "sent|[MB]"]
+    for column in columns + ([] if one_node else ["by node|[MB]", "faster|than bf16|[Gbit/s]"]):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     before = None
     for row in rows:
@@ -181,8 +181,7 @@ def _table(rows: Iterable[Row]) -> Table:
             short(1e3 * row.exposed_s),
             f"{row.speedup:.2f}",
             short(row.rank_nbytes / 1e6),
-            short(row.link_nbytes / 1e6),
-            _where_paying(row),
+            *([] if one_node else [short(row.link_nbytes / 1e6), _where_paying(row)]),
         )
         before = row.ranks
     return table
@@ -200,24 +199,20 @@ def _where_paying(row: Row) -> str:
     return f"{low} to {high}" if row.pays_from else f"below {high}"
 
 
-def short(value: float) -> str:
-    """Formats a number with three digits or more, without an exponent."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
-
-
-def _where(comparison: Comparison, fabric: int) -> list[str]:
-    """Yields with how many ranks each scheme pays."""
+def _where(comparison: Comparison, fabric: int, one_node: bool) -> list[str]:
+    """Returns with how many ranks each scheme pays; of one node with those that it has."""
     name, lines = comparison.fabrics[fabric].name, []
+    most = comparison.fabrics[fabric].ranks_per_node if one_node else MAX_RANKS
+    known = [size for size in comparison.sizes if size <= most]
     for scheme in comparison.schemes:
         if scheme == BASELINE:
             continue
-        sizes = comparison.paying_sizes(scheme, fabric)
+        sizes = [size for size in comparison.paying_sizes(scheme, fabric) if size <= most]
         if not sizes:
-            lines.append(
-                f"{scheme}: on {name} bf16 is as fast, or faster, with any number of ranks"
-            )
+            ranks = f"2 to {most} ranks" if one_node else "any number of ranks"
+            lines.append(f"{scheme}: on {name} bf16 is as fast, or faster, with {ranks}")
         else:
-            ranks = _ranges(sizes, comparison.sizes)
+            ranks = _ranges(sizes, known)
             lines.append(f"{scheme}: faster than bf16 on {name} with {ranks} ranks")
     return lines
 

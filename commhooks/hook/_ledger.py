@@ -71,6 +71,8 @@ def summarise(
         exchange: name of the dense collective.
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    if not rows and world_size == 1:
+        return Summary(f"{name} on {ranks}: nothing has been exchanged: there is no other rank.")
     if not rows:
         return Summary(
             f"{name} on {ranks}: nothing has been exchanged yet: no step has ended, all passes ran "
@@ -102,7 +104,7 @@ def summarise(
         ("share", _share(wire, dense) if dense else "nothing is sent between ranks"),
     ]
     text = f"{name} on {ranks}, {span}: {sent}."
-    if known:
+    if known and world_size > 1:
         facts += [
             ("communication per step", _time(busy)),
             ("exposed (not overlapped with backward)", _time(waited)),

@@ -404,12 +404,14 @@ class HookState(Running):
     def page(self, path: str | Path, title: str = "") -> None:
         """Writes a page about this run: one HTML file with tables and pictures.
 
+        Without matplotlib it has no pictures, and says so.
+
         Args:
             path: file to write. Times are those of this rank.
             title: heading; the scheme by default.
 
         Raises:
-            MissingPackageError: matplotlib or pandas is not installed.
+            MissingPackageError: pandas is not installed.
 
         Example:
             >>> if hook.rank == 0:

@@ -13,6 +13,7 @@
 # _step               how long a step takes
 # _simulate           steps of schemes compared
 # _advise             the scheme and bucket size to take
+# _quality            the loss of schemes, as measured
 # _ladder             the scheme to begin with, by network
 
 from commhooks.predict._advise import CANDIDATES, Option, advise, best_of, error_of

@@ -25,6 +25,7 @@ from commhooks.predict._exchange_plan import STEADY_STEP, Work, meta_result, tra
 from ddp_core import as_request
 
 __all__ = [
+    "DEFAULT_DEVICE",
     "DEVICES",
     "TAKE_TURNS",
     "Contention",
@@ -491,6 +492,9 @@ DEVICES: dict[str, Device] = {
         _of_data_sheet("b200", 2250, 8000),
     )
 }
+
+
+DEFAULT_DEVICE = "a100"  # of the commands
 
 
 def device(name: str | Device) -> Device:

@@ -15,7 +15,13 @@ from torch import nn
 from commhooks.errors import RegistrationError
 from commhooks.hook._ledger import size_of
 from commhooks.hook._parameters import find_ddp
-from commhooks.predict._headroom_steps import VARIANTS, BucketTransfer, Facts, InterleavedRun
+from commhooks.predict._headroom_steps import (
+    LEAST_STEPS,
+    VARIANTS,
+    BucketTransfer,
+    Facts,
+    InterleavedRun,
+)
 
 __all__ = [
     "Difference",
@@ -123,6 +129,7 @@ class Headroom:
         savable_over_dense: ``dense - one_value``: the most that compression can save over a dense
             all-reduce. The rest of ``exposed`` is latency, and waiting for other ranks.
         savable_over_bf16: ``bf16 - one_value``: the most that compression can save over bf16.
+        saved_by_bf16: ``dense - bf16``: what bf16 saves, with its casts.
         facts: ranks, backend, bytes, buckets.
         travel: when each bucket is sent, and for how long, in order.
 
@@ -137,6 +144,7 @@ class Headroom:
     exposed: Difference
     savable_over_dense: Difference
     savable_over_bf16: Difference
+    saved_by_bf16: Difference
     facts: Facts
     travel: tuple[BucketTransfer, ...]
 
@@ -165,6 +173,7 @@ class Headroom:
             exposed=difference_of(durations, "none", "noop"),
             savable_over_dense=difference_of(durations, "none", "one"),
             savable_over_bf16=difference_of(durations, "bf16", "one"),
+            saved_by_bf16=difference_of(durations, "none", "bf16"),
             facts=facts,
             travel=tuple(sorted(travel, key=lambda bucket: bucket.ready_s)),
         )
@@ -179,18 +188,24 @@ class Headroom:
         """Returns the recommendation.
 
         "hidden": do not compress, backward hides the communication. "latency": do not compress,
-        the exposed time does not depend on bytes. "bf16": use bf16, and nothing stronger.
-        "compress": a stronger scheme may pay. "unclear": the steps' times differ too much.
+        the exposed time does not depend on bytes. "bf16": use bf16; a stronger scheme is not known
+        to save more. "compress": a stronger scheme may pay. "unclear": the steps' times differ too
+        much.
         """
         if self.savable_over_dense.is_impossible(self.dense):
             return "unclear"
+        saves_by_bf16 = self.saved_by_bf16.is_large(self.dense)
         if not self.savable_over_dense.is_large(self.dense):
+            if saves_by_bf16:
+                return "bf16"
             if self.savable_over_dense.may_be_worth(self.dense):
                 return "unclear"
             exposed = self.exposed.is_large(self.dense), self.exposed.may_be_worth(self.dense)
             return "latency" if any(exposed) else "hidden"
         if self.savable_over_bf16.is_large(self.bf16):
             return "compress"
+        if saves_by_bf16:
+            return "bf16"
         return "unclear" if self.savable_over_bf16.may_be_worth(self.bf16) else "bf16"
 
     def step_s(self, ratio: float) -> float:
@@ -274,8 +289,10 @@ def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 3
     Example:
         >>> print(commhooks.headroom(ddp_model, lambda: train_step(ddp_model)))
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 10:
-        raise ValueError(f"headroom(steps=...) is a whole number, 10 or more, got {steps!r}")
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < LEAST_STEPS:
+        raise ValueError(
+            f"headroom(steps=...) is a whole number, {LEAST_STEPS} or more, got {steps!r}"
+        )
     turns = InterleavedRun(find_ddp(ddp_model), steps)
     while not turns.step_begins():
         before = turns.step
@@ -345,6 +362,13 @@ def _latency(headroom: Headroom) -> list[str]:
 
 
 def _bf16(headroom: Headroom) -> list[str]:
+    if headroom.savable_over_bf16.may_be_worth(headroom.bf16):
+        return [
+            f"Use bf16: it saves {_shown(headroom.saved_by_bf16, headroom.dense)}.",
+            "What other schemes save beside it is within the noise:",
+            f"{_shown(headroom.savable_over_bf16, headroom.bf16)}. Measure more steps.",
+            '    commhooks.register(ddp_model, "bf16")',
+        ]
     return [
         "Use bf16, and do not compress more: no compression can save more beside it than",
         f"{_at_most(headroom.savable_over_bf16, headroom.bf16)}.",
@@ -373,11 +397,18 @@ def _compress(headroom: Headroom) -> list[str]:
     cost = 0.05 * headroom.noop.median_s
     dense, bf16 = headroom.break_even(cost), headroom.break_even(cost, over="bf16")
     enough = headroom.ratio_to_hide()
+    doubts = []
+    if not headroom.saved_by_bf16.is_large(headroom.dense):
+        doubts = [
+            f"But bf16, a ratio of 2, saved {_shown(headroom.saved_by_bf16, headroom.dense)}:",
+            "what bytes alone predict, here and below, may be too much.",
+        ]
     return [
         f"Compression may be worth it. A ratio of {enough:.2g} saves nine tenths of",
         f"what can be saved. A scheme whose computations add {_ms(cost)} (5 % of the",
         f"noop step) breaks even with no compression {_from(dense)},",
         f"with bf16 {_from(bf16)}.",
+        *doubts,
         "",
         f"ratio    step [ms]    to be faster than {name}, computations may add [ms]",
         *(
@@ -408,6 +439,8 @@ def _spare(headroom: Headroom, ratio: float) -> str:
 
 
 def _shown(gap: Difference, kind: StepTimes) -> str:
+    if gap.seconds < 0:  # by chance, or by something else that ran
+        return f"nothing ({1e3 * gap.seconds:.2f} ± {_ms(gap.noise_s)}, 95 %)"
     share = gap.seconds / kind.median_s
     return f"{1e3 * gap.seconds:.2f} ± {_ms(gap.noise_s)} (95 %), {100 * share:.0f} % of a step"
 

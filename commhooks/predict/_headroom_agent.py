@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from commhooks._torch import comm_hooks, forward_pre_hooks
 from commhooks.errors import Error
 from commhooks.predict._headroom import Headroom
-from commhooks.predict._headroom_steps import InterleavedRun
+from commhooks.predict._headroom_steps import InterleavedRun, steps_needed
 
 __all__ = ["ORDER", "ddp_built", "fsdp_built"]
 
@@ -100,7 +100,7 @@ class _Script:
             if key not in known:
                 hook(ddp, inputs)
         atexit.register(self.at_exit)
-        self.write_status(begun=time.time(), needed=self.turns.steps_to_come)
+        self.write_status(begun=time.time(), needed=steps_needed(self.steps))
         return True
 
     def tell(self, turns: InterleavedRun) -> None:
@@ -113,7 +113,7 @@ class _Script:
             self.began_at = now, turns.step
         since, first = self.began_at
         if turns.step == first:
-            text = f"{rounds} rounds, {turns.steps_to_come} steps in all"
+            text = f"{rounds} rounds, {steps_needed(self.steps)} steps in all"
         else:
             left = (now - since) / (turns.step - first) * turns.steps_to_come
             text = f"round {turns.turns + 1} of {rounds}, about {left:.0f} s to go"

@@ -27,12 +27,15 @@ from ddp_core.exchange._shared_store import PrefixedStore, group_timeout_s
 
 __all__ = [
     "BLOCK",
+    "LEAST_STEPS",
     "VARIANTS",
     "WARM_UP",
     "BucketTransfer",
     "Facts",
     "InterleavedRun",
     "ScalarAllReduce",
+    "most_counted",
+    "steps_needed",
 ]
 
 # Dense; the baseline of every comparison; one value per bucket, which is what no compression goes
@@ -41,12 +44,27 @@ VARIANTS = ("none", "bf16", "one", "noop")
 # Steps before the first turn: buckets are rebuilt after the first, and allocators fill. They are
 # dense, and the ledger records the times of these ten on a GPU, too.
 WARM_UP = 10
+LEAST_STEPS = 10  # of each variant that count: with fewer, noise is not known
 # Steps of one kind in a row. The first does not count: without communication ranks drift apart in
 # time, and the step after waits for the slowest.
 BLOCK = 6
+_TURN = len(VARIANTS) * BLOCK
 _SETTLED = 3  # steps after which buckets are what they will be
 _MEETING = 120.0  # seconds, of ranks that end the same step
 _numbers = itertools.count()  # of the measurements in this process, equal on all ranks
+
+
+def steps_needed(counted: int) -> int:
+    """Returns how many steps a script begins until ``counted`` of each variant are known.
+
+    The last one begins when the measurement ends, and gives the step before its time.
+    """
+    return WARM_UP + math.ceil(counted / (BLOCK - 1)) * _TURN + 1
+
+
+def most_counted(steps: int) -> int:
+    """Returns the most steps of each variant that a script of ``steps`` steps can count."""
+    return max(steps - 1 - WARM_UP, 0) // _TURN * (BLOCK - 1)
 
 
 @dataclass(frozen=True)

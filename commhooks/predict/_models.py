@@ -23,7 +23,7 @@ from commhooks.predict._device import Device
 from commhooks.predict._exchange_plan import PredictionError
 from commhooks.predict._workload import Layer, Workload
 
-__all__ = ["MODELS", "Model", "model", "model_of"]
+__all__ = ["BATCHES", "MODELS", "Model", "model", "model_of"]
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def _llama(
 _CONV = 0.5
 # A product per token of a few hundred rows: cuDNN's recurrent layers stay far below. Assumed.
 _RECURRENT = 0.25
-_IMAGE = "an image of 224 x 224"
+_IMAGE = "224 x 224 pixels"
 _VISION = "pytorch.org/vision, num_params of the weights"
 
 _MAKERS: dict[str, tuple[Callable[[], _Layers], str, int, float, str]] = {
@@ -315,6 +315,7 @@ _MAKERS: dict[str, tuple[Callable[[], _Layers], str, int, float, str]] = {
 }
 
 MODELS = tuple(_MAKERS)
+BATCHES = {name: batch for name, (_, _, batch, _, _) in _MAKERS.items()}  # without --batch
 
 
 @cache
@@ -382,7 +383,7 @@ def model_of(module: nn.Module, *inputs: Any, name: str = "") -> Model:
     used = [key for key in order.flops if key in shapes]
     unused = [key for key in shapes if key not in order.flops]
     layers = [Layer(key, shapes[key], order.flops.get(key, 0) / batch) for key in (*unused, *used)]
-    return Model(shown, tuple(layers), sample="a row of the example", batch=batch)
+    return Model(shown, tuple(layers), sample="1 row of the example", batch=batch)
 
 
 def _on_meta(module: nn.Module) -> nn.Module:

@@ -1,6 +1,6 @@
 """Says how far from bf16's loss training with a scheme ended, as ``experiments.quality`` measured.
 
-``python -m experiments.quality --report`` writes the table of this file.
+The study's ``--report``, in a clone, writes the table of this file.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["write_page"]
 
+_HAS_MATPLOTLIB = find_spec("matplotlib") is not None
 _MOST = 20  # parameters and findings on the page
 
 
@@ -35,8 +37,10 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
         path: HTML file to write.
         title: heading; the scheme by default.
 
+    Without matplotlib the page has no pictures, and says so.
+
     Raises:
-        MissingPackageError: matplotlib or pandas is not installed.
+        MissingPackageError: pandas is not installed.
     """
     summary: Any = hook.summary()
     ranks = "1 rank" if hook.world_size == 1 else f"{hook.world_size} ranks"
@@ -50,12 +54,16 @@ def write_page(hook: HookState, path: str | Path, title: str = "") -> None:
         page.section("Candidates")
         _candidates(page, hook.candidates)
     if len(rows):
-        page.section("A step over time")
-        _timeline(page, hook)
+        if not _HAS_MATPLOTLIB:
+            page.text("This page has no pictures, which need matplotlib: pip install matplotlib")
+        else:
+            page.section("A step over time")
+            _timeline(page, hook)
         page.section("Bytes of each bucket")
         _bytes(page, rows)
-        page.section("Steps")
-        page.figure(_steps(rows), "On a GPU times are known of some steps only.")
+        if _HAS_MATPLOTLIB:
+            page.section("Steps")
+            page.figure(_steps(rows), "On a GPU times are known of some steps only.")
     if hook.verification is not None:
         page.section("Error per parameter")
         _errors(page, hook.verification)
@@ -147,11 +155,14 @@ def _errors(page: Page, verification: Verification) -> None:
         # Infinite errors (a dense mean of zero) come first, unknown ones last.
         order = sorted(rows, key=lambda row: (row.error != row.error, -row.error))
         worst = order[:_MOST]
-        page.figure(
-            _error_bars(worst),
+        norms = (
             f"Step {worst[0].step}: norm of the averaged gradient minus the uncompressed mean, "
-            f"over the norm of that mean. With error feedback, later steps send it.",
+            f"over the norm of that mean. With error feedback, later steps send it."
         )
+        if _HAS_MATPLOTLIB:
+            page.figure(_error_bars(worst), norms)
+        else:
+            page.text(norms)
         shown = [
             (row.parameter, row.bucket, f"{row.error:.3g}", f"{row.cosine:.5f}", f"{row.norm:.3g}")
             for row in worst

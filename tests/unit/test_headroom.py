@@ -21,6 +21,8 @@ from commhooks.predict._headroom_steps import (
     Facts,
     _by_turn,
     _schedule,
+    most_counted,
+    steps_needed,
 )
 from tests.tools.command_line import run_cli
 
@@ -106,6 +108,12 @@ def test_compression_pays_where_links_are_slow() -> None:
     assert "to be faster than bf16, computations may add" in text
 
 
+def test_compression_is_doubted_where_bf16_saved_nothing() -> None:
+    text = words(planted(0.0526, 0.0530, 0.0343, 0.03))
+    assert "But bf16, a ratio of 2, saved nothing (-0.40 ± 0.00 ms, 95 %)" in text
+    assert "But bf16" not in words(planted(0.2, 0.16, 0.1, 0.1))
+
+
 def test_a_log_says_now_and_then_which_round_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +129,7 @@ def test_a_log_says_now_and_then_which_round_runs(
         script.tell(turns)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
-        "commhooks headroom: 2 rounds, 48 steps in all",
+        "commhooks headroom: 2 rounds, 59 steps in all",
         "commhooks headroom: round 1 of 2, about 86 s to go",
     ]
     assert lines[-1] == "commhooks headroom: round 2 of 2, about 6 s to go"
@@ -147,16 +155,27 @@ def test_steps_that_send_less_and_take_longer_are_no_answer() -> None:
     headroom = planted(0.2, 0.21, 0.25, 0.24)
     assert headroom.verdict == "unclear"
     assert "Do not compress" not in words(headroom)
+    assert "The most that compression can save: nothing (-50.00 ± 0.00 ms" in words(headroom)
     assert planted(0.2, 0.2, 0.201, 0.2).verdict == "hidden"  # as small as what is not told
 
 
 def test_noise_beside_bf16_is_no_reason_to_say_do_not_compress_more() -> None:
     headroom = planted(0.5, 0.2, 0.19, 0.1, differ=0.08)
-    assert headroom.verdict == "unclear"
-    assert "Measured savings: 10.00 ± 121.05 ms (95 %), 5 % of a step, beside bf16." in words(
-        headroom
-    )
-    assert "until then use bf16" in words(headroom)
+    assert headroom.verdict == "bf16"
+    text = words(headroom)
+    assert "Use bf16: it saves 300.00 ±" in text
+    assert "beside it is within the noise: 10.00 ± 121.05 ms (95 %), 5 % of a step. Mea" in text
+    assert max(map(len, str(headroom).splitlines())) <= 80
+
+
+def test_bf16_is_the_answer_if_it_surely_saves_and_one_value_is_noisy() -> None:
+    turns = [
+        {"none": [6.6] * 5, "bf16": [0.4] * 5, "one": [single] * 5, "noop": [0.3] * 5}
+        for single in (0.3, 14.0, 0.3, 14.0, 6.5, 6.5)
+    ]
+    headroom = Headroom.of(turns, FACTS, ONE_BUCKET)
+    assert not headroom.savable_over_dense.is_large(headroom.dense)
+    assert headroom.verdict == "bf16"
 
 
 def test_a_ratio_shortens_what_goes_with_the_bytes() -> None:
@@ -268,8 +287,21 @@ def test_a_system_without_process_groups_is_told_so_first(
     assert not out.exists()
 
 
+def test_a_short_script_is_told_the_command_that_measures_it() -> None:
+    said = command._reason({"needed": 155, "ended": 154}, 0, False, 600.0, ["torchrun", "a b.py"])
+    assert "Or, for a less exact answer: commhooks headroom --steps 25 -- torchrun 'a b.py'" in said
+    said = command._reason({"needed": 155, "ended": 58}, 0, False, 600.0)
+    assert said.endswith("At least 59 steps are needed, with --steps 10.")
+
+
+def test_the_steps_that_are_asked_for_are_those_that_are_needed() -> None:
+    for steps in (59, 83, 155):
+        assert steps_needed(most_counted(steps)) == steps
+        assert most_counted(steps - 1) == most_counted(steps) - (BLOCK - 1)
+
+
 def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
     state = {"needed": 130, "ended": 20}
-    assert "train longer, or ask for fewer --steps" in command._reason(state, 0, False, 600.0)
-    assert "train longer" not in command._reason(state, 1, False, 600.0)
+    assert "Train longer" in command._reason(state, 0, False, 600.0)
+    assert "Train longer" not in command._reason(state, 1, False, 600.0)
     assert "ended with exit code 1 after 20 steps" in command._reason(state, 1, False, 600.0)

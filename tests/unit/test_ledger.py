@@ -57,7 +57,11 @@ def test_steps_that_are_taken_back_leave_no_rows() -> None:
 def test_a_report_without_rows_has_all_columns() -> None:
     assert list(Ledger().report().columns) == list(COLUMNS)
     assert Ledger().last_step() == {}
-    assert HookState("int8").summary().startswith("int8 on 1 rank: nothing has been exchanged")
+    assert (
+        HookState("int8")
+        .summary()
+        .startswith("int8 on 1 rank: nothing has been exchanged: there is no other rank")
+    )
 
 
 def test_a_report_is_in_order_of_step_bucket_and_round() -> None:

@@ -206,6 +206,19 @@ def test_without_a_process_group_there_is_nothing_to_measure() -> None:
         measure_link()
 
 
+@pytest.mark.parametrize(
+    ("version", "devices", "said"),
+    [(None, 0, "this torch has no CUDA: "), ("13.0", 1, "2 ranks need a GPU each, torch sees 1")],
+)
+def test_the_command_says_what_is_missing_for_cuda(
+    version: str | None, devices: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.version.cuda", version)
+    monkeypatch.setattr("torch.version.hip", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    assert f"--device cuda: {said}" in run_cli("link", "--device", "cuda", code=2)
+
+
 def test_the_command_looks_for_the_folder_before_it_measures(tmp_path: Path) -> None:
     assert "there is no folder" in run_cli(
         "link", "--out", tmp_path / "nowhere" / "link.json", code=2

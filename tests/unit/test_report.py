@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import commhooks
 from commhooks.auto._trials import Candidate, CandidateTimings
 from commhooks.core._dense import Dense
 from commhooks.hook._ledger import Ledger
-from commhooks.report import Page
+from commhooks.report import Page, _run
 from commhooks.report._style import spread
 from commhooks.report._timeline import chrome_trace, draw, spans
 from commhooks.verify import Finding, Verification, VerifiedRow
@@ -210,7 +211,7 @@ def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
     ddp = DistributedDataParallel(nn.Linear(64, 64))
     hook = commhooks.register(ddp, "int8")
     hook.page(tmp_path / "early.html")
-    assert "nothing has been exchanged yet" in (tmp_path / "early.html").read_text()
+    assert "there is no other rank" in (tmp_path / "early.html").read_text()
     for _ in range(3):
         ddp(torch.randn(2, 64)).sum().backward()
     hook.page(tmp_path / "run.html", "My <run>")
@@ -223,6 +224,22 @@ def test_a_run_has_a_page_a_picture_and_numbers(tmp_path: Path) -> None:
     numbers = hook.metrics("comm/")
     assert numbers["comm/dense_bytes"] == 4 * 65 * 64
     assert {name.removeprefix("comm/") for name in numbers} >= {"exposed_s", "skipped_steps"}
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_page_without_matplotlib_has_no_pictures_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_run, "_HAS_MATPLOTLIB", False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hook = _verified([], [VerifiedRow(0, 0, "w", 0.1, 0.5, 1.0)])
+    hook.page(tmp_path / "run.html")
+    html = (tmp_path / "run.html").read_text()
+    assert "This page has no pictures, which need matplotlib" in html
+    assert "<svg" not in html
+    assert "Bytes of each bucket" in html
+    assert "norm of the averaged gradient" in html
+    assert "are exposed" not in html  # one rank waits for nobody
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -587,9 +587,34 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
     link = Link(1e-4, 1e9)
     here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)
     save_fabric(here, tmp_path / "link.json")
+    said = "torchrun --standalone --nproc-per-node 4 -m commhooks link"
     for ranks, shown in (("2", False), ("4", True)):
         given = ("--model", "lstm", "--network", tmp_path / "link.json", "--ranks", ranks)
-        assert ("run commhooks link" in " ".join(run_cli(command, *given).split())) == shown
+        assert (said in " ".join(run_cli(command, *given).split())) == shown
+
+
+@pytest.mark.parametrize("command", ["simulate", "advise"])
+def test_the_batch_and_the_default_device_are_told(command: str) -> None:
+    given = (command, "--model", "bert-base", "--ranks", "2", "--schemes", "int8")
+    output = " ".join(run_cli(*given).split())
+    assert "109.5 M parameters, 32 samples of 128 tokens per rank, on" in output
+    assert "a100 (--device a100 is the default)" in output
+    output = " ".join(
+        run_cli(*given, "--batch", "1", "--device", "l4", "--accumulate", "2").split()
+    )
+    assert ", 1 sample of 128 tokens per rank in each of 2 passes, on" in output
+    assert "is the default" not in output
+
+
+def test_one_box_is_told_without_links_between_boxes() -> None:
+    given = ("--model", "bert-base", "--network", "pcie3", "--schemes", "int8,powersgd")
+    output = simulate(*given, "--ranks", "8")
+    assert "powersgd: faster than bf16 on pcie3 with 2 to 8 ranks" in output
+    assert "nodes" not in output
+    assert "anywhere" not in output
+    output = simulate(*given, "--ranks", "8,16")
+    assert "by node" in output
+    assert "between nodes" in output
 
 
 def test_two_files_of_link_are_told_apart(tmp_path: Path) -> None:
