@@ -22,6 +22,7 @@ ARCHITECTURES = (
 KERNELS = {name: names for family in FAMILIES for name, names in family.KERNELS.items()}
 
 
+@pytest.mark.timeout(600)  # all of a large file, with every option
 @pytest.mark.parametrize(("architecture", "every"), ARCHITECTURES)
 @pytest.mark.parametrize("source", KERNELS)
 def test_every_kernel_compiles_and_spills_nothing(source, architecture, every):
