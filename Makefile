@@ -6,7 +6,7 @@ VENV := .venv
 FRAMEWORKS := .venv-frameworks
 TORCH := .venv-torch-$(VERSION)
 RUN := $(VENV)/bin/python
-# torch is pinned in constraints.txt: without a pin pip fetches gigabytes of CUDA packages. Modules are compiled where
+# Versions are pinned in constraints.txt, torch's too. Modules are compiled where
 # they are imported first: all of torch's would take longer than its installation. Compiled again in every process,
 # they would take half of the tests' time.
 unexport PYTHONDONTWRITEBYTECODE

@@ -222,7 +222,7 @@ def _measured(option: Option) -> str:
     """Returns the sentence of the study of quality on a scheme that it has."""
     gap = gap_of(option.scheme)
     assert gap is not None
-    return f"Its loss was {gap} above that of bf16 (95 % interval, {gap.runs} runs)"
+    return f"Its loss over bf16's after training a small transformer: {gap} (95 %, {gap.counted})"
 
 
 def _times(option: Option, options: Sequence[Option], workload: Workload) -> str:

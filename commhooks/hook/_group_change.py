@@ -289,6 +289,6 @@ def _resume(
     hook.agreed = False
     hook.target.change_group(group)
     hook.agree(CALL)
-    # On a rank that joins, too: the others compare nothing in their next step.
-    hook._has_begun = True
+    # The ranks have just compared: none does so again in its next step, a new one neither.
+    hook._compared_in_step = True
     hook.on_group_changed()

@@ -50,7 +50,7 @@ SCHEME = "scheme and options"  # the fact that is a description of a scheme
 # What to do about a fact that differs between ranks.
 _ADVICE = {
     SCHEME: "; give all ranks the same arguments",
-    "step": "; have only some ranks loaded a saved state, from a folder that not all see?",
+    "step": "; did only some ranks load a saved state? All have to see its folder",
 }
 _EVERYONE = "everyone came"
 _DEFAULT = timedelta(minutes=5)  # if neither the caller nor the group has a limit
@@ -188,7 +188,8 @@ def handshake(
     text = first_difference(everyone)
     if text is not None:
         text = first_difference([_as_typed(theirs) for theirs in everyone])
-        advice = next((a for field, a in _ADVICE.items() if str(text).startswith(field)), "")
+        differing = (field for field in facts if len({str(t.get(field)) for t in everyone}) > 1)
+        advice = _ADVICE.get(next(differing, ""), "")
         raise MismatchError(f"{call}: {text}{advice}")
     return messages
 

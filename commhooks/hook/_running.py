@@ -133,7 +133,8 @@ class Running:
         runner: the steps: which bucket belongs to which, and when one ends.
         drivers, call_monitor, continuation: run the exchanges, detect that the hook is not called,
             and restore the buckets of a saved run.
-        agreed: whether the ranks have compared what they run.
+        agreed: whether the ranks have compared what they run. They do so once more in the first
+            step (``_compared_in_step``): some may have loaded a state since ``register``.
     """
 
     def _init(
@@ -153,7 +154,7 @@ class Running:
         self.continuation = SavedBucketLayout(self.target, self.runner)
         self.call_monitor = CallMonitor()
         self.verification: Verification | None = None
-        self.agreed = self._has_begun = False
+        self.agreed = self._compared_in_step = False
         self._closed = False
         self._run_ids = ("", "")
         self._extra_rounds = 0  # collectives in an exchange besides those of the scheme
@@ -212,7 +213,7 @@ class Running:
             refuse_python_reducer(bucket)
             bucket = HookBucket.of(bucket, self.target)
         if not bucket.gradient.is_cpu:
-            agreed = self.agreed and self._has_begun
+            agreed = self.agreed and self._compared_in_step
             refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=agreed)
         self._agree_in_first_step()
         if not self.call_monitor.calls:
@@ -352,11 +353,10 @@ class Running:
         }
 
     def _agree_in_first_step(self) -> None:
-        # A collective: every rank comes here with its first bucket, before it exchanges any. Also
-        # after ``register``, which has compared: some ranks may have loaded a state since.
-        if not (self.agreed and self._has_begun):
+        # A collective: every rank comes here with its first bucket, before it exchanges any.
+        if not (self.agreed and self._compared_in_step):
             self.agree("the first step with this hook, or after load_state_dict")
-            self._has_begun = True
+            self._compared_in_step = True
 
     def agree(
         self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None

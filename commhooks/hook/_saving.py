@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -532,9 +533,7 @@ def prepare(
     # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook.parameters.find)
     common = saved.common
-    # Also without the ``start_step`` of the saved run, whose uncompressed steps may be over.
-    saved_nesting, nesting = common["structure"], structure(scheme)
-    fits = nesting in (saved_nesting, _without_start(saved_nesting))
+    fits = structure(scheme) in (common["structure"], _without_start(common))
     if not fits and strict:
         raise CheckpointError(
             f"load_state_dict: saved by {as_typed(common['scheme'])!r}, this hook runs "
@@ -585,12 +584,13 @@ def prepare(
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
 
 
-def _without_start(nesting: str) -> str:
-    """Returns the nesting of a scheme without uncompressed steps at the start around it."""
-    before, after = "DelayedStart(", ", Dense)"
-    if nesting.startswith(before) and nesting.endswith(after):
-        return nesting[len(before) : -len(after)]
-    return nesting
+def _without_start(common: Mapping[str, Any]) -> str:
+    """Returns the nesting of a saved scheme without ``start_step``, if these steps are over."""
+    nesting, before, after = common["structure"], "DelayedStart(", ", Dense)"
+    start = re.search(r", start_step=(\d+), before=Dense\(\)\)$", common["scheme"])
+    if start is None or int(start[1]) > common["step"]:
+        return str(nesting)
+    return nesting[len(before) : -len(after)] if nesting.startswith(before) else str(nesting)
 
 
 def apply(hook: Running, loaded: Loaded) -> None:

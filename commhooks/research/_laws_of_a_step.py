@@ -305,6 +305,8 @@ def _integer_sums(make: MakeScheme) -> None:
             if ranks.of_integers:
                 text = f"{in_words(world_size)}: the mean of ones is not finite"
                 need(mean.isfinite().all(), f"{text}; do levels remain on so many?")
+                text = f"{in_words(world_size)}: the mean of ones is zero"
+                need((mean != 0).any(), f"{text}; do levels remain on so many?")
         if not ranks.of_integers:
             return
 

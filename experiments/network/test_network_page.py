@@ -7,6 +7,9 @@ import math
 import pandas as pd
 import pytest
 
+from commhooks import make
+from commhooks.predict._quality import Gap
+from experiments.network import rates
 from experiments.network.front import exchange_errors, fronts
 from experiments.network.page import auto_ratios, is_judged
 from experiments.network.rates import drawn_by_rate, has_rates
@@ -95,7 +98,11 @@ def test_predictions_that_begin_with_what_was_measured_do_not_count() -> None:
     assert [name for name in names if is_judged(name)] == ["none", "torch none", "topk on torch"]
 
 
-def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept() -> None:
+def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    proved = Gap("int8", {}, -0.1, 0.1, 30, 30)
+    monkeypatch.setattr(rates, "gap_of", lambda scheme: {make("int8"): proved}.get(scheme))
     hooks = {"noop": 30.0, "none": 900.0, "int8": 300.0, "topk": 60.0, "torch powersgd": 80.0}
     rows = [
         {"model": "words", "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": ms + rate}

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
 import pandas as pd
 
+from commhooks.predict._quality import Gap
 from experiments.quality.setups import BASE, SETUPS, Setup
 from experiments.quality.verdicts import comparable
 from experiments.tools.schemes import Entry
@@ -37,12 +39,11 @@ def replaced(text: str, name: str, content: str) -> str:
 
 
 def _interval(row: pd.Series) -> str:
-    return f"{_signed(row.low)} to {_signed(row.high)} %"
+    return str(Gap("", {}, 100 * row.low, 100 * row.high, 0, 0))
 
 
-def _signed(share: float) -> str:
-    percent = 100 * share
-    return f"{percent:+.{2 if abs(percent) < 0.995 else 1 if abs(percent) < 9.95 else 0}f}"
+def _runs(row: pd.Series) -> str:
+    return str(row.runs) if row.runs >= row.planned else f"{row.runs} of {row.planned}"
 
 
 def _markdown(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
@@ -54,11 +55,10 @@ def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
     """Returns the arms of a task with their intervals and verdicts, as Markdown."""
     rows: list[tuple[object, ...]] = []
     for row in table.itertuples():
-        runs = row.runs if row.runs == row.planned else f"{row.runs} of {row.planned}"
         compared = row.arm != row.base
         arm = f"{row.arm} (control)" if row.role == "control" else row.arm
         outcome = f"{row.outcome:.4f} ± {row.outcome_half:.4f}"
-        rows.append((arm, runs, outcome, _interval(row) if compared else "", row.verdict))
+        rows.append((arm, _runs(row), outcome, _interval(row) if compared else "", row.verdict))
     outcome = "loss" if setup.outcome == "loss" else "share of misses"
     return _markdown(("arm", "runs", outcome, f"over that of {BASE}, 95 %", "verdict"), rows)
 
@@ -69,7 +69,7 @@ def table_of_schemes(setup: Setup, table: pd.DataFrame) -> str:
     compared = compared[compared.role == ""].sort_values("gap")
     calls = {arm.name: _call(arm.entry) for arm in setup.arms}
     rows = [
-        (calls[row.arm], row.runs, _interval(row), row.verdict) for row in compared.itertuples()
+        (calls[row.arm], _runs(row), _interval(row), row.verdict) for row in compared.itertuples()
     ]
     return _markdown(("scheme", "runs", f"loss over that of {BASE}", f"keeps {BASE}'s loss"), rows)
 
@@ -85,13 +85,12 @@ def gaps_as_source(setup: Setup, table: pd.DataFrame) -> str:
     rows = {row.arm: row for row in table.itertuples()}
     lines = []
     for arm in setup.arms:
-        if arm.name in names and arm.name in rows and not arm.role:
+        row = rows.get(arm.name)
+        # A single run has no interval.
+        if arm.name in names and row is not None and not arm.role and math.isfinite(row.low):
             options = ", ".join(f'"{k}": {_literal(v)}' for k, v in arm.entry.options.items())
-            row = rows[arm.name]
-            low, high = (f"{100 * value:.3g}" for value in (row.low, row.high))
-            lines.append(
-                f'    Gap("{arm.entry.scheme}", {{{options}}}, {low}, {high}, {row.runs}),\n'
-            )
+            figures = f"{100 * row.low:.3g}, {100 * row.high:.3g}, {row.runs}, {row.planned}"
+            lines.append(f'    Gap("{arm.entry.scheme}", {{{options}}}, {figures}),\n')
     return "".join(lines)
 
 

@@ -338,6 +338,12 @@ def test_other_seeds_are_no_pairs() -> None:
     assert trained(small(SETUPS["digits"]), NULL, 2)["seed"] == 1_000_002
 
 
+def test_every_task_has_a_place_on_the_page_and_a_single_run_no_interval() -> None:
+    tables = {name: summary(setup, pd.DataFrame([_row("bf16", 0), _row("int8", 0)]))
+              for name, setup in SETUPS.items()}  # fmt: skip
+    assert not any("nan," in text for text in pages_with(tables).values())
+
+
 def test_pages_and_package_have_what_the_runs_say() -> None:
     for path, text in pages_with(command.judged(HOME / command.OUT)).items():
         assert path.read_text() == text, "write it: python -m experiments.quality --report"
@@ -348,10 +354,12 @@ def test_the_package_knows_the_gap_of_a_scheme_whatever_its_first_steps_are() ->
     assert gap == gap_of(commhooks.make("powersgd", start_step=50))
     assert gap is not None
     assert not gap.is_proved
-    assert gap_of(commhooks.make("int8")).is_proved
     assert gap_of(commhooks.make("int8", block=512)) is None
-    assert gap._replace(low=-0.4, high=0.4).is_proved
-    assert not gap._replace(low=-0.6, high=0.4).is_proved
+    gap = gap._replace(low=-0.4, high=0.4, runs=30, planned=30)
+    assert gap.is_proved
+    assert not gap._replace(low=-0.6).is_proved
+    assert not gap._replace(runs=29).is_proved
+    assert gap._replace(runs=29).counted == "29 of 30 runs"
     assert str(gap._replace(low=-0.04, high=12.3)) == "-0.04 to +12 %"
 
 

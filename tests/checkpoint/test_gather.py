@@ -208,7 +208,7 @@ def test_a_state_that_only_some_ranks_load_is_an_error_in_the_next_step(
     again = commhooks.register(model, "topk", ratio=0.1)
     if rank == loads:
         again.load_state_dict(state)
-    with pytest.raises(MismatchError, match=r"step differs .* have only some ranks loaded"):
+    with pytest.raises(MismatchError, match=r"step differs .* did only some ranks load"):
         train(model, rank, range(1))
 
 
@@ -222,6 +222,9 @@ def test_a_run_goes_on_without_the_uncompressed_steps_that_are_over(rank: int) -
     again.load_state_dict(state)
     assert again.step == 3
     assert torch.equal(residuals(again, model), residuals(hook, model))
+    _, early = trained(rank, "topk", start_step=1000, **options)
+    with pytest.raises(CheckpointError, match=r"saved by 'topk, .*start_step=1000"):
+        again.load_state_dict(early.state_dict(gather=True))
     hook.close()
     with pytest.raises(RegistrationError, match=r"closed .* new DistributedDataParallel"):
         hook.load_state_dict(state)

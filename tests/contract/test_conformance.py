@@ -241,11 +241,22 @@ class RunsOutOfLevels(SumsSigns):
         gradient = bucket.gradient
         largest = gradient.abs().amax().view(1) if gradient.numel() else gradient.new_zeros(1)
         largest = yield AllReduce(largest, "max")
-        level = torch.where(largest > 0, largest, 1.0) / (127 // bucket.world_size)
-        codes = (gradient / level).round().nan_to_num(0.0).to(torch.int8)
+        levels = self.levels(bucket.world_size)
+        level = torch.where(largest > 0, largest, 1.0) / levels
+        codes = (gradient / level).round().nan_to_num(0.0).clamp(-levels, levels).to(torch.int8)
         sent = codes * level
         codes = yield AllReduce(codes, "sum")
         return Result(codes * level / bucket.world_size, sent=sent)
+
+    def levels(self, world_size: int) -> float:
+        return 127 // world_size
+
+
+class RoundsToNothing(RunsOutOfLevels):
+    """Has no level left above 127 ranks, and sends zeros."""
+
+    def levels(self, world_size: int) -> float:
+        return 127 // world_size or 0.1
 
 
 PER_RANK = Slot("test.per_rank", resize="same")
@@ -286,6 +297,7 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (SumsRanksFirst, "overflow 16 bits"),
     (SumsSigns, "sums of integers"),
     (RunsOutOfLevels, "sums of integers"),
+    (RoundsToNothing, "sums of integers"),
     (KeepsOnePerRank, "the same on all ranks"),
     (WorksInPlace, "encode leaves"),
 )

@@ -140,7 +140,10 @@ SETTINGS: list[tuple[Call, str]] = [
     (lambda: make("bf16", fp32_sum="no"), r"bf16\(fp32_sum=...\) is True or False, got 'no'"),
     (lambda: make("int8", coalesce="no"), r"int8\(coalesce=...\) is True or False, got 'no'"),
     (lambda: make("int8", error_feedback="no"), r"error_feedback=...\) is True or False"),
-    (lambda: make("int8", start_step=2.5), r"start_step=...\) is a whole number of steps, such as 1000, got 2.5"),
+    (
+        lambda: make("int8", start_step=2.5),
+        r"start_step=...\) is a whole number of steps, such as 1000, got 2.5",
+    ),
     (lambda: make("int8", wire_dtype="fp8"), r"wire_dtype"),
     (lambda: make("int8", wire_dtype=16), r"wire_dtype=...\) is a string or a torch.dtype"),
     (lambda: make("sdp4bit", memory="no"), r"sdp4bit\(memory=...\) is True or False"),
