@@ -54,12 +54,15 @@ def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
     """
     named: list[str] = []
     added: list[str] = []
+    names_of: dict[str, list[str]] = {}  # a file may come twice, with other options
     for word in which:
         file = re.fullmatch(r"(.+?\.py)(:.*)?", word)
         if file is None:
             named.append(word)
-        else:
-            added += [f"{name}{file[2] or ''}" for name in load_files([Path(file[1])])]
+            continue
+        if file[1] not in names_of:
+            names_of[file[1]] = load_files([Path(file[1])])
+        added += [f"{name}{file[2] or ''}" for name in names_of[file[1]]]
     return named, added
 
 

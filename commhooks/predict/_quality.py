@@ -43,7 +43,7 @@ class Gap(NamedTuple):
 
     @property
     def counted(self) -> str:
-        """The number of runs in words."""
+        """Returns the number of runs in words."""
         of = "" if self.runs >= self.planned else f" of {self.planned}"
         return f"{self.runs}{of} runs"
 

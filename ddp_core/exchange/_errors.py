@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
+import sysconfig
 import traceback
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -109,17 +109,20 @@ def needs(call: str, *packages: str) -> Iterator[None]:
         ) from error
 
 
-_NOT_THE_USERS = {"commhooks", "ddp_core", "torch", *sys.stdlib_module_names} - {"__main__"}
+_INSTALLED = tuple(
+    os.path.realpath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "purelib", "platlib")
+)
 
 
 def raised_in(error: BaseException) -> str:
     """Returns the line of a user's code that raised an error, "my_scheme.py:34 in decode".
 
-    The innermost line that is not of this package, torch or Python's library; "": there is none.
+    The innermost line that is neither of this package nor installed; "": there is none.
     """
     for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        if package not in _NOT_THE_USERS:
-            code = frame.f_code
+        code = frame.f_code
+        installed = os.path.realpath(code.co_filename).startswith(_INSTALLED)
+        if not installed and package not in ("commhooks", "ddp_core"):
             return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
     return ""

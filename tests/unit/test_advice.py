@@ -1,5 +1,6 @@
 """What users are told of their choice of a scheme: its name as typed, costs, and mistakes."""
 
+import json
 import logging
 import re
 import warnings
@@ -7,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -20,6 +22,7 @@ from commhooks.research.conformance import LAWS
 from commhooks.schemes import Blockwise, PowerSGD, SignSGD, TopK
 from commhooks.wrappers import Coalesced, DelayedStart, PeriodicDense
 from commhooks.wrappers._make import as_typed, short_repr
+from ddp_core.exchange._errors import raised_in
 from tests.unit.one_rank import layers, train
 
 # ---- a scheme as it is typed
@@ -210,3 +213,19 @@ def test_every_check_names_a_heading_of_the_guide() -> None:
 def test_a_class_of_a_user_with_a_name_of_ours_is_printed_as_it_is() -> None:
     for text in ("Cast(none)", "DelayedStart(scheme=Dense())"):
         assert as_typed(text) == text
+
+
+def _decode(kind: str) -> object:
+    calls: dict[str, Callable[[], object]] = {
+        "numpy": lambda: np.zeros((2, 3)).reshape(7),
+        "torch": lambda: torch.zeros(2).view(3),
+        "json": lambda: json.loads("{"),
+    }
+    return calls[kind]()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "json"])
+def test_the_line_of_an_error_is_that_of_the_user(kind: str) -> None:
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        _decode(kind)
+    assert re.fullmatch(r"test_advice\.py:\d+ in <lambda>", raised_in(raised.value))

@@ -482,6 +482,15 @@ def test_options_follow_a_file_as_they_follow_a_name(
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
+def test_two_settings_of_a_file_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "needs.py"
+    path.write_text(NEEDS_ROW)
+    output = run_cli("tradeoff", f"{path}:row=32", f"{path}:row=64")
+    assert re.search("needs_row[: ]row=32", output)
+    assert re.search("needs_row[: ]row=64", output)
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
 def test_a_missing_option_is_told_as_it_is_given(tmp_path: Path) -> None:
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
