@@ -188,7 +188,9 @@ def handshake(
     text = first_difference(everyone)
     if text is not None:
         text = first_difference([_as_typed(theirs) for theirs in everyone])
-        differing = (field for field in facts if len({str(t.get(field)) for t in everyone}) > 1)
+        differing = (
+            field for field in everyone[0] if len({str(t.get(field)) for t in everyone}) > 1
+        )
         advice = _ADVICE.get(next(differing, ""), "")
         raise MismatchError(f"{call}: {text}{advice}")
     return messages
