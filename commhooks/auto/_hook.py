@@ -17,6 +17,7 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._settings import check_value, from_json
 from commhooks.errors import CheckpointError, OptionError
 from commhooks.hook._ledger import Summary
+from commhooks.hook._saving import without_start
 from commhooks.hook._sharded import check_returns_shards
 from commhooks.hook._state import CandidateResult, HookState, asks_for_scheme
 from commhooks.predict._advise import error_of, made_candidates
@@ -154,7 +155,7 @@ class AutoHook(HookState):
                 "load_state_dict: the saved run had two schemes, which 'auto' cannot have; "
                 "strict=False keeps step and residual, and times the candidates anew"
             )
-        choice = self._saved_choice(common["scheme"])
+        choice = self._saved_choice(without_start(common)[1])
         before = self.scheme
         if choice is not None:
             self._replace(choice[1])

@@ -69,6 +69,7 @@ __all__ = [
     "save",
     "to_bucket_layout",
     "to_checkpoint_layout",
+    "without_start",
 ]
 
 
@@ -533,7 +534,8 @@ def prepare(
     # Read the state. A compiled or wrapped model has other names than the plain one.
     saved = read(state, "load_state_dict").renamed(hook.parameters.find)
     common = saved.common
-    fits = structure(scheme) in (common["structure"], _without_start(common))
+    nesting, description = without_start(common)
+    fits = structure(scheme) in (common["structure"], nesting)
     if not fits and strict:
         raise CheckpointError(
             f"load_state_dict: saved by {as_typed(common['scheme'])!r}, this hook runs "
@@ -549,7 +551,8 @@ def prepare(
     saved, foreign = resharded(hook, scheme, saved, leader)
     resizes = resizes_of(scheme)
     # With the flush as well: states of earlier versions name it as a part of the scheme.
-    same_settings = fits and common["scheme"] in (describe(scheme), describe(hook.scheme))
+    here = (describe(scheme), describe(hook.scheme))
+    same_settings = fits and (common["scheme"] in here or description in here)
     # At the state's step, not the hook's: schedules keep other tensors at other steps.
     declared = _declared(hook, scheme, common["step"], _like_initial)
     declared = {key: values for key, values in declared.items() if key not in foreign}
@@ -584,13 +587,24 @@ def prepare(
     return Loaded(scheme, memory, common, SavedBuckets(layout, limits, arrival))
 
 
-def _without_start(common: Mapping[str, Any]) -> str:
-    """Returns the nesting of a saved scheme without ``start_step``, if these steps are over."""
-    nesting, before, after = common["structure"], "DelayedStart(", ", Dense)"
-    start = re.search(r", start_step=(\d+), before=Dense\(\)\)$", common["scheme"])
-    if start is None or int(start[1]) > common["step"]:
-        return str(nesting)
-    return nesting[len(before) : -len(after)] if nesting.startswith(before) else str(nesting)
+# ``coalesce`` is outside of the delay, see ``make``.
+_START = r", start_step=(\d{1,18}), before=Dense\(\)"
+_DELAYED = (
+    re.compile(r"(Coalesced\()?DelayedStart\((.*), Dense\)(\)?)"),
+    re.compile(rf"(Coalesced\(scheme=)?DelayedStart\(scheme=(.*){_START}\)(\)?)"),
+)
+
+
+def without_start(common: Mapping[str, Any]) -> tuple[str, str]:
+    """Returns nesting and description of a saved scheme, without ``start_step`` if it is over."""
+    nesting, text = str(common["structure"]), str(common["scheme"])
+    outer, whole = _DELAYED[0].fullmatch(nesting), _DELAYED[1].fullmatch(text)
+    if outer is None or whole is None or int(whole[3]) > common["step"]:
+        return nesting, text
+    return (
+        f"{outer[1] or ''}{outer[2]}{outer[3]}",
+        f"{whole[1] or ''}{whole[2]}{whole[4]}",
+    )
 
 
 def apply(hook: Running, loaded: Loaded) -> None:

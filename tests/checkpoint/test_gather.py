@@ -25,6 +25,7 @@ from tests.tools.training import (
     parameters,
     residuals,
     same,
+    sealed,
 )
 
 DCP_REMARKS = (".*",)  # about its planner and process group
@@ -212,9 +213,12 @@ def test_a_state_that_only_some_ranks_load_is_an_error_in_the_next_step(
         train(model, rank, range(1))
 
 
+@pytest.mark.parametrize("usual", [{}, {"coalesce": True}, {"wire_dtype": "fp16"}])
 @on_ranks(2)
-def test_a_run_goes_on_without_the_uncompressed_steps_that_are_over(rank: int) -> None:
-    options = {"ratio": 0.1}
+def test_a_run_goes_on_without_the_uncompressed_steps_that_are_over(
+    rank: int, usual: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"ratio": 0.1, **usual}
     _, hook = trained(rank, "topk", start_step=2, **options)
     state = hook.state_dict(gather=True)
     model = ddp(mlp())
@@ -223,8 +227,20 @@ def test_a_run_goes_on_without_the_uncompressed_steps_that_are_over(rank: int) -
     assert again.step == 3
     assert torch.equal(residuals(again, model), residuals(hook, model))
     _, early = trained(rank, "topk", start_step=1000, **options)
-    with pytest.raises(CheckpointError, match=r"saved by 'topk, .*start_step=1000"):
+    with pytest.raises(CheckpointError, match=r"saved by .topk, .*start_step=1000"):
         again.load_state_dict(early.state_dict(gather=True))
     hook.close()
     with pytest.raises(RegistrationError, match=r"closed .* new DistributedDataParallel"):
         hook.load_state_dict(state)
+
+
+@on_ranks(2)
+def test_what_is_lost_is_missed_also_without_the_uncompressed_steps(rank: int) -> None:
+    _, hook = trained(rank, "powersgd", rank=2, start_step=2)
+    state = hook.state_dict(gather=True)
+    for field in ("rank0", "rank1"):
+        factors = next(values for key, values in state[field]["memory"].items() if "sgd" in key)
+        del factors[next(iter(factors))]
+    again = commhooks.register(ddp(mlp()), "powersgd", rank=2)
+    with pytest.raises(CheckpointError, match="incomplete"):
+        again.load_state_dict(sealed(state))
