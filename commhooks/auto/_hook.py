@@ -148,7 +148,7 @@ class AutoHook(HookState):
         plan = _read_plan(common.get("plan", ""))
         if plan.get("undecided"):
             super().load_state_dict(state, strict=False)
-            self._trials.begin()
+            self._begin_anew()
             return
         if strict and plan.get("split"):
             raise CheckpointError(
@@ -165,9 +165,13 @@ class AutoHook(HookState):
             self._replace(before)
             raise
         if choice is None:  # without ``strict``: the saved run had a scheme that is no candidate
-            self._trials.begin()
+            self._begin_anew()
         else:
             self._trials.end(f"auto runs {choice[0]}, as the run that was saved.")
+
+    def _begin_anew(self) -> None:
+        self._replace(make("none"))  # no ``switch``: other ranks may not have loaded
+        self._trials.begin()
 
     def plan_state(self) -> str:
         """Returns the choice as JSON, for ``load_state_dict``."""

@@ -118,13 +118,13 @@ class Trials:
         self._stage, self.choice, self.plan = Stage.DONE, None, plan
 
     def begin(self) -> None:
-        """Begins the measurement anew, after a state without a decision was loaded."""
+        """Begins the measurement anew, with the scheme "none" that the hook runs."""
         self._last, self._timings, self._before = (
             (-1, 0.0),
             CandidateTimings(self._candidates),
             None,
         )
-        self._enter(Stage.FIRST, make("none"))
+        self._begin_stage(Stage.FIRST)
 
     def forward_begins(self) -> None:
         """Takes the next decision if a step, and a stage with it, has ended."""
@@ -153,8 +153,11 @@ class Trials:
         self._try_next()
 
     def _enter(self, stage: Stage, scheme: Scheme) -> None:
-        self._stage, self._begun, self._times = stage, self._hook.step, []
+        self._begin_stage(stage)
         self._install(scheme)
+
+    def _begin_stage(self, stage: Stage) -> None:
+        self._stage, self._begun, self._times = stage, self._hook.step, []
 
     def _try_next(self) -> None:
         entry = self._timings.next()

@@ -413,10 +413,11 @@ class CollectiveState(HookState):
         if not call.input.numel():  # empty on every rank, so that no rank waits
             return completed(call.output)
         if not call.is_plain(self.scheme):
-            refuse_cuda_graph(device, self.scheme, agreed=self.agreed)
-        if not self.agreed:
+            refuse_cuda_graph(device, self.scheme, agreed=self.has_compared)
+        if not self.has_compared:
             self.target.exchange_device = device
-            self.agree(f"{self._called}.{call.kind}, the first call or the first after loading")
+            text = f"{self._called}.{call.kind}, the first call or the first after loading"
+            self.compare_ranks(text)
 
         # Wait for the previous call of this name, which writes the memory that this one reads.
         if keeps:

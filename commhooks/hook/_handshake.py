@@ -155,6 +155,7 @@ def handshake(
     limit: timedelta | None = None,
     *,
     message: object = None,
+    waits: bool = True,
 ) -> list[Any]:
     """Raises on every rank if the ranks' ``facts`` differ; all ranks of ``group`` call it.
 
@@ -163,6 +164,8 @@ def handshake(
         facts: values by field, compared for equality.
         limit: longest wait for the other ranks; the group's timeout if that is less, or if None.
         message: any further object for the other ranks; may differ between ranks.
+        waits: waits for all ranks at the store first, so that missing ones are named, and no
+            collective is left in the group. False: where they come here as to a collective.
 
     Returns:
         The messages of all ranks, in rank order.
@@ -171,17 +174,18 @@ def handshake(
         MismatchError: facts differ; names the first field, the ranks and the values.
         MissingRankError: some ranks did not come; names them.
     """
-    # Before the gather: it names the missing ranks, and leaves no collective in the group.
-    wait_for_all_ranks(call, group, limit)
+    if waits:
+        wait_for_all_ranks(call, group, limit)
     everyone: list[Any] = [None] * group.size()
     try:
         dist.all_gather_object(everyone, ({"call": call, **facts}, message), group=group)
     except RuntimeError as error:
         raise MissingRankError(
-            f"{call}: not every rank came, or one ended since; all ranks call {call}, "
-            f"between two steps: {error}"
+            f"{call}: not every rank came, or one has ended: {error}. Look at the output of the "
+            f"others, which may have raised before they could come"
         ) from error
-    clear_keys(group)  # after the gather, which no rank passes before all have read the keys
+    if waits:
+        clear_keys(group)  # after the gather, which no rank passes before all have read the keys
     messages = [message for _, message in everyone]
     everyone = [theirs for theirs, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,11 @@ class SavedBucketLayout:
         self.loaded, self.buckets_restored = buckets, False
         self.runner.regrouping.restore(buckets.layout, regroups=True)
 
-    def apply(self, buckets: SavedBuckets, core: CoreDDP | None, agree: Callable[[], None]) -> None:
+    def apply(self, buckets: SavedBuckets, core: CoreDDP | None) -> None:
         """Continues with the buckets of a saved state.
 
         Args:
             core: the model, if it is ``ddp_core``'s.
-            agree: compares what the ranks have loaded; called before the next step.
         """
         # torch's class takes no buckets: the runner exchanges in the saved ones until torch has
         # rebuilt its own. ``ddp_core`` lays out the saved buckets at once.
@@ -94,9 +94,7 @@ class SavedBucketLayout:
             layout = arrival = ()  # the saved model had other parameters: lay out as usual
         members = [[by_name[name] for name in names] for names in layout]
         order = [by_name[name] for name in arrival]
-        # Laying out buckets is a collective of the ranks that have loaded, so the model calls
-        # ``agree`` before it: ranks that have loaded different states would hang.
-        core.restore_layout(members, buckets.bucket_bytes, order, agree)
+        core.restore_layout(members, buckets.bucket_bytes, order)
 
 
 # ---- the hook
@@ -116,6 +114,7 @@ _SHARED = (
     "action of verify",
 )
 
+_FIRST_STEP = "the first step with this hook, or after load_state_dict"
 CLOSED = (
     "the hook was closed (HookState.close); wrap the model in a new DistributedDataParallel and "
     "register there, or close after training"
@@ -213,9 +212,8 @@ class Running:
             refuse_python_reducer(bucket)
             bucket = HookBucket.of(bucket, self.target)
         if not bucket.gradient.is_cpu:
-            agreed = self.agreed and self._compared_in_step
-            refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=agreed)
-        self._agree_in_first_step()
+            refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.has_compared)
+        self.compare_ranks()
         if not self.call_monitor.calls:
             self._guard_model()  # after the handshake, which finds the model
         self.call_monitor.record_call(is_last=bucket.is_last)
@@ -250,6 +248,30 @@ class Running:
             self.call_monitor.observe(self, model)
 
     # ---- what ddp_core calls
+
+    @property
+    def has_met(self) -> bool:
+        """Whether the ranks have compared anything yet, in ``register`` or in a step."""
+        return bool(self._run_ids[0])
+
+    @property
+    def has_compared(self) -> bool:
+        """Whether the next step need not compare the ranks."""
+        return self.agreed and self._compared_in_step
+
+    def compare_ranks(self, call: str = _FIRST_STEP) -> None:
+        """Compares what the ranks run, before the first step and the first one after loading.
+
+        A collective: every rank comes here with its first bucket, before it exchanges any. On
+        ``ddp_core``'s model that is too late, since ranks that have loaded lay out buckets in
+        forward, and others synchronise buffers there: the model calls this before.
+        """
+        if self.has_compared:
+            return
+        # Ranks that have met in ``register`` come here as to any other collective, and one that has
+        # ended meanwhile is noticed at once.
+        self.agree(call, waits=self._compared_in_step or not self.has_met)
+        self._compared_in_step = True
 
     def backward_finished(self) -> None:
         """Starts the exchange of held buckets, when the backward pass has ended."""
@@ -315,8 +337,7 @@ class Running:
 
     def _apply_buckets(self, buckets: SavedBuckets) -> None:
         """Continues with the buckets of a saved state."""
-        core = self.target.notifying_core(self)
-        self.continuation.apply(buckets, core, self._agree_in_first_step)
+        self.continuation.apply(buckets, self.target.notifying_core(self))
 
     # ---- model and ranks
 
@@ -352,26 +373,27 @@ class Running:
             "parameters to compare": list(self.target.values()) if self.verification else [],
         }
 
-    def _agree_in_first_step(self) -> None:
-        # A collective: every rank comes here with its first bucket, before it exchanges any.
-        if not (self.agreed and self._compared_in_step):
-            self.agree("the first step with this hook, or after load_state_dict")
-            self._compared_in_step = True
-
     def agree(
-        self, call: str, also: Mapping[str, Any] | None = None, limit: timedelta | None = None
+        self,
+        call: str,
+        also: Mapping[str, Any] | None = None,
+        limit: timedelta | None = None,
+        *,
+        waits: bool = True,
     ) -> None:
         """Compares settings with the other ranks and opens the driver's groups; a collective.
 
         Args:
             also: further facts that must be the same on all ranks, by name.
             limit: longest wait for the other ranks; at most, and by default, the group's timeout.
+            waits: see :func:`handshake`.
         """
         self.bind()
         devices = self.target.devices()
         self.drivers.check(devices)
         facts = {**(also or {}), **self._facts(self.scheme)}
-        run_ids = self._handshake(call, facts, limit, message=self._run_ids[0] or uuid.uuid4().hex)
+        run_id = self._run_ids[0] or uuid.uuid4().hex
+        run_ids = self._handshake(call, facts, limit, message=run_id, waits=waits)
         self._run_ids = (run_ids[0], self._run_ids[1])
         # After the handshake, which compares the memory's origin: a pickled state on a wrong rank
         # is then an error on all ranks, and not on one rank while the others wait.
@@ -419,27 +441,29 @@ class Running:
         limit: timedelta | None = None,
         *,
         message: object = None,
+        waits: bool = True,
     ) -> list[Any]:
+        meet = partial(handshake, call, limit=limit, waits=waits)
         with self.target.on_device():
             try:
-                answers = handshake(call, facts, self.target.group(), limit, message=message)
+                answers = meet(facts, self.target.group(), message=message)
             except MissingRankError:
                 raise
             except MismatchError as error:
                 # Peers with the other shards would wait for this rank in their handshake.
                 with suppress(MismatchError):
-                    self._handshake_peers(call, facts, limit, str(error))
+                    self._meet_peers(meet, facts, str(error))
                 raise
-            self._handshake_peers(call, facts, limit)
+            self._meet_peers(meet, facts)
             return answers
 
-    def _handshake_peers(
-        self, call: str, facts: Mapping[str, Any], limit: timedelta | None, fault: str = ""
+    def _meet_peers(
+        self, meet: Callable[..., list[Any]], facts: Mapping[str, Any], fault: str = ""
     ) -> None:
         """Compares facts with the ranks of the other shards; a collective."""
         shared = {name: facts[name] for name in _SHARED if name in facts}
         for group in self.target.verdict_groups:
-            handshake(call, {"what keeps a rank from it": fault or None, **shared}, group, limit)
+            meet({"what keeps a rank from it": fault or None, **shared}, group)
 
     def _group_of_ranks(self) -> dist.ProcessGroup:
         """Returns the hook's group; raises if the ranks of that group have changed.

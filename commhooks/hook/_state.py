@@ -159,8 +159,8 @@ class HookState(Running):
                 f"HookState.switch: step {self.step} is under way; switch between two steps, "
                 f"after loss.backward() returned"
             )
-        # Before the first step the ranks have not met: the handshake of that step compares schemes.
-        if self.agreed:
+        # Ranks that have not met yet compare schemes in the first step.
+        if self.has_met:
             self._handshake("HookState.switch", self._facts(built), HANDSHAKE_LIMIT)
         self._replace(built)
 

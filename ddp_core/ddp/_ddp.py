@@ -243,7 +243,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         of parameters for which that returns the same; its ``bucket_cap_mb`` is used unless the
         user has set a size.
 
-        A state is notified of the outcome of each synchronised step, by those of these methods
+        A state is notified of the course of each synchronised step, by those of these methods
         that it has when the hook is set:
 
         ``backward_finished()``: backward has ended well, so no bucket follows. A hook that holds
@@ -254,6 +254,9 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         ``step_aborted()``: the step has begun and its results will not be used: backward, the
         hook or an exchange raised, or parameters got no gradient. It comes before the reducer
         waits for what it has launched, so that held buckets can be released.
+
+        ``compare_ranks()``: a forward pass that records a graph begins. Nothing of it was sent yet,
+        so that ranks may compare here what decides which messages follow.
 
         A rank without inputs (``join``) is notified of the other ranks' steps alike.
 
@@ -313,7 +316,6 @@ class DistributedDataParallel(TorchNames, TorchDDP):
         buckets: Sequence[Sequence[nn.Parameter]],
         limits: Sequence[int],
         arrival: Sequence[nn.Parameter],
-        agree: Callable[[], None],
     ) -> None:
         """Restores what :meth:`saved_layout` gave from the next step on; all ranks call it.
 
@@ -321,7 +323,6 @@ class DistributedDataParallel(TorchNames, TorchDDP):
 
         Args:
             buckets, limits, arrival: what :meth:`saved_layout` gave, in this model's parameters.
-            agree: called on every rank before that step; raises if they resume different runs.
         """
         index_of = {
             id(entry.parameter): index
@@ -336,7 +337,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             tuple(index_of[id(parameter)] for parameter in bucket) for bucket in buckets
         )
         order = tuple(index_of[id(parameter)] for parameter in arrival)
-        self._ddp_state.reducer.plan.resume(SavedBuckets(members, tuple(limits), order, agree))
+        self._ddp_state.reducer.plan.resume(SavedBuckets(members, tuple(limits), order))
 
     def refresh_layout(self) -> None:
         """Asks the hook's state again for its layout, since its answers have changed."""

@@ -405,6 +405,12 @@ class StepEvents:
         self._gradients_written: Callable[[Sequence[nn.Parameter]], object] | None
         self._gradients_written = _method(state, "gradients_written")
         self._step_aborted: Callable[[], object] | None = _method(state, "step_aborted")
+        self._compare_ranks: Callable[[], object] | None = _method(state, "compare_ranks")
+
+    def compare_ranks(self) -> None:
+        """Lets the state compare the ranks, before the first collective of a forward pass."""
+        if self._compare_ranks is not None:
+            self._compare_ranks()
 
     @property
     def wants_unused(self) -> bool:

@@ -52,14 +52,11 @@ class SavedBuckets:
         limits: the sizes, in bytes, at which that run's buckets are full.
         arrival: indices of all parameters, in the order in which their gradients arrived in that
             run's last step; empty if it is unknown.
-        agree: called before buckets are laid out; raises if not all ranks resume the same
-            state.
     """
 
     members: tuple[tuple[int, ...], ...]
     limits: tuple[int, ...]
     arrival: tuple[int, ...]
-    agree: Callable[[], None]
 
     @property
     def stage(self) -> Stage:
@@ -215,11 +212,6 @@ class BucketPlan:
         """
         if not self._steps:
             self.splits.take(chosen)
-
-    def compare_loaded(self) -> None:
-        """Raises unless all ranks resume the same state, if this rank resumes any."""
-        if self._saved is not None:
-            self._saved.agree()
 
     def rebuild(self, present: Sequence[Sequence[int]]) -> list[list[int]] | None:
         """Returns new buckets if they are due; all ranks call it in the same forward pass.

@@ -182,7 +182,7 @@ class Reducer:
 
     def rebuild(self) -> None:
         """Lays buckets out anew, once the order of gradients is known or a layout was requested."""
-        self.plan.compare_loaded()  # outside of the try: its error says what to do
+        self.launcher.events.compare_ranks()  # outside of the try: its error says what to do
         try:
             members = self.plan.rebuild(self._installed.members)
         except RuntimeError as error:

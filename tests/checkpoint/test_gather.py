@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,11 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
 from commhooks.errors import CheckpointError, MismatchError, RegistrationError
 from commhooks.hook import _saving
+from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import (
     batch,
@@ -198,19 +201,48 @@ def test_a_distributed_checkpoint_loads_on_any_number_of_ranks(tmp_path):
             assert step == 5
 
 
+def batch_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 16))
+
+
+# On ``ddp_core`` forward passes send something: buffers, a layout; or a step has no early bucket.
+MODELS: dict[str, Callable[[], DistributedDataParallel]] = {
+    "torch": lambda: ddp(mlp()),
+    "core": lambda: CoreDDP(mlp()),
+    "buffers": lambda: CoreDDP(batch_norm()),
+    "static": lambda: CoreDDP(mlp(), static_graph=True),
+    "layout": lambda: CoreDDP(mlp()),
+}
+
+
 @pytest.mark.parametrize("loads", [0, 1])
+@pytest.mark.parametrize("kind", MODELS)
 @on_ranks(2)
 def test_a_state_that_only_some_ranks_load_is_an_error_in_the_next_step(
-    rank: int, loads: int
+    rank: int, kind: str, loads: int
 ) -> None:
+    options: dict[str, Any] = {"ratio": 0.1} | ({"layout": "scheme"} if kind == "layout" else {})
+    model, again = MODELS[kind](), MODELS[kind]()
+    hook = commhooks.register(model, "topk", **options)
+    train(model, rank, range(3))
+    state = hook.state_dict(gather=True)
+    other = commhooks.register(again, "topk", **options)
+    if rank == loads:
+        other.load_state_dict(state)
+    with pytest.raises(MismatchError, match=r"step differs .* did only some ranks load"):
+        train(again, rank, range(1))
+
+
+@pytest.mark.parametrize("loads", [0, 1])
+@on_ranks(2)
+def test_a_switch_meets_ranks_of_which_some_have_loaded(rank: int, loads: int) -> None:
     _, hook = trained(rank, "topk", ratio=0.1)
     state = hook.state_dict(gather=True)
-    model = ddp(mlp())
-    again = commhooks.register(model, "topk", ratio=0.1)
+    again = commhooks.register(ddp(mlp()), "topk", ratio=0.1)
     if rank == loads:
         again.load_state_dict(state)
-    with pytest.raises(MismatchError, match=r"step differs .* did only some ranks load"):
-        train(model, rank, range(1))
+    with pytest.raises(MismatchError, match=r"switch: step differs .* did only some ranks load"):
+        again.switch("none")
 
 
 @pytest.mark.parametrize("usual", [{}, {"coalesce": True}, {"wire_dtype": "fp16"}])

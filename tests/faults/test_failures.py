@@ -257,6 +257,23 @@ def test_a_peer_that_dies_in_backward_is_an_error_that_names_the_place(scheme, k
 
 
 # Not at once: the other rank may still have to read what the first round sent it.
+def _ends_before_the_first_step(rank: int, world_size: int, kind: str) -> tuple[str, str] | None:
+    model = KINDS[kind](mlp())
+    commhooks.register(model, "int8")
+    if rank == 1:
+        os._exit(1)
+    return outcome(_backward, model, 0, rank)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peer_that_ends_before_its_first_step_is_missed_at_once(kind: str) -> None:
+    # The timeout of the group is far longer than that of the test.
+    error, _ = run_ranks(
+        _ends_before_the_first_step, 2, kind, timeout=30, pg_timeout=600, may_die=[1]
+    )
+    assert "not every rank came, or one has ended" in error[1]
+
+
 @pytest.mark.parametrize("kind", ["torch", "core"])
 @pytest.mark.parametrize("sleeps", [0.5, 8.0], ids=["dies", "hangs"])
 def test_a_peer_that_is_lost_between_two_rounds_is_an_error_in_round_one(sleeps, kind):

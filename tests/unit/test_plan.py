@@ -22,7 +22,7 @@ def parameters() -> list[Trained]:
 
 
 def saved(members: Any = (), limits: Any = (), arrival: Any = ()) -> SavedBuckets:
-    return SavedBuckets(tuple(map(tuple, members)), tuple(limits), tuple(arrival), lambda: None)
+    return SavedBuckets(tuple(map(tuple, members)), tuple(limits), tuple(arrival))
 
 
 FINAL = saved([[1], [0], [3], [2]], SMALL.limits, FORWARD)  # by an earlier order
