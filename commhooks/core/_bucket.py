@@ -351,8 +351,10 @@ def _to_keep(bucket: Bucket, slot: Slot, layout: Layout, values: Tensor) -> Tens
             f"bucket.write(Slot({slot.key!r}), ...): the slot has {layout.numel} entries in this "
             f"bucket, got {values.numel()}"
         )
-    # DistributedDataParallel uses the bucket's tensors again, in this step for the mean.
-    if share_storage(values, bucket.raw) or share_storage(values, bucket.output):
+    # DistributedDataParallel uses the bucket's tensors again, in this step for the mean; feedback
+    # writes what is not sent where the sum of gradient and residual is.
+    is_reused = share_storage(values, bucket.raw) or share_storage(values, bucket.output)
+    if is_reused or (bucket.unsent is not None and share_storage(values, bucket.unsent)):
         values = values.clone()
     return values.reshape(-1)
 

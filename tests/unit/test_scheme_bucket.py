@@ -316,6 +316,27 @@ def test_a_bucket_may_be_kept_although_its_tensor_is_used_again() -> None:
         assert means[0].tolist() == [max(0.0, step - 1.0)] * 3
 
 
+@dataclass(frozen=True)
+class KeepsWhatItHalves(Scheme):
+    """Sends a half, and keeps the whole."""
+
+    traits = Traits(error=Biased())
+    keeps = (CALLS,)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        bucket.write(CALLS, bucket.gradient)
+        sent = bucket.gradient / 2
+        mean = yield AllReduce(sent.clone())
+        return Result(mean, sent=sent)
+
+
+def test_a_gradient_may_be_kept_although_feedback_uses_its_memory_again() -> None:
+    ranks = Simulation(ErrorFeedback(KeepsWhatItHalves()), {"a": (3,)}, world_size=2)
+    for whole in (1.0, 1.5):  # with the residual of the step before
+        ranks.step([torch.ones(3)] * 2)
+        assert ranks.memory(0, "test.calls").tolist() == [whole] * 3
+
+
 @pytest.mark.parametrize(
     ("scheme", "words"),
     [(Undeclared(), "list the slot in the scheme's `keeps`"), (Writes(2), "3 entries .* got 2")],
