@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,13 +16,16 @@ from commhooks.errors import Error
 from commhooks.research._simulation import Simulation
 
 __all__ = [
+    "LATE",
     "NUMEL",
     "SHAPES",
     "Law",
     "LawBroken",
     "Laws",
     "MakeScheme",
+    "begun",
     "exact_mean",
+    "from_step",
     "gradients",
     "in_words",
     "need",
@@ -33,6 +38,7 @@ MakeScheme = Callable[[], Scheme]
 # wrong. Low-rank schemes compress "weight" and "conv", and send all others as they are.
 SHAPES = {"weight": (24, 20), "bias": (24,), "conv": (6, 4, 3, 3), "row": (1, 33), "one": (1,)}
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
+LATE = 10**6  # a step after all warm-ups
 
 
 class LawBroken(Error, AssertionError):
@@ -119,7 +125,28 @@ def in_words(world_size: int) -> str:
     return f"{world_size} rank{'s' * (world_size != 1)}"
 
 
+_first_step: ContextVar[int] = ContextVar("first step", default=0)
+S = TypeVar("S", bound=Simulation)
+
+
+@contextmanager
+def from_step(step: int) -> Iterator[None]:
+    """Makes the ranks of laws begin at a step inside the ``with`` block."""
+    token = _first_step.set(step)
+    try:
+        yield
+    finally:
+        _first_step.reset(token)
+
+
+def begun(ranks: S) -> S:
+    """Returns simulated ranks at the step with which laws begin."""
+    for engine in ranks.engines:
+        engine.step = _first_step.get()
+    return ranks
+
+
 def ranks_of(scheme: Scheme, world_size: int, numel: int | None = None) -> Simulation:
     """Returns simulated ranks with parameters of ``SHAPES``, or one of ``numel`` entries."""
     shapes = SHAPES if numel is None else {"p": (numel,)}
-    return Simulation(scheme, shapes, world_size=world_size, seed=5)
+    return begun(Simulation(scheme, shapes, world_size=world_size, seed=5))

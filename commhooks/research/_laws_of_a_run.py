@@ -12,6 +12,7 @@ from commhooks.core._layout import Layout
 from commhooks.core._scheme import Scheme, walk
 from commhooks.research._laws import (
     NUMEL,
+    SHAPES,
     Laws,
     MakeScheme,
     exact_mean,
@@ -23,7 +24,7 @@ from commhooks.research._laws import (
 )
 from commhooks.schemes.casts import TwoPhaseCast
 from commhooks.wrappers._cast import Cast
-from commhooks.wrappers._feedback import keeps_residual, without_feedback
+from commhooks.wrappers._feedback import RESIDUAL, keeps_residual, without_feedback
 
 __all__ = ["OF_A_RUN"]
 
@@ -161,7 +162,10 @@ def _lost(scheme: Scheme, world_size: int, steps: int) -> float:
         applied = applied + ranks.step(grads)[0]
         total = total + exact_mean(grads)
     residual = exact_mean([ranks.memory(rank) for rank in range(world_size)])
-    return float((applied + residual - total).abs().max() / total.abs().max())
+    # Rules may give parameters no feedback: what they lose is kept nowhere.
+    known = [ranks.engines[0].memory.get(RESIDUAL, name) is not None for name in SHAPES]
+    kept = torch.tensor(known).repeat_interleave(torch.tensor(ranks.layout.sizes))
+    return float(((applied + residual - total) * kept).abs().max() / total.abs().max())
 
 
 @OF_A_RUN.add("an average is over all ranks, 1 to 8 of them", of_averages=True)

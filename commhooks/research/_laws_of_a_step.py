@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
+from functools import partialmethod
+from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -11,10 +15,12 @@ from commhooks.core._bucket import Bucket
 from commhooks.core._layout import Layout
 from commhooks.core._scheme import Codec, slots_of, walk
 from commhooks.research._laws import (
+    LATE,
     NUMEL,
     SHAPES,
     Laws,
     MakeScheme,
+    begun,
     exact_mean,
     gradients,
     in_words,
@@ -25,6 +31,7 @@ from commhooks.research._laws import (
 from commhooks.research._simulation import Simulation
 from commhooks.wrappers._feedback import without_feedback
 from ddp_core import Collective
+from ddp_core.exchange._devices import as_bytes
 from ddp_core.exchange._errors import listed
 
 __all__ = ["FIRST", "OF_A_STEP"]
@@ -43,7 +50,7 @@ def _sizes(make: MakeScheme) -> None:
     for numel in (0, 1, 2, 31, 33, 257, 4099):
         for shape in ((numel,), (numel, 1), (1, numel)):
             layout = Layout(["p"], [shape])
-            ranks = Simulation(make(), {"p": shape}, world_size=3)
+            ranks = begun(Simulation(make(), {"p": shape}, world_size=3))
             for step in range(2):  # the second step reads what the first has written
                 for mean in ranks.step(gradients(3, step, numel), buckets=[layout]):
                     need(mean.shape == (numel,), f"shape {shape} gives a mean of {mean.shape}")
@@ -80,29 +87,59 @@ def _unequal(a: Tensor, b: Tensor) -> str:
 def _same_on_all_ranks(make: MakeScheme) -> None:
     # A checkpoint has one copy of such a slot, and every rank that loads it gets that copy.
     ranks = ranks_of(make(), 3)
-    for step in range(3):
-        ranks.step(gradients(3, step))
+    _run(ranks)
     first, *others = _memory(ranks)
     for key in (slot.key for slot in slots_of(make()) if slot.resize == "same"):
         for rank, other in enumerate(others, 1):
             for name in SHAPES:
                 a, b = first.get((key, name)), other.get((key, name))
-                same = a is b if a is None or b is None else torch.equal(a, b)
                 need(
-                    same,
+                    _same_bits(a, b),
                     f'Slot({key!r}, resize="same"): ranks 0 and {rank} of 3 keep other values of '
                     f'{name!r}; where ranks keep values of their own, resize is "sum", "mean" or '
                     f'"drop"',
                 )
 
 
+def _run(ranks: Simulation, dtype: torch.dtype = torch.float32) -> None:
+    """Runs three steps, of which the later ones read what the first has written, and three late."""
+    for first in (ranks.engines[0].step, LATE):
+        for engine in ranks.engines:
+            engine.step = first
+        for step in range(3):
+            ranks.step([grad.to(dtype) for grad in gradients(len(ranks.engines), step)])
+
+
+def _same_bits(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    # Not of the values: a NaN differs from itself.
+    return (a.dtype, a.shape) == (b.dtype, b.shape) and torch.equal(as_bytes(a), as_bytes(b))
+
+
 @OF_A_STEP.add("encode leaves its input as it is", guide="What a scheme declares")
 def _input(make: MakeScheme) -> None:
-    for codec in (inside for inside in walk(make()) if isinstance(inside, Codec)):
-        gradient, layout = normal(NUMEL, 0), Layout(list(SHAPES), list(SHAPES.values()))
-        before = gradient.clone()
-        codec.encode(gradient, Bucket(gradient, layout, world_size=2))
-        need(torch.equal(before, gradient), "encode changed its input; work on a copy of it")
+    kinds = {type(inside) for inside in walk(make()) if isinstance(inside, Codec)}
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64) if kinds else ():
+        with ExitStack() as patches:
+            for kind in kinds:
+                encode = partialmethod(_watched, kind.encode)
+                patches.enter_context(patch.object(kind, "encode", encode))
+            # Feedback hands on float32, also where gradients are not.
+            for scheme in (make(), without_feedback(make())):
+                _run(ranks_of(scheme, 2), dtype)
+
+
+def _watched(codec: Codec, encode: Any, gradient: Tensor, bucket: Bucket) -> Any:
+    """Encodes, and raises ``LawBroken`` if that has changed the gradient."""
+    before = gradient.clone()
+    payload = encode(codec, gradient, bucket)
+    need(
+        torch.equal(before, gradient),
+        f"encode changed its input, of {gradient.dtype}, in step {bucket.step}; work on a copy "
+        f"of it",
+    )
+    return payload
 
 
 @OF_A_STEP.add(
@@ -264,27 +301,29 @@ class _Sums(Simulation):
     """Watches the sums of integers over ranks.
 
     Attributes:
-        of_integers: whether there was any.
+        of_integers: whether there was any in the last step.
+        has_summed: whether there was any in any step.
         too_large: describes one that does not fit into its dtype; "": all do.
     """
 
-    of_integers, too_large = False, ""
+    of_integers, has_summed, too_large = False, False, ""
     _total: Tensor
 
     def _record(self, request: Collective, rank: int) -> None:
         super()._record(request, rank)
         tensor = request.tensor
-        is_integer = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
+        dtype = tensor.dtype
+        is_integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
         if not is_integer or getattr(request, "op", "") != "sum" or not tensor.numel():
             return
-        self.of_integers = True
+        self.of_integers = self.has_summed = True
         # Ranks ask in their order, and all of them before the first gets an answer.
         self._total = tensor.long() + (self._total if rank else 0)
-        ends, last = torch.iinfo(tensor.dtype), rank == len(self.engines) - 1
+        ends, last = torch.iinfo(dtype), rank == len(self.engines) - 1
         for total in (int(self._total.min()), int(self._total.max())) if last else ():
             if not ends.min <= total <= ends.max:
                 self.too_large = (
-                    f"{in_words(len(self.engines))}: codes add up to {total}, which {tensor.dtype} "
+                    f"{in_words(len(self.engines))}: codes add up to {total}, which {dtype} "
                     f"does not hold; take fewer levels on more ranks, a wider dtype, or "
                     f"AllGather(codes)"
                 )
@@ -294,20 +333,24 @@ class _Sums(Simulation):
     "sums of integers do not overflow, on up to 1024 ranks", guide="Several collectives per bucket"
 )
 def _integer_sums(make: MakeScheme) -> None:
-    # Codes are largest where all entries are equal, or all but one are zero.
-    equal, single = torch.ones(256), torch.zeros(256)
+    # Ranks have equal gradients, so that their codes add up. Codes are largest where all entries
+    # are equal, or all but one are zero; those by a scale of past steps, where entries grow.
+    ones, single = torch.ones(256), torch.zeros(256)
     single[0] = 1.0
-    for world_size in (2, 128, 256, 1024):
-        ranks = _Sums(make(), {"p": (16, 16)}, world_size=world_size)
-        for grad in (equal, equal, single):  # the first step may be dense
+    steps = [("ones", ones)] * 2  # the first may be dense
+    steps += [("N(0, 1)", normal(256, 1)), ("a one among zeros", single), ("eights", 8 * ones)]
+    for world_size in (2, 16, 128, 256, 1024):
+        ranks = begun(_Sums(make(), {"p": (16, 16)}, world_size=world_size))
+        for name, grad in steps:
+            ranks.of_integers = False
             mean = ranks.step([grad] * world_size)[0]
             need(not ranks.too_large, ranks.too_large)
+            text = f"{in_words(world_size)}: the mean of {name} is"
             if ranks.of_integers:
-                text = f"{in_words(world_size)}: the mean of ones is not finite"
-                need(mean.isfinite().all(), f"{text}; do levels remain on so many?")
-                text = f"{in_words(world_size)}: the mean of ones is zero"
-                need((mean != 0).any(), f"{text}; do levels remain on so many?")
-        if not ranks.of_integers:
+                need(mean.isfinite().all(), f"{text} not finite; do levels remain on so many?")
+            if ranks.of_integers and name == "ones" and make().traits.returns == "mean":
+                need((mean != 0).any(), f"{text} zero; do levels remain on so many?")
+        if not ranks.has_summed and world_size > 2:  # some sum on many ranks only
             return
 
 
@@ -321,7 +364,7 @@ def _memory(ranks: Simulation) -> list[dict[tuple[str, str], Tensor]]:
 
 def _same_memory(a: Simulation, b: Simulation) -> bool:
     return all(
-        first.keys() == second.keys() and all(torch.equal(v, second[k]) for k, v in first.items())
+        first.keys() == second.keys() and all(_same_bits(v, second[k]) for k, v in first.items())
         for first, second in zip(_memory(a), _memory(b), strict=True)
     )
 

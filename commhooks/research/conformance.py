@@ -12,10 +12,22 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from commhooks.core._scheme import Scheme
-from commhooks.research._laws import Law, LawBroken, MakeScheme, in_words
+from commhooks.research._laws import (
+    LATE,
+    SHAPES,
+    Law,
+    LawBroken,
+    MakeScheme,
+    from_step,
+    gradients,
+    in_words,
+)
 from commhooks.research._laws_of_a_run import OF_A_RUN
 from commhooks.research._laws_of_a_step import FIRST, OF_A_STEP
 from commhooks.research._simulation import Simulation
+from commhooks.wrappers._base import Coalesced
+from commhooks.wrappers._schedules import DelayedStart, PeriodicDense, Schedule
+from ddp_core import Collective
 from ddp_core.exchange._errors import raised_in
 
 __all__ = ["LAWS", "LawBroken", "Verdict", "check_scheme", "exemptions_of", "laws_of"]
@@ -59,6 +71,8 @@ def exemptions_of(scheme: Scheme) -> dict[str, int]:
 def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterator[Verdict]:
     """Runs laws on a scheme; an exception of the scheme counts as a broken law.
 
+    A scheme that sends something else after its first steps obeys them in both.
+
     Args:
         make: returns a new scheme as users get it, with error feedback if it is biased.
         laws: keys of ``LAWS``; by default those of :func:`laws_of`, of which the first one is the
@@ -73,18 +87,58 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterato
     """
     if not make().traits.averages:
         raise ValueError("check_scheme: the laws are about schemes that average over ranks")
+    late: bool | None = None
     for text in laws_of(make()) if laws is None else laws:
-        error, is_last = "", False
+        error, since, is_last = "", "", False
         try:
-            LAWS[text].check(make)
+            LAWS[text].check(lambda: _running(make(), 0))
+            late = _changes(make) if late is None else late
+            if late:
+                since = f"from step {LATE:,} on, where it sends something else: "
+                with from_step(LATE):
+                    LAWS[text].check(lambda: _running(make(), LATE))
         except LawBroken as broken:
-            error = str(broken)
+            error = f"{since}{broken}"
         except Exception as raised:  # whatever a user's code raises is a verdict on it
-            error = f"{type(raised).__name__}: {raised}{_place(raised)}"
+            error = f"{since}{type(raised).__name__}: {raised}{_place(raised)}"
             is_last = laws is None and text == FIRST
         yield Verdict(text, error, LAWS[text].guide, is_last)
         if is_last:
             return
+
+
+def _running(scheme: Scheme, step: int) -> Scheme:
+    """Returns what runs in a step: laws look for feedback on the outside."""
+    while True:
+        if isinstance(scheme, Coalesced | PeriodicDense):
+            scheme = scheme.scheme
+        elif isinstance(scheme, Schedule):
+            scheme = scheme.at(step)
+        elif isinstance(scheme, DelayedStart):
+            scheme = scheme.before if step < scheme.start_step else scheme.scheme
+        else:
+            return scheme
+
+
+class _Signatures(Simulation):
+    """Records what rank 0 asks for, by kind, shape and dtype."""
+
+    def __init__(self, scheme: Scheme, first_step: int) -> None:
+        super().__init__(scheme, SHAPES, world_size=2)
+        self.seen: set[object] = set()
+        for engine in self.engines:
+            engine.step = first_step
+        for step in range(4):  # some learn in the first two, and some take turns
+            self.step(gradients(2, step))
+
+    def _record(self, request: Collective, rank: int) -> None:
+        if not rank:
+            self.seen.add(request.signature())
+
+
+def _changes(make: MakeScheme) -> bool:
+    """Whether a scheme sends something else after all warm-ups."""
+    return not _Signatures(make(), LATE).seen <= _Signatures(make(), 0).seen
 
 
 def _place(raised: Exception) -> str:

@@ -17,7 +17,7 @@ from commhooks.classic._minmax import MinMax, MinMaxPerChannel
 from commhooks.core import Biased, Bucket, Codec, Result, SchemeExchange, Slot, Traits, Unbiased
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.research.conformance import LAWS, check_scheme, exemptions_of, laws_of
-from commhooks.wrappers import EF21, AveragedFeedback, Cast, Guard
+from commhooks.wrappers import EF21, AveragedFeedback, Cast, Guard, PeriodicDense, Schedule
 from commhooks.wrappers import _cast as _cast
 from ddp_core import AllReduce
 from tests.contract.cases import make, registered
@@ -259,6 +259,51 @@ class RoundsToNothing(RunsOutOfLevels):
         return 127 // world_size or 0.1
 
 
+class SumsSignsLater(SumsSigns):
+    """Adds up signs after a warm-up."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        run = bucket.all_reduce() if bucket.step < 10 else super().exchange(bucket)
+        return (yield from run)
+
+
+class SumsSignsOfMany(SumsSigns):
+    """Adds up signs where an all-gather would send more."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        run = bucket.all_reduce() if bucket.world_size < 9 else super().exchange(bucket)
+        return (yield from run)
+
+
+SCALE = Slot("test.scale")
+
+
+class TakesTheScaleBefore(SumsSigns):
+    """Divides by the largest entry of the step before, which may be smaller."""
+
+    keeps = (SCALE,)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient, old = bucket.gradient, bucket.read(SCALE)
+        largest = gradient.abs().amax().view(1) if gradient.numel() else gradient.new_zeros(1)
+        largest = yield AllReduce(largest.float(), "max")
+        bucket.write(SCALE, largest.expand(old.shape))
+        scale = torch.where(old > 0, old, torch.where(largest > 0, largest, 1.0))
+        levels = 2**14 // bucket.world_size
+        codes = (gradient / scale * levels).round().nan_to_num(0.0).to(torch.int16)
+        sent = codes * scale / levels
+        codes = yield AllReduce(codes, "sum")
+        return Result((codes * scale / levels / bucket.world_size).to(gradient.dtype), sent=sent)
+
+
+class HidesNanLater(HidesNan):
+    """Is right in a warm-up."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        run = bucket.all_reduce() if bucket.step < 10 else super().exchange(bucket)
+        return (yield from run)
+
+
 PER_RANK = Slot("test.per_rank", resize="same")
 
 
@@ -272,9 +317,25 @@ class KeepsOnePerRank(Levels):
         return (yield from super().exchange(bucket))
 
 
+class KeepsOnePerRankLater(KeepsOnePerRank):
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        run = super().exchange if bucket.step >= 10 else super(KeepsOnePerRank, self).exchange
+        return (yield from run(bucket))
+
+
 class WorksInPlace(Levels):
     def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
         return super().encode(grad.clamp_(-1.0, 1.0), bucket)
+
+
+class WorksInPlaceLater(Levels):
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return super().encode(grad.mul_(1.0 if bucket.step == 0 else 0.5), bucket)
+
+
+class WorksInPlaceOfFloat16(Levels):
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        return super().encode(grad.mul_(0.5 if grad.dtype == torch.float16 else 1.0), bucket)
 
 
 PLANTED: tuple[tuple[type[Scheme], str], ...] = (
@@ -298,8 +359,15 @@ PLANTED: tuple[tuple[type[Scheme], str], ...] = (
     (SumsSigns, "sums of integers"),
     (RunsOutOfLevels, "sums of integers"),
     (RoundsToNothing, "sums of integers"),
+    (SumsSignsLater, "sums of integers"),
+    (SumsSignsOfMany, "sums of integers"),
+    (TakesTheScaleBefore, "sums of integers"),
+    (HidesNanLater, "not finite"),
     (KeepsOnePerRank, "the same on all ranks"),
+    (KeepsOnePerRankLater, "the same on all ranks"),
     (WorksInPlace, "encode leaves"),
+    (WorksInPlaceLater, "encode leaves"),
+    (WorksInPlaceOfFloat16, "encode leaves"),
 )
 
 
@@ -317,6 +385,67 @@ def test_planted_defects_break_their_law(kind: type[Scheme], words: str) -> None
     assert verdict.error
     assert not verdict.holds
     assert "dataclass" not in verdict.error  # else the defect itself has not been run
+
+
+class OfMatrices(Levels):
+    """Is for parameters that rules choose."""
+
+    def encode(self, grad: Tensor, bucket: Bucket) -> dict[str, Tensor]:
+        assert all(len(shape) > 1 for shape in bucket.layout.shapes)
+        return super().encode(grad.clone().mul_(1.0), bucket)
+
+
+class MarksWithNan(Levels):
+    """Keeps a number that does not equal itself."""
+
+    keeps = (SCALE,)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        bucket.write(SCALE, torch.full((bucket.raw.numel(),), torch.nan))
+        return (yield from super().exchange(bucket))
+
+
+class SumsFewCodes(SumsSigns):
+    """Sends some entries: a single one that is not zero may not be among them."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        gradient = bucket.gradient
+        places = torch.randperm(gradient.numel(), generator=bucket.generator("places"))[:2]
+        some = gradient[places]
+        largest = some.abs().amax().view(1) if some.numel() else some.new_zeros(1)
+        bad = gradient.isfinite().logical_not().any()
+        scale = yield AllReduce(torch.where(bad, torch.inf, largest).float(), "max")
+        codes = (some / torch.where(scale > 0, scale, 1.0) * 100).round().nan_to_num(0.0)
+        codes = yield AllReduce(codes.to(torch.int32), "sum")
+        some = codes * (scale / 100) / bucket.world_size
+        mean = torch.zeros_like(gradient).index_copy_(0, places, some.to(gradient.dtype))
+        return Result(mean + (scale - scale).to(gradient.dtype))
+
+
+RIGHT: dict[str, Callable[[], Scheme]] = {
+    "rules": lambda: PerParameter(
+        [Rule(ErrorFeedback(OfMatrices()), min_dim=2)], default=commhooks.make("none")
+    ),
+    "nan": lambda: ErrorFeedback(MarksWithNan()),
+    "few": SumsFewCodes,
+    "start_step": lambda: commhooks.make("topk", ratio=0.1, start_step=1000),
+    "coalesce": lambda: commhooks.make("topk", ratio=0.1, coalesce=True),
+    "periodic": lambda: PeriodicDense(commhooks.make("onebit"), every=3),
+    "schedule": lambda: Schedule([(0, commhooks.make("int8")), (9, commhooks.make("onebit"))]),
+    "warm-up": lambda: commhooks.make("onebit_adam", freeze_step=1000),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_schemes_obey_the_laws_in_wrappers_and_later(name: str) -> None:
+    laws = [text for text in laws_of(RIGHT[name]()) if text not in LONG]
+    assert not [verdict for verdict in check_scheme(RIGHT[name], laws) if not verdict.holds]
+
+
+def test_what_breaks_after_a_warm_up_is_told_so() -> None:
+    (law,) = (text for text in LAWS if "not finite" in text)
+    (verdict,) = check_scheme(lambda: ErrorFeedback(HidesNanLater()), [law])
+    assert verdict.error.startswith("from step 1,000,000 on, where it sends something else: inf")
 
 
 def test_a_biased_scheme_without_feedback_does_not_find_the_optimum() -> None:
