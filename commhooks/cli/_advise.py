@@ -93,7 +93,7 @@ def advise_on(
     for text in (_by_size(safe, options), *answers):
         console.print(text, highlight=False, soft_wrap=True)
     # Gains of a larger error, and a note on the link.
-    faster = [option for option in beyond if option.step.step_s < (1 - MARGIN) * best.step.step_s]
+    faster = [option for option in beyond if _saves(option, best)]
     if faster:
         closing = _beyond(_usual(faster), max_error)
         console.print(closing, highlight=False, soft_wrap=True)
@@ -200,29 +200,34 @@ def _advice(
         return
     yield f"\nBegin with {_named(safe, options)}: {_times(safe, options, workload)}."
     yield _wrapped(safe, options)
-    if proved.name != safe.name:
+    begin, word = safe, "Faster"
+    if _saves(proved, safe):
         yield (
-            f"\nFaster: {_named(proved, options)}: {_times(proved, options, workload)}. "
-            f"{_measured(proved)}."
+            f"\nFaster: {_named(proved, options)}: {_times(proved, options, workload)}."
+            f"{_measured(proved)}"
         )
         yield _wrapped(proved, options)
-    gains = best.step.step_s < (1 - MARGIN) * proved.step.step_s
-    if gains and best.name not in (safe.name, proved.name):
-        measured = f" {_measured(best)}." if gap_of(best.scheme) else ""
+        begin, word = proved, "Faster still"
+    if _saves(best, begin):
         yield (
-            f"\n{'Faster' if proved.name == safe.name else 'Faster still'}: "
-            f"{_named(best, options)}: "
+            f"\n{word}: {_named(best, options)}: "
             f"{_times(best, options, workload)}. Its error of {best.error:.2g} is {_later(best)}."
-            f"{measured} Compare the loss with that of {safe.name}."
+            f"{_measured(best)} Compare the loss with that of {safe.name}."
         )
         yield _wrapped(best, options)
 
 
+def _saves(option: Option, over: Option) -> bool:
+    """Whether the step with an option is shorter by as much as is told."""
+    return option.step.step_s < (1 - MARGIN) * over.step.step_s
+
+
 def _measured(option: Option) -> str:
-    """Returns the sentence of the study of quality on a scheme that it has."""
+    """Returns a further sentence with what the study of quality measured of a scheme; or ""."""
     gap = gap_of(option.scheme)
-    assert gap is not None
-    return f"Its loss over bf16's after training a small transformer: {gap} (95 %, {gap.counted})"
+    if gap is None:
+        return ""
+    return f" Its loss over bf16's after training a small transformer: {gap} (95 %, {gap.counted})."
 
 
 def _times(option: Option, options: Sequence[Option], workload: Workload) -> str:
@@ -273,11 +278,10 @@ def _usual(faster: Sequence[Option]) -> Option:
 
 
 def _beyond(option: Option, max_error: float) -> str:
-    measured = f" {_measured(option)}." if gap_of(option.scheme) else ""
     return (
         f"\n{option.name} would take {short(1e3 * option.step.step_s)} ms. Its error of "
         f"{option.error:.2g} is above {max_error:g}; it is {_later(option)}, and whether the model "
-        f"still learns has to be tried.{measured}"
+        f"still learns has to be tried.{_measured(option)}"
     )
 
 

@@ -13,7 +13,6 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._settings import shown
 from commhooks.errors import OptionError
 from commhooks.predict._device import Device
-from commhooks.predict._exchange_plan import PredictionError
 from commhooks.predict._fabric import Fabric
 from commhooks.predict._step import Step, predict_step
 from commhooks.predict._workload import Workload
@@ -158,6 +157,9 @@ def advise(
         caps_mb: bucket sizes, MiB.
         first_mb: size of the first bucket, MiB. None: that of the others, as with
             ``DistributedDataParallel(bucket_cap_mb=...)``.
+
+    Raises:
+        PredictionError: a scheme cannot be predicted; the message says why.
     """
     made = made_candidates(candidates)
     errors = {name: error_of(scheme) for name, scheme in made.items()}
@@ -170,13 +172,10 @@ def advise(
     firsts = {cap_mb: cap_mb if first_mb is None else first_mb for cap_mb in caps_mb}
     options = []
     for name, scheme in allowed.items():
-        try:
-            steps = [
-                predict_step(scheme, workload, **where, cap_mb=cap, first_mb=first)
-                for cap, first in firsts.items()
-            ]
-        except PredictionError:
-            continue
+        steps = [
+            predict_step(scheme, workload, **where, cap_mb=cap, first_mb=first)
+            for cap, first in firsts.items()
+        ]
         options += [
             Option(name, scheme, cap_mb, step, errors[name])
             for cap_mb, step in zip(firsts, steps, strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +10,12 @@ import pandas as pd
 import pytest
 
 import commhooks
+from commhooks.cli import _advise as _advise
+from commhooks.core import Bucket, Result, SchemeExchange
 from commhooks.predict import (
     Device,
     Layer,
+    PredictionError,
     Workload,
     _quality,
     advise,
@@ -22,6 +25,7 @@ from commhooks.predict import (
 )
 from commhooks.predict._advise import Option
 from commhooks.predict._quality import Gap
+from commhooks.schemes import Dense
 from tests.tools.command_line import run_cli
 
 SCHEMES = {name: commhooks.make(name) for name in ("none", "int8", "topk", "powersgd")}
@@ -117,6 +121,43 @@ def test_of_schemes_that_are_about_as_fast_the_one_that_keeps_the_quality_is_nam
     assert "small transformer: -0.1 to +0.1 % (95 %, 30 runs)" in text
     assert "Faster still: powersgd in buckets" in text
     _quality._made.cache_clear()
+
+
+def test_what_is_hardly_faster_than_the_begin_is_not_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_quality, "MEASURED", (Gap("eden", {"bits": 4}, -0.1, 0.1, 30, 30),))
+    _quality._made.cache_clear()
+    option = advise(SMALL, **WHERE, candidates=["int8"], max_error=1.0)[0]
+    none, bf16, eden = (
+        replace(option, name=name, scheme=commhooks.make(name), error=error)
+        for name, error in (("none", 0.0), ("bf16", 1e-6), ("eden", 0.01))
+    )
+    options = [
+        replace(each, step=replace(option.step, step_s=step_s))
+        for each, step_s in ((eden, 1.0), (bf16, 1.019), (none, 1.035))
+    ]
+    safe, proved = best_of(options[1:]), best_of(options)
+    assert (safe.name, proved.name) == ("none", "bf16")  # a little faster, and not measured
+    text = "".join(_advise._advice(safe, proved, proved, options, SMALL))
+    assert "Begin with none" in text
+    assert "Faster" not in text
+    _quality._made.cache_clear()
+
+
+def test_a_scheme_that_cannot_be_predicted_is_named_and_not_left_out() -> None:
+    with pytest.raises(PredictionError, match=r"ReadsValues.*reads values of the gradient"):
+        advise(SMALL, **WHERE, candidates={"mine": ReadsValues()})
+
+
+@dataclass(frozen=True)
+class ReadsValues(Dense):
+    """Sends nothing where there is nothing."""
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if not bucket.gradient.any():
+            return Result(bucket.gradient)
+        return (yield from super().exchange(bucket))
 
 
 def test_the_last_sentence_prefers_a_scheme_of_the_ladder() -> None:
