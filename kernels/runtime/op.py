@@ -215,17 +215,26 @@ def _has_own_dispatch(value: Any) -> bool:
 
 
 def warn_if_missing(device_type: str = "cpu") -> None:
-    """Warns once per process that PyTorch code runs in place of kernels, many times slower.
+    """Warns once that PyTorch code runs in place of kernels, many times slower.
 
-    Ops call this where a kernel exists but cannot run. There is no warning if
-    ``COMMHOOKS_KERNELS`` asks for definitions.
+    Ops call this where a kernel exists but cannot run. One process of each machine warns, where it
+    is known which; there is no warning if ``COMMHOOKS_KERNELS`` asks for definitions.
 
     Args:
         device_type: "cpu" or "cuda".
     """
     reason = None if _mode == "definition" else _MISSING[device_type]()
-    if reason is not None:
+    if reason is not None and _speaks():
         _say_once(device_type, reason)
+
+
+def _speaks() -> bool:
+    """Whether no other process of this machine says the same."""
+    local_rank = os.environ.get("LOCAL_RANK", "")  # torchrun's
+    if local_rank.isdecimal():
+        return int(local_rank) == 0
+    known = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not known or torch.distributed.get_rank() == 0
 
 
 @cache

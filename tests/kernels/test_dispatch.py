@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -43,6 +44,20 @@ def test_without_the_library_definitions_run_and_say_why():
             quantized(x)
     _op._say_once.cache_clear()
     assert implementations("cpu")["quantize"] == "kernel"
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "rank", "says"), [("0", 8, True), ("1", 9, False), ("", 0, True), ("", 3, False)]
+)
+def test_one_process_of_a_machine_says_why(local_rank, rank, says, monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: rank)
+    _op._say_once.cache_clear()
+    warns = pytest.warns(RuntimeWarning, match="PyTorch code runs") if says else nullcontext()
+    with mock.patch.object(cpu, "_library", return_value=None), warns:
+        quantized(torch.randn(8))  # a warning would be an error
+    _op._say_once.cache_clear()
 
 
 def test_definitions_that_are_asked_for_need_no_warning():
