@@ -202,7 +202,7 @@ def headroom(
             parser=_number(float, 1, _MOST),
             help="Seconds after which the command ends, with or without a result.",
         ),
-    ] = 600,
+    ] = _headroom.TIME_LIMIT,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File for all numbers, as JSON.")
     ] = None,

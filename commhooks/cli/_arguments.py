@@ -50,7 +50,8 @@ def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
     Options behind a file are those of every scheme that it registers: "my_scheme.py:rank=4".
 
     Returns:
-        The schemes among ``which``, and those that the files register.
+        The schemes among ``which``, and those that the files register, except where the scheme is
+        named with options: "my_scheme.py,name:rank=4".
     """
     named: list[str] = []
     added: list[str] = []
@@ -63,7 +64,8 @@ def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
         if file[1] not in names_of:
             names_of[file[1]] = load_files([Path(file[1])])
         added += [f"{name}{file[2] or ''}" for name in names_of[file[1]]]
-    return named, added
+    with_options = {word.partition(":")[0] for word in named if ":" in word}
+    return named, [word for word in added if word not in with_options]
 
 
 def load_files(files: Sequence[Path]) -> list[str]:

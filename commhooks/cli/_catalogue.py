@@ -201,7 +201,7 @@ def _page(word: str) -> RenderableType:
         Text(f"sends: {_sending(word, needed)}"),
         _options(factory, options, text, feedback=not needed and _feeds_back(word)),
         Text("example:"),
-        Padding(Text("\n".join(_example(name, text, options, needed))), (0, 0, 1, 2)),
+        Padding(Text("\n".join(_example(name, text, options, needed, given))), (0, 0, 1, 2)),
     )
 
 
@@ -269,18 +269,27 @@ def _kind(hint: Any) -> str:
 
 
 def _example(
-    name: str, text: str, options: Mapping[str, Any], needed: Sequence[str]
+    name: str,
+    text: str,
+    options: Mapping[str, Any],
+    needed: Sequence[str],
+    asked: Mapping[str, Any],
 ) -> Sequence[str]:
-    """Returns the docstring's example if it makes the scheme by name; else one with an option."""
+    """Returns the docstring's example if it makes the scheme by name; else one with an option.
+
+    Args:
+        asked: options that were given, which the example has instead.
+    """
     _, _, rest = text.partition("\nExample:\n")
     lines = [line.strip()[4:] for line in rest.partition("\n\n")[0].splitlines()]
     # An example with the class, or with another name of the same class, says nothing on this name.
-    if any(f'"{name}"' in line for line in lines):
+    if not asked and any(f'"{name}"' in line for line in lines):
         return [re.sub(r"\b(?<!\.)register\(", "commhooks.register(", line) for line in lines]
-    given = [f"{key}={value!r}" for key, value in options.items() if value is not None][:1]
-    given = [f"{option}=..." for option in needed] or given
+    usual = [f"{key}={value!r}" for key, value in options.items() if value is not None][:1]
+    given = [f"{key}={value!r}" for key, value in asked.items()]
+    given = [*(f"{option}=..." for option in needed), *given] or usual
     arguments = ", ".join(["ddp_model", f'"{name}"', *given])
-    return [f"hook = commhooks.register({arguments})"]
+    return [f"hook = commhooks.register({arguments})".replace("'", '"')]
 
 
 def _arguments(text: str) -> dict[str, str]:

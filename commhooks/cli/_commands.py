@@ -200,6 +200,7 @@ def tradeoff(
     Returns:
         What was measured.
     """
+    known = set(scheme_names())
     asked, added = split(which)
     some = list(dict.fromkeys([*asked, *added]))  # a scheme of a file may be named, too
     compared = some if asked else _comparable(scheme_names(), added)
@@ -214,8 +215,7 @@ def tradeoff(
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)  # now: a wrong path costs no measurement
     cases, points = cases_of(compared), list[Point]()
-    names = {settings_of(word)[0] for word in added}
-    yours = {case.label for case in cases if case.name in names}
+    yours = {case.label for case in cases if case.name not in known}
     for gradients in (*random_gradients()[: None if full else 1], *traces):
         marked = with_fronts(_measured(cases, gradients))
         console = Console()

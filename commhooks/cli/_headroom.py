@@ -24,8 +24,9 @@ from commhooks.core._settings import shown
 from commhooks.predict._headroom_agent import ORDER
 from commhooks.predict._headroom_steps import LEAST_STEPS, most_counted, steps_needed
 
-__all__ = ["headroom"]
+__all__ = ["TIME_LIMIT", "headroom"]
 
+TIME_LIMIT = 600.0  # seconds, unless the command says another one
 _GRACE = 90.0  # seconds after the time limit in which a script may end by itself
 _TERM = 10.0  # and after SIGTERM
 
@@ -77,8 +78,11 @@ def headroom(command: Sequence[str], steps: int, time_limit: float, out: Path | 
         return 0
     if not speaks:
         return code
+    again = [] if time_limit == TIME_LIMIT else ["--time-limit", f"{time_limit:g}"]
+    again += [] if out is None else ["--out", str(out)]
+    again += ["--", *command]
     typer.echo(
-        f"commhooks headroom: {_reason(status_of_script, code, killed, time_limit, command)}",
+        f"commhooks headroom: {_reason(status_of_script, code, killed, time_limit, again)}",
         err=True,
     )
     return code or 1
@@ -129,16 +133,20 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _fewer(steps: int, command: Sequence[str]) -> str:
-    """Returns how to measure a script of so few steps, or how many it needs at least."""
+def _fewer(steps: int, again: Sequence[str]) -> str:
+    """Returns how to measure a script of so few steps, or how many it needs at least.
+
+    Args:
+        again: the arguments of the command, without ``--steps``.
+    """
     counted = most_counted(steps)
     if counted < LEAST_STEPS:
         return f"At least {steps_needed(LEAST_STEPS)} steps are needed, with --steps {LEAST_STEPS}."
-    return f"Or, for a less exact answer: commhooks headroom --steps {counted} -- {join(command)}"
+    return f"Or, for a less exact answer: commhooks headroom --steps {counted} {join(again)}"
 
 
 def _reason(
-    status: dict[str, Any], code: int, killed: bool, limit: float, command: Sequence[str] = ()
+    status: dict[str, Any], code: int, killed: bool, limit: float, again: Sequence[str] = ()
 ) -> str:
     """Explains why there is no result."""
     within = f" within {limit + _GRACE:.0f} s; raise --time-limit" if killed else ""
@@ -169,11 +177,11 @@ def _reason(
             f"the script wraps its model in another DistributedDataParallel after "
             f"{status['rewrapped']} steps, before the {status['needed']} steps that the "
             f"measurement needs: let it train longer with one. "
-            f"{_fewer(status['rewrapped'], command)}"
+            f"{_fewer(status['rewrapped'], again)}"
         )
     if "needed" in status:
         steps = f" after {status['ended']} steps" if "ended" in status else ""
-        advice = f" Train longer. {_fewer(status.get('ended', 0), command)}" if code == 0 else ""
+        advice = f" Train longer. {_fewer(status.get('ended', 0), again)}" if code == 0 else ""
         return (
             f"the script {ended}{steps}, before the {status['needed']} steps that the measurement "
             f"needs{within}.{'' if within else advice}"

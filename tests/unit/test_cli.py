@@ -199,7 +199,7 @@ def test_schemes_says_what_a_scheme_sends() -> None:
 def test_the_example_of_a_scheme_makes_it(name: str) -> None:
     text = inspect.getdoc(_registry.factory_of(name)) or ""
     options = _registry.options_of(_registry.factory_of(name)) or {}
-    line = _catalogue._example(name, text, options, [])[0]
+    line = _catalogue._example(name, text, options, [], {})[0]
     called = re.fullmatch(r"hook = commhooks\.register\(ddp_model, (.*)\)", line)
     assert called, line
     assert isinstance(eval(f"make({called[1]})", {"make": make}), Scheme)
@@ -479,6 +479,27 @@ def test_options_follow_a_file_as_they_follow_a_name(
         asked = ["--schemes", *asked, "--model", "resnet50", "--ranks", "2"]
     output = run_cli(command, *asked)
     assert re.search("needs_row[: ]row=64", output)
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
+@pytest.mark.parametrize("command", ["tradeoff", "schemes", "simulate", "advise"])
+def test_a_scheme_of_a_file_that_is_named_with_options_is_not_made_without(
+    command: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "needs.py"
+    path.write_text(NEEDS_ROW)
+    asked = [str(path), "needs_row:row=64"]
+    if command in ("simulate", "advise"):
+        asked = ["--schemes", ",".join(asked), "--model", "resnet50", "--ranks", "2"]
+    output = run_cli(command, *asked)
+    assert re.search("needs_row[: ]row=64|needs_row: ", output)
+    if command == "schemes":
+        assert 'register(ddp_model, "needs_row", row=64)' in output
+
+
+def test_the_example_of_a_scheme_has_the_options_that_were_given() -> None:
+    output = run_cli("schemes", "powersgd:rank=2:start_step=9")
+    assert 'hook = commhooks.register(ddp_model, "powersgd", rank=2, start_step=9)' in output
 
 
 @pytest.mark.usefixtures("forget_new_schemes")

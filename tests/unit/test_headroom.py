@@ -288,10 +288,26 @@ def test_a_system_without_process_groups_is_told_so_first(
 
 
 def test_a_short_script_is_told_the_command_that_measures_it() -> None:
-    said = command._reason({"needed": 155, "ended": 154}, 0, False, 600.0, ["torchrun", "a b.py"])
+    again = ["--", "torchrun", "a b.py"]
+    said = command._reason({"needed": 155, "ended": 154}, 0, False, 600.0, again)
     assert "Or, for a less exact answer: commhooks headroom --steps 25 -- torchrun 'a b.py'" in said
     said = command._reason({"needed": 155, "ended": 58}, 0, False, 600.0)
     assert said.endswith("At least 59 steps are needed, with --steps 10.")
+
+
+def test_the_command_that_is_told_has_the_options_of_the_one_that_ran(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def runs(words: list[str], environment: dict[str, str], limit: float) -> tuple[int, bool]:
+        status = json.loads(environment[command.ORDER])["status"]
+        Path(status).write_text(json.dumps({"needed": 155, "ended": 154}))
+        return 0, False
+
+    monkeypatch.setattr(command, "_run", runs)
+    out = tmp_path / "out.json"
+    options = ["--time-limit", "900", "--out", out]
+    said = run_cli("headroom", *options, "--", "train", code=1, columns=400)
+    assert f"commhooks headroom --steps 25 --time-limit 900 --out {out} -- train" in said
 
 
 def test_the_steps_that_are_asked_for_are_those_that_are_needed() -> None:
