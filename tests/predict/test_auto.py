@@ -281,6 +281,18 @@ def test_a_saved_scheme_that_is_no_candidate_begins_the_trials() -> None:
 
 
 @on_ranks(2)
+def test_a_scheme_whose_uncompressed_steps_are_over_is_a_candidate_without() -> None:
+    ddp = CoreDDP(mlp())
+    hook = commhooks.register(ddp, "int4", start_step=2)
+    for _ in range(3):
+        ddp(torch.randn(4, 16)).sum().backward()
+    again: Any = commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4"])
+    again.load_state_dict(hook.state_dict(gather=True))
+    assert again.plan == "auto runs int4, as the run that was saved."
+    assert again.step == 3
+
+
+@on_ranks(2)
 def test_a_run_that_stopped_before_the_decision_searches_anew() -> None:
     ddp = CoreDDP(mlp())
     hook: Any = commhooks.register(ddp, "auto", candidates=["int8"])
