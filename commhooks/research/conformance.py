@@ -92,9 +92,9 @@ def check_scheme(make: MakeScheme, laws: Iterable[str] | None = None) -> Iterato
         error, since, is_last = "", "", False
         try:
             LAWS[text].check(lambda: _running(make(), 0))
+            since = f"from step {LATE:,} on: "
             late = _changes(make) if late is None else late
             if late:
-                since = f"from step {LATE:,} on, where it sends something else: "
                 with from_step(LATE):
                     LAWS[text].check(lambda: _running(make(), LATE))
         except LawBroken as broken:

@@ -445,7 +445,25 @@ def test_right_schemes_obey_the_laws_in_wrappers_and_later(name: str) -> None:
 def test_what_breaks_after_a_warm_up_is_told_so() -> None:
     (law,) = (text for text in LAWS if "not finite" in text)
     (verdict,) = check_scheme(lambda: ErrorFeedback(HidesNanLater()), [law])
-    assert verdict.error.startswith("from step 1,000,000 on, where it sends something else: inf")
+    assert verdict.error.startswith("from step 1,000,000 on: inf at 0")
+
+
+class LearnsInStepTen(Levels):
+    """Begins its state in one step, which a hook that switches to it later does not have."""
+
+    keeps = (SCALE,)
+
+    def exchange(self, bucket: Bucket) -> SchemeExchange:
+        if bucket.step <= 10:
+            bucket.write(SCALE, torch.ones_like(bucket.gradient, dtype=torch.float32))
+        elif not bucket.read(SCALE).all():
+            raise ArithmeticError("no scale")
+        return (yield from super().exchange(bucket))
+
+
+def test_a_scheme_that_cannot_begin_late_is_told_in_which_step() -> None:
+    verdict = next(check_scheme(lambda: ErrorFeedback(LearnsInStepTen())))
+    assert verdict.error.startswith("from step 1,000,000 on: ArithmeticError: no scale (")
 
 
 def test_a_biased_scheme_without_feedback_does_not_find_the_optimum() -> None:
