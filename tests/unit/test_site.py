@@ -8,12 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import commhooks
-import ddp_core
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,13 +37,14 @@ def test_a_page_for_each_file(site: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("package", [commhooks, ddp_core], ids=lambda package: package.__name__)
-def test_the_reference_has_every_public_class_and_function(site: Path, package: ModuleType) -> None:
+def test_the_reference_has_every_public_class_and_function(site: Path) -> None:
     pages = "".join(page.read_text() for page in (site / "reference").glob("*.html"))
     anchors = set(re.findall(r'id="([\w.]+)"', pages))
-    for name in package.__all__:
-        if inspect.isclass(member := getattr(package, name)) or inspect.isfunction(member):
-            assert f"{package.__name__}.{name}" in anchors
+    for name in commhooks.__all__:  # of ddp_core the page has the names for users only
+        if inspect.isclass(member := getattr(commhooks, name)) or inspect.isfunction(member):
+            # Under its own module, to which links to the short name lead.
+            ends = [anchor for anchor in anchors if anchor.endswith(f".{name}")]
+            assert any(anchor.startswith("commhooks.") for anchor in ends), name
 
 
 @pytest.mark.slow
