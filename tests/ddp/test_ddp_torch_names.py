@@ -49,9 +49,14 @@ def test_a_bucket_is_a_bucket_of_torchs():
 
 
 def test_all_names_of_torchs_classes_are_known():
+    # The module in forward is no name of the class, but an attribute of it: forward passes of
+    # ranks that are threads leave it there, where they end in another order than they began in.
+    definitions = {
+        name: value for name, value in vars(TORCH).items() if not isinstance(value, nn.Module)
+    }
     inherited = {
         name
-        for name, value in vars(TORCH).items()
+        for name, value in definitions.items()
         if (callable(value) or isinstance(value, (property, staticmethod, classmethod)))
         and next(cls for cls in DistributedDataParallel.__mro__ if name in vars(cls)) is TORCH
     }
