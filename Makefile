@@ -24,10 +24,11 @@ EXTRA = $(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'r
 bandwidth: $(VENV)/experiments
 	$(RUN) -m experiments.bandwidth
 
+# Beside mypy, a process compiles the modules of all tests: each worker would compile them for itself.
 test: $(VENV)/dev
 	$(RUN) -m ruff format --check .
 	$(RUN) -m ruff check .
-	$(RUN) -m mypy
+	$(RUN) -m mypy & $(RUN) -m pytest --collect-only -qq > /dev/null; wait $$!
 	$(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal -m "not slow"
 
 # Before a release: also every scheme in every wrapper, and what sanitizers, other GPU architectures

@@ -14,6 +14,8 @@ from tests.builds import FOLDER
 # more where several workers share the cores. Processes that tests start take it over.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+gc.disable()  # until all cases are collected: what is imported stays, and there is much of it
+
 
 # Tests of many cases that differ in little, by how their names begin: every run takes the first of
 # so many cases, ``make test-all`` all.
@@ -26,6 +28,7 @@ VARIANTS = {
     "tests/faults/test_ddp_abandoned.py::test_a_rank_that_goes_on_alone": 4,
     "tests/faults/test_ddp_abandoned.py::test_three_ranks_that_raise_not_alike": 3,
     "tests/faults/test_ddp_abandoned.py::test_whatever_comes_first": 2,
+    "tests/ddp/test_ddp_compile.py::test_a_rank_without_inputs": 3,
     "tests/ddp/test_ddp_compile.py::test_splits_become_buckets": 4,
     "tests/ddp/test_ddp_parity.py::test_every_scheme_trains_as_on_torch": 9,
     "tests/ddp/test_ddp_parity.py::test_twelve_steps_have_the_bits_of_torch": 5,
@@ -100,6 +103,7 @@ def pytest_collection_finish() -> None:
     """Cases stay to the end: a ``gc.collect()`` need not go through thousands of them."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -83,22 +83,22 @@ FIXED = {"find_unused_parameters": True}
 IDLE = [({}, 3, 1), ({}, 1, 1), ({}, 1, 0), (FIXED, 0, 1), (FIXED, 0, 0), (FIXED, 3, 1)]
 
 
+@pytest.mark.parametrize(("options", "saved_at", "idle"), IDLE)
 @on_ranks(2, timeout=110, ignore_warnings=(".*",))
-def test_a_rank_without_inputs_joins_a_compiled_model(rank):
+def test_a_rank_without_inputs_joins_a_compiled_model(rank, options, saved_at, idle):
     """It has none in a process's first steps, so it compiles nothing."""
-    for options, saved_at, idle in IDLE:
-        torch._dynamo.reset()
-        first, second = (DistributedDataParallel(Net(), **SMALL, **options) for _ in range(2))
-        hook, again = (commhooks.register(model, "int8") for model in (first, second))
-        for step in range(saved_at):
-            F.softplus(first(batch(step, rank, 8, WIDTH))).mean().backward()
-        compiled = torch.compile(second, backend=aot_eager)
-        if saved_at:
-            again.load_state_dict(hook.state_dict())
-        with second.join():
-            for step in range(0 if rank == idle else 3):
-                F.softplus(compiled(batch(step, rank, 8, WIDTH))).mean().backward()
-        assert again.step == saved_at + 3, (options, saved_at, idle)
+    torch._dynamo.reset()
+    first, second = (DistributedDataParallel(Net(), **SMALL, **options) for _ in range(2))
+    hook, again = (commhooks.register(model, "int8") for model in (first, second))
+    for step in range(saved_at):
+        F.softplus(first(batch(step, rank, 8, WIDTH))).mean().backward()
+    compiled = torch.compile(second, backend=aot_eager)
+    if saved_at:
+        again.load_state_dict(hook.state_dict())
+    with second.join():
+        for step in range(0 if rank == idle else 3):
+            F.softplus(compiled(batch(step, rank, 8, WIDTH))).mean().backward()
+    assert again.step == saved_at + 3
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -90,8 +90,8 @@ SCHEMES: dict[str, dict[str, Any]] = {
     "qsgd, in two phases": {"scheme": "qsgd", "wrap": ("two_phase",)},
     "bf16, float32 sums": {"scheme": "bf16", "options": {"fp32_sum": True}},
 }
-# Schemes of each way to travel, which run in all modes. All schemes run in the thorough modes:
-# views of buckets, 16 bits, join, other ranks.
+# Schemes of each way to travel, which run in all modes. All others run, slowly, in the thorough
+# modes: views of buckets, 16 bits, join, other ranks.
 SOME = (
     *("none", "fp16", "powersgd", "batched_powersgd", "int8", "onebit"),
     *("topk, coalesced", "topk, cut"),
@@ -127,7 +127,17 @@ CASES = [("core", mode) for mode in MODES] + [
     [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow) for case in CASES],
 )
 def test_schemes_obey_the_laws_in_every_mode(host: str, mode: str, runner: Runner) -> None:
-    for name in SCHEMES if mode in THOROUGH else SOME:
+    obey(host, mode, SOME, runner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("host", "mode"), [case for case in CASES if case[1] in THOROUGH])
+def test_all_schemes_obey_the_laws_in_thorough_modes(host: str, mode: str, runner: Runner) -> None:
+    obey(host, mode, SCHEMES.keys() - SOME, runner)
+
+
+def obey(host: str, mode: str, schemes: Iterable[str], runner: Runner) -> None:
+    for name in sorted(schemes):
         options = {"bucket_cap_mb": 0.0005, **MODES[mode].get("ddp", {})}
         verdict = runner.run(Case(**{"host": host, **MODES[mode], **SCHEMES[name], "ddp": options}))
         assert verdict.status == "ok", (name, verdict)
@@ -150,9 +160,19 @@ EVENTS = (
 )
 def test_schemes_obey_the_laws_on_every_host(place: str, runner: Runner) -> None:
     """A step that is not finite on one rank is counted, and changes no memory on any."""
+    obey_on(place, ("int8", "topk", "powersgd"), runner)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", PLACES)
+def test_more_schemes_obey_the_laws_on_every_host(place: str, runner: Runner) -> None:
+    obey_on(place, ("none", "int4", "onebit"), runner)
+
+
+def obey_on(place: str, schemes: Iterable[str], runner: Runner) -> None:
     host, setting = PLACES[place]
     kind = HOSTS[host]
-    for name in ("none", "int8", "int4", "onebit", "topk", "powersgd"):
+    for name in schemes:
         if not kind.takes(build(name, {}, ()), setting):
             continue
         # Steps that are skipped are counted where nothing is loaded or switched.

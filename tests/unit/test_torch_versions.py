@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Collection, Iterator
@@ -21,8 +22,6 @@ import commhooks._torch
 from tests.unit.test_layers import ROOT, modules
 
 RECORD = ROOT / "tests" / "torch_names.txt"
-FILES = [path for package in ("commhooks", "ddp_core", "kernels") for path in modules(package)]
-TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in FILES}
 HOMES = ("commhooks/_torch.py", "ddp_core/_torch.py", "kernels/_torch.py")
 VERSION = torch.__version__.partition("+")[0]
 LOOK_UPS = {"attrgetter", "delattr", "getattr", "hasattr", "setattr"}
@@ -34,6 +33,13 @@ FRAMEWORKS = {
     "commhooks/hosts/lightning.py": {"_ddp_kwargs", "_ddp_comm_hook"},
     "commhooks/hosts/torchft.py": {"_pg", "_timeout"},
 }
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Modules of all packages, by file."""
+    files = [path for package in ("commhooks", "ddp_core", "kernels") for path in modules(package)]
+    return {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text()) for path in files}
 
 
 def recorded() -> dict[tuple[str, str], list[str]]:
@@ -91,7 +97,7 @@ def _strings(tree: ast.AST) -> Iterator[tuple[str, ast.AST]]:
 def own_names(without: Collection[str] = ()) -> set[str]:
     """All names that our code gives to something."""
     ours = set(STANDARD)
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         if file in without:
             continue
         for node in ast.walk(tree):
@@ -116,7 +122,7 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
     of_torch = {name for _, name in recorded()}
     own_here, own_elsewhere = own_names(), own_names(without=MIRRORS)
     wrong = []
-    for file, tree in TREES.items():
+    for file, tree in trees().items():
         if file in HOMES:
             continue
         names_here = own_here if file in MIRRORS else own_elsewhere
@@ -134,8 +140,8 @@ def test_no_other_module_uses_a_private_name_of_torch() -> None:
 
 
 def test_every_private_name_is_recorded() -> None:
-    trees = [TREES[file] for file in HOMES]
-    named = {name for tree in trees for name, _ in (*used(tree), *_strings(tree))}
+    homes = [trees()[file] for file in HOMES]
+    named = {name for tree in homes for name, _ in (*used(tree), *_strings(tree))}
     named |= {value.rpartition(":")[2] for value in commhooks._torch._LATER.values()}
     assert named == {name for _, name in recorded()}
 
