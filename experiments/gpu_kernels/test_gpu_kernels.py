@@ -298,6 +298,44 @@ def test_the_command_refuses_other_parts_and_machines_without_a_gpu(tmp_path: Pa
         assert (done.exit_code, "no CUDA device" in done.output) == (1, True)
 
 
+@pytest.mark.parametrize("part", ["share", "versions", "cubins"])
+def test_without_cupy_or_nvrtc_nothing_begins(part: str, tmp_path: Path, monkeypatch) -> None:
+    def load() -> None:
+        raise OSError("NVRTC is not there")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(study.cuda, "missing", lambda: "CuPy is not there")
+    monkeypatch.setattr(study.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(nvrtc, "load_nvrtc", load)
+    app = study.typer.Typer()
+    app.command()(study.main)
+    done = CliRunner().invoke(app, ["--part", part, "--out", str(tmp_path / "out")])
+    assert (done.exit_code, "is not there" in done.output) == (1, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rehearsal_writes_no_row_that_a_run_would_take_for_its_own(
+    tmp_path: Path, capsys: Any
+) -> None:
+    for _ in range(2):
+        study.main(part=["versions"], only="torch", rehearse=True, out=tmp_path)
+        assert "torch: done" in capsys.readouterr().out  # again, not what the last one has found
+    assert [path.name for path in tmp_path.iterdir()] == ["rehearsal"]
+    study.main(part=["versions"], only="nonsense", rehearse=True, out=tmp_path)
+    assert "versions: no case has 'nonsense' in its name" in capsys.readouterr().out
+
+
+def test_cubins_of_another_source_are_compiled_though_there_is_a_table(
+    tmp_path: Path, monkeypatch
+) -> None:
+    log: list[str] = []
+    part = study.PARTS["cubins"]._replace(steps=lambda setting: iter(steps_of(log, "a")))
+    monkeypatch.setitem(study.PARTS, "cubins", part._replace(columns=("value",)))
+    for _ in range(2):
+        study.main(part=["cubins"], out=tmp_path)
+    assert log == ["a", "a"]
+
+
 def test_facts_have_a_row_each_also_without_a_gpu(tmp_path: Path) -> None:
     table = Table(tmp_path / "versions.csv", versions.COLUMNS)
     run_steps(

@@ -39,7 +39,6 @@ def steps(setting: Setting) -> Iterator[Step]:
         "numpy": lambda: importlib.metadata.version("numpy"),
         "Python": platform.python_version,
         _QUERY: lambda: _nvidia_smi(_QUERY),
-        "why no kernels": lambda: cuda.missing() or "",
         "one launch": one_launch,
         "copy, GB/s": lambda: _copy(setting),
         "a launch on the host, microseconds": _launch_cost,
