@@ -123,7 +123,7 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
         streams.run(task, gradient.device).wait()
 
     row: dict[str, Any] = {"hook": name, "ranks": ranks}
-    # At once: not what a network takes, but the order of streams is that of a real exchange.
+    # Answers take no time, unlike a network's; streams wait for one another as in a real exchange.
     module = torch.cuda if setting.device == "cuda" else None
     requests: list[Collective] = []
     with loopback(module, ranks) as link:

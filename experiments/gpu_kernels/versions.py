@@ -61,7 +61,7 @@ def _nvidia_smi(query: str) -> str:
 
 
 def _copy(setting: Setting) -> float:
-    """Returns the bytes per second that a copy of a large bucket reads and writes."""
+    """Returns the gigabytes per second that a copy of a large bucket reads and writes."""
     pairs = [torch.randn(2, setting.large, device=setting.device) for _ in range(3)]
     copies = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
     return 8 * setting.large / timing.milliseconds(copies, setting.repeats) / 1e6
