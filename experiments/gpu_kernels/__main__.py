@@ -177,9 +177,9 @@ def _run_part(name: str, setting: Setting, until: float) -> None:
             progress.advance(bar)
             progress.console.print(text, markup=False, highlight=False)
 
-        outcome = run_steps(table, listed, until=until, workers=part.workers, report=report)
-    if outcome.left:
-        typer.echo(f"{name}: {len(outcome.left)} cases are left: run the command again")
+        left_out = run_steps(table, listed, until=until, workers=part.workers, report=report)
+    if left_out:
+        typer.echo(f"{name}: {len(left_out)} cases are left: run the command again")
 
 
 def _is_first_launch_wrong(setting: Setting) -> bool:

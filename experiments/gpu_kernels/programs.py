@@ -144,7 +144,7 @@ def _run(
     processes that it has started, which would otherwise disturb what is timed afterwards.
     """
     setting.out.mkdir(parents=True, exist_ok=True)
-    log = setting.out / f"log {re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.txt".replace(" ", "_")
+    log = setting.out / f"log_{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.txt"
     limit = min(limit, setting.ends - time.monotonic())
     with log.open("w") as file:
         process = subprocess.Popen(

@@ -352,9 +352,8 @@ class Arguments:
             if args[i] is None:
                 continue
             if "Tensor" not in kind:
-                if (
-                    kind != "float" or name in own_names
-                ):  # factors change, and hardly any check sees one
+                # Factors change, and hardly any check sees one.
+                if kind != "float" or name in own_names:
                     others.append(i)
                 continue
             (tables if callable(rule) else tensors).append(i)
@@ -499,9 +498,8 @@ class Arguments:
         spans = []
         for i in self._tensors:
             tensor = args[i]
-            if (
-                tensor is not None and tensor.nbytes
-            ):  # nobody reads the null pointer of an empty one
+            # Nobody reads the null pointer of an empty one.
+            if tensor is not None and tensor.nbytes:
                 self._check_place(i, tensor)
                 begin = tensor.data_ptr()
                 spans.append((begin, begin + tensor.nbytes, i))
