@@ -100,9 +100,9 @@ def sanitize_steps(setting: Setting) -> Iterator[Step]:
             name = f"{tool} {family_name(family)}"
             command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable]
             command += ["-m", "tests.kernels.fuzz", "gpu", family_name(family)]
-            more = {"COMMHOOKS_FUZZ_ROUNDS": str(ROUNDS)}
-            more |= {} if tool == "racecheck" else NO_CACHING
-            yield Step(name, lambda n=name, c=command, m=more: _run(setting, n, c, LIMIT, m))
+            variables = {"COMMHOOKS_FUZZ_ROUNDS": str(ROUNDS)}
+            variables |= {} if tool == "racecheck" else NO_CACHING
+            yield Step(name, lambda n=name, c=command, v=variables: _run(setting, n, c, LIMIT, v))
 
 
 def profile_steps(setting: Setting) -> Iterator[Step]:
@@ -136,7 +136,7 @@ def _run(
     name: str,
     command: Sequence[str],
     limit: float,
-    more: dict[str, str] | None = None,
+    variables: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs a program, keeps what it prints, and returns its last line.
 
@@ -152,7 +152,9 @@ def _run(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | {"COMMHOOKS_TEST_MACHINES": MACHINES[setting.device]} | (more or {}),
+            env=os.environ
+            | {"COMMHOOKS_TEST_MACHINES": MACHINES[setting.device]}
+            | (variables or {}),
             start_new_session=True,
         )
         ended = ""
