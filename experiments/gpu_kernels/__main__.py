@@ -98,7 +98,9 @@ def _in_words(number: int) -> str:
 
 def main(
     run: Annotated[int, typer.Option(help="; ".join(map(_in_words, RUNS)))] = 0,
-    part: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}.")] = None,
+    part: Annotated[
+        list[str] | None, typer.Option(help=f"One or more of {', '.join(PARTS)}.")
+    ] = None,
     minutes: Annotated[float, typer.Option(help="With --part: begins no case later.")] = 8.0,
     repeats: Annotated[int, typer.Option(help="With --part: timed turns.", min=3)] = 15,
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",

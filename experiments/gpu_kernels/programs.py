@@ -110,15 +110,19 @@ def profile_steps(setting: Setting) -> Iterator[Step]:
 
     The log of each has the unit that is busiest, occupancy, and what warps wait for.
     """
-    profiler = shutil.which("ncu") or "ncu"
+    profiler, folder = shutil.which("ncu") or "ncu", setting.out / "profiled"
+
+    def profile(kernel: str, command: Sequence[str]) -> dict[str, Any]:
+        shutil.rmtree(folder, ignore_errors=True)  # the program would not run a case that has a row
+        return _run(setting, f"profile {kernel}", command, 120.0)
+
     for kernel, case in PROFILED.items():
         command = [profiler, "--kernel-name", f"regex:{kernel}", "--launch-skip", "3"]
         command += ["--launch-count", "1", "--section", "SpeedOfLight", "--section", "Occupancy"]
         command += ["--section", "WarpStateStats", "--section", "InstructionStats"]
         command += [sys.executable, "-m", "experiments.gpu_kernels", "--part", "share"]
-        command += ["--only", f"{case}, 256 MiB", "--repeats", "3", "--out"]
-        command += [str(setting.out / "profiled")]
-        yield Step(kernel, lambda n=kernel, c=command: _run(setting, f"profile {n}", c, 120.0))
+        command += ["--only", f"{case}, 256 MiB", "--repeats", "3", "--out", str(folder)]
+        yield Step(kernel, lambda k=kernel, c=command: profile(k, c))
 
 
 def has_shared_memory(source: str) -> bool:

@@ -230,6 +230,12 @@ def test_a_program_ends_with_the_processes_that_it_has_started(tmp_path: Path) -
     assert "sleep" not in Path(f"/proc/{row['result']}/cmdline").read_text()
 
 
+def test_a_kernel_is_profiled_again_though_its_case_has_a_row(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "profiled").mkdir()
+    monkeypatch.setattr(programs, "_run", lambda *_: {"result": [*tmp_path.iterdir()]})
+    assert next(programs.profile_steps(Setting(tmp_path))).run() == {"result": []}
+
+
 def test_without_nccl_only_the_cases_of_gloo_are_run(tmp_path: Path) -> None:
     table = Table(tmp_path / "connect.csv", programs.COLUMNS)
     table.add({"case": programs.PROBE, "error": "exit 1, see log.txt"})
