@@ -62,12 +62,13 @@ test-torch: $(TORCH)/created
 	.venv-torch-$*/bin/python -m pip install --quiet --constraint .venv-torch-$*/constraints.txt torch==$* 'setuptools>=77'
 	touch $@
 
-# Compiles the CUDA kernels for a machine without compilers, by the NVRTC that is there: both go along in .cubins.
+# Compiles the CUDA kernels (two minutes, no GPU) for a machine without compilers, by the NVRTC that it has. There, with
+# .cubins brought along: COMMHOOKS_CACHE=.cubins python -m experiments.gpu_kernels --run 1
 NVRTC ?= 13.0.88
 ARCHITECTURE ?= 90
 cubins: $(VENV)/dev
-	$(RUN) -m pip install --quiet --no-deps --upgrade --target .nvrtc nvidia-cuda-nvrtc$(if $(filter 12.%,$(NVRTC)),-cu12)==$(NVRTC)
-	PYTHONPATH=.nvrtc COMMHOOKS_CACHE=.cubins $(RUN) -m experiments.gpu_kernels --part cubins --architecture $(ARCHITECTURE) --minutes 60 --out .cubins
+	$(RUN) -m pip install --quiet --no-deps --upgrade --target .nvrtc/$(NVRTC) nvidia-cuda-nvrtc$(if $(filter 12.%,$(NVRTC)),-cu12)==$(NVRTC)
+	PYTHONPATH=.nvrtc/$(NVRTC) COMMHOOKS_CACHE=.cubins $(RUN) -m experiments.gpu_kernels --part cubins --architecture $(ARCHITECTURE) --minutes 60 --out .cubins
 
 # The site of docs/ with reference and search: python -m http.server --directory build/site
 docs: $(VENV)/docs

@@ -254,33 +254,33 @@ class _Places:
         self._pieces = pieces
         lines, count = on_device(pieces.table, device), pieces.count
 
-        def each(numbers: Tensor, total: int) -> Tensor:
+        def repeated(numbers: Tensor, total: int) -> Tensor:
             """Returns 0 as often as the first number says, 1 as often as the second, and so on."""
             places = torch.arange(len(numbers), device=device)
             return places.repeat_interleave(numbers, output_size=total)
 
         # For each entry: its sign, and the sum of its task to which it is added.
         first, size = lines[1 : count + 1], lines[1 : count + 2].diff(dim=0)
-        of = each(size[:, 0], pieces.numel)
-        self.within = torch.arange(pieces.numel, device=device) - first[of, 0]
-        width, blocks = size[of, 1], size[of, 3]
+        piece = repeated(size[:, 0], pieces.numel)
+        self.within = torch.arange(pieces.numel, device=device) - first[piece, 0]
+        width, blocks = size[piece, 1], size[piece, 3]
         line, key = self.within // width, _mixed((step + 0x632BE5AB) & _WORD)
         turn = _mixed((line + _mixed(~key & _WORD)) & _WORD).where(line > 0, 0)
         column = (self.within % width + turn) & (width.clamp_min(64) - 1)
         words = _mixed((line * blocks + column // _LANES + key) & _WORD)
         self._signs = 1 - 2 * (words >> column % _LANES & 1)
-        task = first[of, 2] + line // _SLICE * blocks + column // _LANES
+        task = first[piece, 2] + line // _SLICE * blocks + column // _LANES
         self._sums = task * _LANES + column % _LANES
         # For each sum of a task: the lane of its parameter, and its number of a sketch.
-        of = each(size[:, 2], pieces.tasks)
-        number = torch.arange(pieces.tasks, device=device) - first[of, 2]
+        piece = repeated(size[:, 2], pieces.tasks)
+        number = torch.arange(pieces.tasks, device=device) - first[piece, 2]
         ends = lines[count + 2 : count + 3 + pieces.owner_count, 0]
         owned = lines[count + 3 + pieces.owner_count :, 0]
         owners = torch.full_like(first[:, 0], pieces.owner_count)
-        owners[owned] = each(ends.diff(), len(owned))
-        self._lanes = owners[of] * _LANES + number % _LANES
-        column = (number % size[of, 3] * _LANES)[:, None] + torch.arange(_LANES, device=device)
-        place = (column + first[of, 1, None]).where(column < size[of, 1, None], pieces.width)
+        owners[owned] = repeated(ends.diff(), len(owned))
+        self._lanes = owners[piece] * _LANES + number % _LANES
+        column = (number % size[piece, 3] * _LANES)[:, None] + torch.arange(_LANES, device=device)
+        place = (column + first[piece, 1, None]).where(column < size[piece, 1, None], pieces.width)
         self._numbers = place.view(-1)
 
     def _tasks(self, values: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class Verification:
         self._join()
         bound = error_bound_of(scheme, group.size(), step)
         noted, self._noted = self._noted, None
-        if noted is None or noted[0] != step:  # of as many parameters, since others may have some
+        if noted is None or noted[0] != step:  # zeros: other ranks may have hashes
             noted = step, measured[0].rows.new_zeros(len(self._names), dtype=torch.int64)
         compared = (measured, self._names, noted[1])
         self._pending.append(_VerifiedStep(step, bound, *compared, group, self._lane_group))

@@ -15,7 +15,9 @@ A run consists of parts, which ``--part`` runs by name; two more run only so:
 - ``cubins``: compiles all kernels into ``COMMHOOKS_CACHE``, without a GPU.
 
 Each part writes a table, row by row. A case that fails has a row that says so. The same command
-with the same ``--out`` resumes where it stopped, also after a crash. Nothing needs a network.
+with the same ``--out`` resumes where it stopped, also after a crash; to try a case again, delete
+its row, or the table. ``--rehearse`` writes to ``rehearsal`` in that folder. Nothing needs a
+network.
 Kernels and the library for CPUs can be brought along to a machine without compilers: ``make
 cubins``, with the NVRTC of that machine, and ``kernels/libcommhooks_kernels.so``.
 """
@@ -35,7 +37,7 @@ import torch
 import typer
 from rich.progress import Progress
 
-from commhooks.kernels.runtime import cuda
+from commhooks.kernels.runtime import cuda, nvrtc
 from experiments.gpu_kernels import copy_ratio, cubins, exchange, programs, training, versions
 from experiments.gpu_kernels.dry_run import rehearsed
 from experiments.gpu_kernels.summary import pack_logs, summary
@@ -47,7 +49,10 @@ _GRACE = 20.0  # seconds
 
 
 class Part(NamedTuple):
-    """Describes a table: its columns, its steps, and how many of them run at a time."""
+    """Describes a table: its columns, its steps, and how many of them run at a time.
+
+    A part that needs no GPU compiles, and always begins anew: what is compiled is found again.
+    """
 
     columns: tuple[str, ...]
     steps: Callable[[Setting], Iterator[Step]]
@@ -87,11 +92,17 @@ RUNS = {
 }
 
 
+def _in_words(number: int) -> str:
+    return f"{number}: {' and '.join(RUNS[number].parts)}"
+
+
 def main(
-    run: Annotated[int, typer.Option(help="1 to 5.")] = 0,
-    part: Annotated[list[str] | None, typer.Option(help="One or more parts.")] = None,
-    minutes: Annotated[float, typer.Option(help="Begins no case of a part later.")] = 8.0,
-    repeats: Annotated[int, typer.Option(help="Timed turns per op.", min=3)] = 15,
+    run: Annotated[int, typer.Option(help="; ".join(map(_in_words, RUNS)))] = 0,
+    part: Annotated[
+        list[str] | None, typer.Option(help=f"One or more of {', '.join(PARTS)}.")
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="With --part: begins no case later.")] = 8.0,
+    repeats: Annotated[int, typer.Option(help="With --part: timed turns.", min=3)] = 15,
     only: Annotated[str, typer.Option(help="Cases whose name contains this.")] = "",
     architecture: Annotated[str, typer.Option(help="Of cubins, such as 90.")] = "90",
     rehearse: Annotated[bool, typer.Option(help="Small buckets on the CPU; no launch.")] = False,
@@ -110,14 +121,12 @@ def main(
     given: dict[str, Any] = {"only": only, "ends": ends, "architecture": architecture}
     if rehearse:
         with rehearsed() as small:
-            _run_all(plan, replace(small(out), **given))
+            # Not beside rows that a GPU has written, or will write.
+            _run_all(plan, replace(small(out / "rehearsal"), **given))
         return
-    reason = cuda.missing() if torch.cuda.is_available() else "torch sees no CUDA device"
-    if reason and any(PARTS[name].needs_gpu for name in plan.parts):
-        # ``versions`` reports a reason other than a missing device, which does not end the run.
+    if reason := _missing(plan):
         typer.echo(f"experiments.gpu_kernels: {reason}")
-        if not torch.cuda.is_available():
-            sys.exit(1)
+        sys.exit(1)
     # A case that hangs: its stack, and an end, so that the next call continues with the next case.
     # Later than programs are ended, whose rows and summary are still to be written.
     faulthandler.dump_traceback_later(max(ends + _GRACE - time.monotonic(), 1), exit=True)
@@ -128,21 +137,41 @@ def main(
     faulthandler.cancel_dump_traceback_later()
 
 
+def _missing(plan: Run) -> str | None:
+    """Returns why a run cannot begin; None if it can."""
+    if any(PARTS[name].needs_gpu for name in plan.parts):
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device; --rehearse needs none"
+        return cuda.missing()
+    try:
+        nvrtc.load_nvrtc()
+    except OSError as error:
+        return f"{error}; make cubins installs it"
+    return None
+
+
 def _run_all(plan: Run, setting: Setting) -> None:
     for name, minutes in plan.parts.items():
         _run_part(name, setting, min(time.monotonic() + 60 * minutes, setting.ends))
         if name == "versions" and _is_first_launch_wrong(setting):
-            typer.echo("the first launch failed: nothing else is tried")
+            typer.echo(
+                "the first launch failed: nothing else is tried. Delete versions.csv to try again"
+            )
             break
     lines = summary(setting.out, list(plan.parts))
     pack_logs(setting.out)
-    typer.echo("\n".join(lines))
+    typer.echo("\n".join([*lines, f"tables and logs are in {setting.out}"]))
 
 
 def _run_part(name: str, setting: Setting, until: float) -> None:
     part = PARTS[name]
-    table = Table(setting.out / f"{name}.csv", part.columns)
+    path = setting.out / f"{name}.csv"
+    if setting.device == "cpu" or not part.needs_gpu:  # the code may have changed since
+        path.unlink(missing_ok=True)
+    table = Table(path, part.columns)
     listed = [step for step in part.steps(setting) if setting.only in step.name]
+    if not listed:
+        typer.echo(f"{name}: no case has {setting.only!r} in its name")
     with Progress() as progress:
         bar = progress.add_task(name, total=len(listed))
 
@@ -150,9 +179,9 @@ def _run_part(name: str, setting: Setting, until: float) -> None:
             progress.advance(bar)
             progress.console.print(text, markup=False, highlight=False)
 
-        outcome = run_steps(table, listed, until=until, workers=part.workers, report=report)
-    if outcome.left:
-        typer.echo(f"{name}: {len(outcome.left)} cases are left: run the command again")
+        left_out = run_steps(table, listed, until=until, workers=part.workers, report=report)
+    if left_out:
+        typer.echo(f"{name}: {len(left_out)} cases are left: run the command again")
 
 
 def _is_first_launch_wrong(setting: Setting) -> bool:

@@ -30,13 +30,9 @@ COMPILED_COLUMNS = ("op", "kernel microseconds", "compiled over kernel", "eager 
 
 def steps(setting: Setting) -> Iterator[Step]:
     """Yields a step per op and size of bucket."""
-    groups = _groups(setting)
     large = cache(lambda: _copy(setting))
-    for group in groups:
+    for group in _groups(setting):
         yield _step(setting, group, "256 MiB", setting.large, large)
-    del groups, group
-    if setting.device == "cuda":
-        torch.cuda.empty_cache()
     x = torch.randn(setting.small, device=setting.device)
     y = torch.empty_like(x)
     small = cache(lambda: timing.replayed(lambda: y.copy_(x), setting.repeats))

@@ -56,11 +56,11 @@ def rehearsed(launches: Launches | None = None) -> Iterator[Callable[[Path], Set
         op.check_arguments(*args)
         op.kernels["cuda"](*args)
 
-    def once(call: Callable[[], Any], *rest: Any) -> float:
+    def run_once(call: Callable[[], Any], *rest: Any) -> float:
         call()
         return 1.0
 
-    def each(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
+    def run_each(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
         for call in calls:
             call()
         return 1.0
@@ -72,10 +72,10 @@ def rehearsed(launches: Launches | None = None) -> Iterator[Callable[[Path], Set
         for target, name, value in (
             (cuda, "launch", launches),
             (Op, "__call__", run),
-            (timing, "milliseconds", each),
-            (timing, "replayed", once),
-            (timing, "host_microseconds", once),
-            (timing, "behind_a_sleep", once),
+            (timing, "milliseconds", run_each),
+            (timing, "replayed", run_once),
+            (timing, "host_microseconds", run_once),
+            (timing, "behind_a_sleep", run_once),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield lambda out: Setting(out, device="cpu", repeats=1, large=ENTRIES, small=ENTRIES)

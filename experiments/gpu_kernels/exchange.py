@@ -47,7 +47,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit": ("onebit", {}),
     "powersgd 4": ("powersgd", {"rank": 4}),
     "topk 1 %": ("topk", {"ratio": 0.01}),
-    "sdp4bit": ("sdp4bit", {}),
+    "sdp4bit": ("sdp4bit", {"local_size": 8}),
     "eden": ("eden", {}),
     "dgc": ("dgc", {}),
     "demo": ("demo", {}),
@@ -100,8 +100,6 @@ def _gradient(setting: Setting) -> Tensor:
 
 def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
     scheme_name, options = SCHEMES[name]
-    if scheme_name == "sdp4bit":
-        options = {"local_size": 8}
     scheme = make(scheme_name, **options)
     layout = Layout([f"p{i}" for i in range(len(SHAPES))], SHAPES)
     engine = Engine(scheme, rank=0, world_size=ranks)
@@ -123,7 +121,7 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
         streams.run(task, gradient.device).wait()
 
     row: dict[str, Any] = {"hook": name, "ranks": ranks}
-    # At once: not what a network takes, but the order of streams is that of a real exchange.
+    # Answers take no time, unlike a network's; streams wait for one another as in a real exchange.
     module = torch.cuda if setting.device == "cuda" else None
     requests: list[Collective] = []
     with loopback(module, ranks) as link:
@@ -148,7 +146,7 @@ def _scheme(name: str, ranks: int, setting: Setting) -> dict[str, Any]:
     try:
         counts = counts_of(scheme, SHAPES, world_size=ranks)
     except Exception as error:  # the counts are of a pretended GPU, and no reason to lose the times
-        return row | {"own kernels": f"{type(error).__name__}", "operations of torch": ""}
+        return row | {"own kernels": type(error).__name__, "operations of torch": ""}
     kernel_count, others = counts.kernels.total(), counts.operations.total()
     return row | {"own kernels": kernel_count, "operations of torch": others}
 

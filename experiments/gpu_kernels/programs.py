@@ -100,9 +100,9 @@ def sanitize_steps(setting: Setting) -> Iterator[Step]:
             name = f"{tool} {family_name(family)}"
             command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable]
             command += ["-m", "tests.kernels.fuzz", "gpu", family_name(family)]
-            more = {"COMMHOOKS_FUZZ_ROUNDS": str(ROUNDS)}
-            more |= {} if tool == "racecheck" else NO_CACHING
-            yield Step(name, lambda n=name, c=command, m=more: _run(setting, n, c, LIMIT, m))
+            variables = {"COMMHOOKS_FUZZ_ROUNDS": str(ROUNDS)}
+            variables |= {} if tool == "racecheck" else NO_CACHING
+            yield Step(name, lambda n=name, c=command, v=variables: _run(setting, n, c, LIMIT, v))
 
 
 def profile_steps(setting: Setting) -> Iterator[Step]:
@@ -110,15 +110,19 @@ def profile_steps(setting: Setting) -> Iterator[Step]:
 
     The log of each has the unit that is busiest, occupancy, and what warps wait for.
     """
-    profiler = shutil.which("ncu") or "ncu"
+    profiler, folder = shutil.which("ncu") or "ncu", setting.out / "profiled"
+
+    def profile(kernel: str, command: Sequence[str]) -> dict[str, Any]:
+        shutil.rmtree(folder, ignore_errors=True)  # the program would not run a case that has a row
+        return _run(setting, f"profile {kernel}", command, 120.0)
+
     for kernel, case in PROFILED.items():
         command = [profiler, "--kernel-name", f"regex:{kernel}", "--launch-skip", "3"]
         command += ["--launch-count", "1", "--section", "SpeedOfLight", "--section", "Occupancy"]
         command += ["--section", "WarpStateStats", "--section", "InstructionStats"]
         command += [sys.executable, "-m", "experiments.gpu_kernels", "--part", "share"]
-        command += ["--only", f"{case}, 256 MiB", "--repeats", "3", "--out"]
-        command += [str(setting.out / "profiled")]
-        yield Step(kernel, lambda n=kernel, c=command: _run(setting, f"profile {n}", c, 120.0))
+        command += ["--only", f"{case}, 256 MiB", "--repeats", "3", "--out", str(folder)]
+        yield Step(kernel, lambda k=kernel, c=command: profile(k, c))
 
 
 def has_shared_memory(source: str) -> bool:
@@ -136,7 +140,7 @@ def _run(
     name: str,
     command: Sequence[str],
     limit: float,
-    more: dict[str, str] | None = None,
+    variables: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     """Runs a program, keeps what it prints, and returns its last line.
 
@@ -144,7 +148,7 @@ def _run(
     processes that it has started, which would otherwise disturb what is timed afterwards.
     """
     setting.out.mkdir(parents=True, exist_ok=True)
-    log = setting.out / f"log {re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.txt".replace(" ", "_")
+    log = setting.out / f"log_{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.txt"
     limit = min(limit, setting.ends - time.monotonic())
     with log.open("w") as file:
         process = subprocess.Popen(
@@ -152,7 +156,9 @@ def _run(
             stdout=file,
             stderr=subprocess.STDOUT,
             cwd=ROOT,
-            env=os.environ | {"COMMHOOKS_TEST_MACHINES": MACHINES[setting.device]} | (more or {}),
+            env=os.environ
+            | {"COMMHOOKS_TEST_MACHINES": MACHINES[setting.device]}
+            | (variables or {}),
             start_new_session=True,
         )
         ended = ""

@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["LostDeviceError", "Outcome", "Setting", "Step", "Table", "run_steps"]
+__all__ = ["LostDeviceError", "Setting", "Step", "Table", "run_steps"]
 
 Row = dict[str, Any]
 COMMON = ("case", "error", "seconds")
@@ -53,15 +53,6 @@ class Step:
 
     name: str
     run: Callable[[], Row]
-
-
-@dataclass
-class Outcome:
-    """Counts how the steps of a part ended."""
-
-    done: int = 0
-    failed: int = 0
-    left: list[str] = field(default_factory=list)
 
 
 class Table:
@@ -126,8 +117,8 @@ def run_steps(
     until: float,
     workers: int = 1,
     report: Callable[[str], None] = lambda text: None,
-) -> Outcome:
-    """Runs the steps that have no row yet, and begins none after ``until``.
+) -> list[str]:
+    """Runs the steps that have no row yet; returns the names of those that ``until`` left out.
 
     Args:
         until: ``time.monotonic()`` at which no step is begun any more.
@@ -137,7 +128,7 @@ def run_steps(
     Raises:
         LostDeviceError: the device answers with an error; the step has its row.
     """
-    outcome = Outcome()
+    left_out = []
     left = [step for step in steps if step.name not in table.done]
 
     def run(step: Step) -> tuple[Step, Row | None]:
@@ -156,16 +147,14 @@ def run_steps(
         )
         for step, row in results:
             if row is None:
-                outcome.left.append(step.name)
+                left_out.append(step.name)
                 continue
             table.add(row)
-            outcome.done += 1
-            outcome.failed += bool(row["error"])
             report(f"{step.name}: {row['error'] or 'done'} ({row['seconds']:.1f} s)")
             if row["error"] and workers == 1:
                 _check_device(step.name)
     table.end()
-    return outcome
+    return left_out
 
 
 def _row(step: Step) -> Row:

@@ -111,8 +111,7 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, workers: int) 
     log: list[str] = []
     path = tmp_path / "part.csv"
     steps = steps_of(log, "abc", failing="b")
-    outcome = run_steps(Table(path, ["value"]), steps[:2], until=FOREVER, workers=workers)
-    assert (outcome.done, outcome.failed, outcome.left) == (2, 1, [])
+    assert not run_steps(Table(path, ["value"]), steps[:2], until=FOREVER, workers=workers)
     run_steps(Table(path, ["value"]), steps, until=FOREVER, workers=workers)
     assert sorted(log) == ["a", "b", "c"]
     rows = {row["case"]: row for row in Table(path, ["value"]).rows()}
@@ -123,8 +122,8 @@ def test_a_run_goes_on_where_the_last_one_stopped(tmp_path: Path, workers: int) 
 def test_no_case_begins_after_the_minutes_are_over(tmp_path: Path) -> None:
     log: list[str] = []
     table = Table(tmp_path / "part.csv", ["value"])
-    outcome = run_steps(table, steps_of(log, "ab"), until=time.monotonic() - 1)
-    assert (log, outcome.left) == ([], ["a", "b"])
+    left_out = run_steps(table, steps_of(log, "ab"), until=time.monotonic() - 1)
+    assert (log, left_out) == ([], ["a", "b"])
 
 
 def test_a_case_in_which_the_process_ended_is_not_begun_again(tmp_path: Path) -> None:
@@ -231,6 +230,12 @@ def test_a_program_ends_with_the_processes_that_it_has_started(tmp_path: Path) -
     assert "sleep" not in Path(f"/proc/{row['result']}/cmdline").read_text()
 
 
+def test_a_kernel_is_profiled_again_though_its_case_has_a_row(tmp_path: Path, monkeypatch) -> None:
+    (tmp_path / "profiled").mkdir()
+    monkeypatch.setattr(programs, "_run", lambda *_: {"result": [*tmp_path.iterdir()]})
+    assert next(programs.profile_steps(Setting(tmp_path))).run() == {"result": []}
+
+
 def test_without_nccl_only_the_cases_of_gloo_are_run(tmp_path: Path) -> None:
     table = Table(tmp_path / "connect.csv", programs.COLUMNS)
     table.add({"case": programs.PROBE, "error": "exit 1, see log.txt"})
@@ -296,6 +301,44 @@ def test_the_command_refuses_other_parts_and_machines_without_a_gpu(tmp_path: Pa
     if not torch.cuda.is_available():
         done = CliRunner().invoke(app, ["--part", "share", "--out", str(tmp_path)])
         assert (done.exit_code, "no CUDA device" in done.output) == (1, True)
+
+
+@pytest.mark.parametrize("part", ["share", "versions", "cubins"])
+def test_without_cupy_or_nvrtc_nothing_begins(part: str, tmp_path: Path, monkeypatch) -> None:
+    def load() -> None:
+        raise OSError("NVRTC is not there")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(study.cuda, "missing", lambda: "CuPy is not there")
+    monkeypatch.setattr(study.faulthandler, "dump_traceback_later", lambda *_, **__: None)
+    monkeypatch.setattr(nvrtc, "load_nvrtc", load)
+    app = study.typer.Typer()
+    app.command()(study.main)
+    done = CliRunner().invoke(app, ["--part", part, "--out", str(tmp_path / "out")])
+    assert (done.exit_code, "is not there" in done.output) == (1, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_rehearsal_writes_no_row_that_a_run_would_take_for_its_own(
+    tmp_path: Path, capsys: Any
+) -> None:
+    for _ in range(2):
+        study.main(part=["versions"], only="torch", rehearse=True, out=tmp_path)
+        assert "torch: done" in capsys.readouterr().out  # again, not what the last one has found
+    assert [path.name for path in tmp_path.iterdir()] == ["rehearsal"]
+    study.main(part=["versions"], only="nonsense", rehearse=True, out=tmp_path)
+    assert "versions: no case has 'nonsense' in its name" in capsys.readouterr().out
+
+
+def test_cubins_of_another_source_are_compiled_though_there_is_a_table(
+    tmp_path: Path, monkeypatch
+) -> None:
+    log: list[str] = []
+    part = study.PARTS["cubins"]._replace(steps=lambda setting: iter(steps_of(log, "a")))
+    monkeypatch.setitem(study.PARTS, "cubins", part._replace(columns=("value",)))
+    for _ in range(2):
+        study.main(part=["cubins"], out=tmp_path)
+    assert log == ["a", "a"]
 
 
 def test_facts_have_a_row_each_also_without_a_gpu(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ __all__ = ["behind_a_sleep", "host_microseconds", "milliseconds", "replayed"]
 
 
 def milliseconds(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
-    """Returns the median time of a call, over turns that make all calls in sequence."""
+    """Returns the median milliseconds of a call, over turns that make all calls in sequence."""
     for call in calls:
         call()
     times = []
@@ -32,7 +32,7 @@ def milliseconds(calls: Sequence[Callable[[], Any]], repeats: int) -> float:
 
 
 def replayed(call: Callable[[], Any], repeats: int) -> float:
-    """Returns the median time of a call in a CUDA graph of ten calls, which has no launch costs."""
+    """Returns the median milliseconds of a call in a CUDA graph of ten, without launch costs."""
     call()  # compiles; a capture does not allow that
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -43,7 +43,7 @@ def replayed(call: Callable[[], Any], repeats: int) -> float:
 
 
 def host_microseconds(call: Callable[[], Any], repeats: int, calls: int = 1) -> float:
-    """Returns the median time that the host takes for each of ``calls`` calls in a row.
+    """Returns the median microseconds of the host for each of ``calls`` calls in a row.
 
     The device is idle before the first.
     """
@@ -59,7 +59,7 @@ def host_microseconds(call: Callable[[], Any], repeats: int, calls: int = 1) -> 
 
 
 def behind_a_sleep(call: Callable[[], Any], repeats: int, cycles: int) -> float:
-    """Returns the median time that the device takes for a call that is enqueued while it sleeps."""
+    """Returns the median milliseconds of the device for a call that is enqueued while it sleeps."""
     times = []
     for _ in range(repeats + 1):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -39,7 +39,6 @@ def steps(setting: Setting) -> Iterator[Step]:
         "numpy": lambda: importlib.metadata.version("numpy"),
         "Python": platform.python_version,
         _QUERY: lambda: _nvidia_smi(_QUERY),
-        "why no kernels": lambda: cuda.missing() or "",
         "one launch": one_launch,
         "copy, GB/s": lambda: _copy(setting),
         "a launch on the host, microseconds": _launch_cost,
@@ -62,7 +61,7 @@ def _nvidia_smi(query: str) -> str:
 
 
 def _copy(setting: Setting) -> float:
-    """Returns the bytes per second that a copy of a large bucket reads and writes."""
+    """Returns the gigabytes per second that a copy of a large bucket reads and writes."""
     pairs = [torch.randn(2, setting.large, device=setting.device) for _ in range(3)]
     copies = [lambda pair=pair: pair[1].copy_(pair[0]) for pair in pairs]
     return 8 * setting.large / timing.milliseconds(copies, setting.repeats) / 1e6

@@ -277,7 +277,7 @@ def _blockwise(
     count = PAYLOADS[x.device.type]
     several = payload.repeat(count, 1)
     encode = (x, payload, format, block, table, -1)
-    decode = (format, block, table, -1, 1.0, False, *(key if dithered else philox.NO_STREAM))
+    decode = (format, block, table, -1, 1.0, False, *key)
     feedback = (*encode, residual, residual, *key, 0, 1)
     others = _rivals(format, x, block)
     plain = (*encode, None, None, *key, 0, 1)

@@ -307,7 +307,7 @@ class Arguments:
             (takes or {}).items(), key=lambda name_and_rule: isinstance(name_and_rule[1], Entries)
         )
         self._takes = dict(rules)
-        self._own: Callable[..., None] | None = None
+        self._op_check: Callable[..., None] | None = None
         self._kinds = [str(argument.type) for argument in schema]
         aliases = [argument.alias_info for argument in schema]
         written = [alias is not None and alias.is_write for alias in aliases]
@@ -325,7 +325,7 @@ class Arguments:
 
     def add_check(self, function: Callable[..., None]) -> None:
         """Adds the op's own check of the arguments that its parameters name."""
-        self._own = function
+        self._op_check = function
         self.declared = True
         self.forms.clear()  # what was right without it
 
@@ -343,7 +343,7 @@ class Arguments:
 
     def new_form(self, args: tuple[Any, ...]) -> Form:
         """Returns the form of a call, of any types."""
-        own_names = _parameters_of(self._own)[0] if self._own is not None else []
+        checked_names = _parameters_of(self._op_check)[0] if self._op_check is not None else []
         tensors: list[int] = []
         tables: list[int] = []
         others: list[int] = []
@@ -352,9 +352,8 @@ class Arguments:
             if args[i] is None:
                 continue
             if "Tensor" not in kind:
-                if (
-                    kind != "float" or name in own_names
-                ):  # factors change, and hardly any check sees one
+                # Factors change, and hardly any check sees one.
+                if kind != "float" or name in checked_names:
                     others.append(i)
                 continue
             (tables if callable(rule) else tensors).append(i)
@@ -445,8 +444,8 @@ class Arguments:
                     raise ValueError(f"{self.caller}({name}): {_words_of(rule)}, got {value}")
             else:
                 tables[name] = rule(value, self.caller)
-        if self._own is not None:
-            self._call(self._own, given)
+        if self._op_check is not None:
+            self._call(self._op_check, given)
 
     def _dtypes(
         self, dtypes: torch.dtype | tuple[torch.dtype, ...] | _DtypeOf, given: dict[str, Any]
@@ -499,9 +498,8 @@ class Arguments:
         spans = []
         for i in self._tensors:
             tensor = args[i]
-            if (
-                tensor is not None and tensor.nbytes
-            ):  # nobody reads the null pointer of an empty one
+            # Nobody reads the null pointer of an empty one.
+            if tensor is not None and tensor.nbytes:
                 self._check_place(i, tensor)
                 begin = tensor.data_ptr()
                 spans.append((begin, begin + tensor.nbytes, i))

@@ -1,6 +1,6 @@
 """Launches CUDA kernels with CuPy.
 
-This is the only module that imports CuPy. A kernel is named by its file and a C++ name such as
+No other module of the library imports CuPy. A kernel is named by its file and a C++ name such as
 ``quantize<Int8, float, 256>``.
 """
 

@@ -192,7 +192,7 @@ def load_nvrtc() -> Any:
             for builtins in path.parent.glob("libnvrtc-builtins.so.*"):
                 ctypes.CDLL(str(builtins), mode=ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(str(path))
-    raise OSError(f"NVRTC of CUDA {major} is not installed")
+    raise OSError(f"NVRTC{'' if major == '*' else f' of CUDA {major}'} is not installed")
 
 
 def architecture_of(capability: tuple[int, int]) -> str:

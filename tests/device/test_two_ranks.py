@@ -10,7 +10,13 @@ from torch.testing import assert_close
 
 from tests.device.device_cases import BODIES
 from tests.device.host_cases import HOSTS
-from tests.device.two_ranks import all_reduced, bodies_of_ranks, of_ranks, simulated, tolerance
+from tests.device.two_ranks import (
+    all_reduced,
+    bodies_of_ranks,
+    means_of_ranks,
+    simulated,
+    tolerance,
+)
 from tests.tools.harness import run_ranks
 
 pytestmark = [
@@ -32,7 +38,7 @@ def test_nccl_connects_two_ranks_on_one_gpu() -> None:
 
 def check_schemes(world_size: int, backend: str) -> None:
     expected = simulated(world_size)
-    for results in run(of_ranks, world_size, backend):
+    for results in run(means_of_ranks, world_size, backend):
         for name, values in results.items():
             for value, other in zip(values, expected[name], strict=True):
                 near = tolerance(name, world_size)

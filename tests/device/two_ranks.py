@@ -16,7 +16,7 @@ from ddp_core import Streams, Task
 from tests.device.device_cases import SCHEMES, SHAPES, given
 from tests.device.host_cases import ALL
 
-__all__ = ["all_reduced", "bodies_of_ranks", "group_of", "of_ranks", "simulated", "tolerance"]
+__all__ = ["all_reduced", "bodies_of_ranks", "group_of", "means_of_ranks", "simulated", "tolerance"]
 
 STEPS = 3
 NAMES = [f"p{i}" for i in range(len(SHAPES))]
@@ -44,7 +44,9 @@ def all_reduced(rank: int, world_size: int, backend: str, device: str) -> list[f
     return tensor[:3].tolist()
 
 
-def of_ranks(rank: int, world_size: int, backend: str, device: str) -> dict[str, list[Tensor]]:
+def means_of_ranks(
+    rank: int, world_size: int, backend: str, device: str
+) -> dict[str, list[Tensor]]:
     """Means of a bucket by every scheme, over real collectives."""
     group = group_of(rank, backend)
     streams, layout = Streams(group), Layout(NAMES, SHAPES)

@@ -82,9 +82,9 @@ static void* fresh_stack(char* top, void (*entry)()) {
 
 // Gives the core to the next ready fiber: of this warp first, then of the others.
 static void yield() {
-    const int me = current, own = me / 32, count = (threads + 31) / 32;
+    const int me = current, my_warp = me / 32, count = (threads + 31) / 32;
     for (int step = 0; step < count; step++) {
-        const int warp = (own + step) % count;
+        const int warp = (my_warp + step) % count;
         for (int turn = 1; turn <= 32; turn++) {
             const uint32_t begin = step ? 31 : (uint32_t)(me & 31) ^ lane_order;
             const int i = warp * 32 + (int)(((begin + turn) & 31) ^ lane_order);
@@ -190,13 +190,13 @@ static std::condition_variable changed;
 static std::vector<bool> running;  // of the OS threads
 static int turn;
 static int waited;  // how many blocks in a row found nothing to do
-PER_BLOCK int own;  // number of this OS thread
+PER_BLOCK int thread_number;  // of this OS thread
 
 static uint32_t random_number() { return seed = seed * 1664525u + 1013904223u, seed >> 8; }
 
 static void give_turn() {
     int left = 0;
-    for (bool one : running) left += one;
+    for (bool runs : running) left += runs;
     int next = left ? (int)(random_number() % left) : -1;
     turn = -1;
     for (size_t i = 0; i < running.size(); i++)
@@ -204,7 +204,7 @@ static void give_turn() {
     changed.notify_all();
 }
 static void wait_for_turn(std::unique_lock<std::mutex>& lock) {
-    changed.wait(lock, [] { return turn == own; });
+    changed.wait(lock, [] { return turn == thread_number; });
 }
 
 static void interrupt(bool waits, int line) {
@@ -223,10 +223,10 @@ static int run_blocks(dim3 grid) {
     std::vector<uint3> left = indices_of(grid);
     running.assign(RESIDENT, true);
     waited = 0;
-    std::vector<std::thread> all;
+    std::vector<std::thread> threads_of_host;
     for (int i = 0; i < RESIDENT; i++)
-        all.emplace_back([i, &left] {
-            own = i;
+        threads_of_host.emplace_back([i, &left] {
+            thread_number = i;
             std::unique_lock<std::mutex> lock(mutex);
             wait_for_turn(lock);
             while (!left.empty() && error.empty()) {  // blocks may start in any order
@@ -247,7 +247,7 @@ static int run_blocks(dim3 grid) {
         std::unique_lock<std::mutex> lock(mutex);
         give_turn();
     }
-    for (std::thread& one : all) one.join();
+    for (std::thread& thread : threads_of_host) thread.join();
     return !error.empty();
 }
 #else

@@ -30,7 +30,7 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
 class EmulatedError(RuntimeError):
-    """A kernel diverged or deadlocked; the message has line, block and thread."""
+    """A kernel did not end well: it diverged, deadlocked or touched other memory, or is unknown."""
 
 
 @cache

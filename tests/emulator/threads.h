@@ -20,7 +20,7 @@ struct Meeting {
     pthread_barrier_t barriers[2];
 
     void prepare(int count) {
-        for (auto& one : barriers) pthread_barrier_init(&one, nullptr, (unsigned)count);
+        for (auto& barrier : barriers) pthread_barrier_init(&barrier, nullptr, (unsigned)count);
     }
     void wait(uint32_t& turn) { pthread_barrier_wait(&barriers[turn++ & 1]); }
 };
@@ -80,13 +80,13 @@ static int run_block(uint3 index) {
     block_index = index;
     of_block.prepare(threads);
     for (int w = 0; w < threads / 32; w++) warps[w].meeting.prepare(32);
-    std::vector<std::thread> all;
+    std::vector<std::thread> threads_of_host;
     for (int i = 0; i < threads; i++)
-        all.emplace_back([i] {
+        threads_of_host.emplace_back([i] {
             current = i, turn_of_block = turn_of_warp = 0;
             body(body_argument);
         });
-    for (std::thread& one : all) one.join();
+    for (std::thread& thread : threads_of_host) thread.join();
     return 0;
 }
 

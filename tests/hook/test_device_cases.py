@@ -8,7 +8,7 @@ import torch
 from tests.device.device_cases import BODIES, SCHEMES, trained
 from tests.device.host_cases import HOSTS
 from tests.device.test_cuda import check_that_backward_gives_the_schemes_average
-from tests.device.two_ranks import of_ranks, simulated, tolerance
+from tests.device.two_ranks import means_of_ranks, simulated, tolerance
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
 
@@ -47,7 +47,7 @@ def test_both_classes_train_what_is_given() -> None:
 def test_ranks_get_what_a_simulation_gives(world_size: int) -> None:
     """As two NCCL ranks on a GPU are compared with it."""
     expected = simulated(world_size)
-    for results in run_ranks(of_ranks, world_size, "gloo", "cpu", timeout=100):
+    for results in run_ranks(means_of_ranks, world_size, "gloo", "cpu", timeout=100):
         assert results.keys() == expected.keys()
         for name, values in results.items():
             for value, simulated_value in zip(values, expected[name], strict=True):
