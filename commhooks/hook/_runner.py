@@ -122,6 +122,10 @@ class Runner:
 
         # Hold the bucket, cut it, or exchange it as it is.
         is_last = bucket.is_last
+        if is_last and engine.traits.rounds > 1:
+            # A rank without input (join) commits with this bucket, and ends before it what has
+            # paused. Those in a backward pass do so as well, for one order of collectives.
+            self._drivers.resume()
         if step.holds_buckets:
             future = self._coalescer.hold(bucket.number, gradient, bucket.find_layout)
             # In a static graph's first step torch may mark no bucket as the last one, and waits
