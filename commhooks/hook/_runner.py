@@ -196,7 +196,7 @@ class Runner:
 
     def step_aborted(self) -> None:
         """Drops the open step after its backward pass raised."""
-        self._drivers.resume()  # a peer that aborts as well does the same
+        self._drivers.join()  # resumes, as does a peer that aborts as well; see ``settle``
         self._drop_step()
 
     def _drop_step(self) -> None:
@@ -227,6 +227,8 @@ class Runner:
         # No collective: this rank may be the only one that calls this, to save a checkpoint.
         if not step.core_notifies:  # it calls ``step_aborted`` on all ranks, and waits for results
             self._drivers.drop_paused()
+            # torch's class does not, and the next backward pass fills the same buckets.
+            self._drivers.join()
         self._drop_step()
 
     @property
