@@ -147,6 +147,11 @@ class Verification:
         self._cancel_finalizer = weakref.finalize(owner, self.close).detach
 
     @property
+    def shares_group(self) -> bool:
+        """Whether ranks are compared in the hook's own process group."""
+        return self._group is not None and self._lane_group is None
+
+    @property
     def findings(self) -> list[Finding]:
         """Returns the findings so far, the oldest first."""
         return list(self._findings)
