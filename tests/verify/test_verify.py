@@ -87,6 +87,9 @@ class Wrong(Wrapper):
                 part[3].add_(1e-7)
             if self.what == "overflows" and spoils:
                 part[3] = torch.inf
+            if self.what == "poisons":  # on all ranks, as what they keep of it
+                for values in (result.mean, bucket.unsent):
+                    _part(bucket, values, self.parameter)[3] = torch.nan
             if self.what == "loses":  # on all ranks, and says that it has sent it
                 part[:5].zero_()
         return result
@@ -155,6 +158,18 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
 def test_an_average_that_overflows_is_named_with_its_rank(rank: int) -> None:
     named = _train(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
     assert named == [(2, 1, "2.weight", kind, (1,)) for kind in ("ranks differ", "not finite")]
+
+
+@on_ranks(2)
+def test_a_residual_that_is_not_finite_hides_no_average(rank: int) -> None:
+    wrong = ErrorFeedback(Wrong(commhooks.make("int4", error_feedback=False), "poisons"))
+    assert _train(rank, wrong, "core", "warn").findings[0] == (
+        2,
+        1,
+        "2.weight",
+        "not finite",
+        (0, 1),
+    )
 
 
 @on_ranks(2)
