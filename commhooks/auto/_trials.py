@@ -3,6 +3,8 @@
 A machine that is busy with something else slows the candidate that runs at that moment. So each
 candidate runs some steps in every round, until the others are known to be slower, or so close that
 it does not matter. Every rank does the same in the same step, and all decide by the slowest rank.
+
+On a GPU a step begins when the GPU comes to it: the host may be many steps ahead.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,9 +24,12 @@ from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._running import Running
 from commhooks.hook._state import CandidateResult
 from commhooks.wrappers._make import make
+from ddp_core import Timestamp, clock_of
+from ddp_core.exchange._devices import stream_of
 
 __all__ = ["Candidate", "CandidateTiming", "CandidateTimings", "Stage", "Trials", "chosen"]
 
+Moment = float | Timestamp
 LOG = logging.getLogger("commhooks")
 
 # A scheme is kept if its steps take at most this share of dense ones.
@@ -83,8 +87,8 @@ class Trials:
         self.plan = "auto: nothing is decided yet"
         self.choice: Candidate | None = None
         self._stage, self._begun = Stage.FIRST, 0  # the step in which the stage began
-        self._times: list[float] = []
-        self._last = (-1, 0.0)  # the latest step, and when it began
+        self._times: list[tuple[Moment, Moment]] = []  # begins of a step and of the next one
+        self._last: tuple[int, Moment] = (-1, 0.0)  # the latest step, and when it began
         self._dense_s = 0.0
         self._timings = CandidateTimings(candidates)
         self._before: list[CandidateTiming] | None = None  # of the first comparison, if repeated
@@ -132,15 +136,16 @@ class Trials:
             self._step_begins()
 
     def _step_begins(self) -> None:
-        now = time.perf_counter()
+        clock = clock_of(self._hook.target.device)
+        now = clock.now()
         before, began = self._last
         since = self._hook.step - self._begun
         # Two steps warm up: buckets are rebuilt, and memory is made.
         if before == self._hook.step - 1 and since > 2:
-            self._times.append(now - began)
+            self._times.append((began, now))
         if since == self._steps * (_VALIDATE_FACTOR if self._stage is Stage.VALIDATE else 1) + 2:
             self._end_stage()
-            now = time.perf_counter()  # the next step begins after what was decided
+            now = clock.now()  # the next step begins after what was decided
         self._last = (self._hook.step, now)
 
     def _end_stage(self) -> None:
@@ -208,13 +213,20 @@ class Trials:
 
     def _times_of_slowest(self) -> list[float]:
         """Returns the seconds of the stage's steps on the slowest rank, step by step."""
-        return [float(max(ranks)) for ranks in zip(*self._of_all(self._times), strict=False)]
+        of_ranks = self._of_all(self._seconds)
+        return [float(max(ranks)) for ranks in zip(*of_ranks, strict=False)]
 
-    def _of_all(self, value: Any) -> list[Any]:
+    def _seconds(self) -> list[float]:
+        """Returns the seconds of the stage's steps on this rank; waits for the last one's end."""
+        if (stream := stream_of(self._hook.target.device)) is not None:
+            stream.synchronize()
+        return [_seconds_of(end) - _seconds_of(begin) for begin, end in self._times]
+
+    def _of_all(self, measure: Callable[[], Any]) -> list[Any]:
         """Gathers a value from all ranks; raises unless all have called it."""
         hook = self._hook
         hook._handshake("auto", {"stage": self._stage.value, "step": hook.step}, HANDSHAKE_LIMIT)
-        values = [value]
+        values = [measure()]  # no rank is missing, so that no device waits for one
         # Ranks with other parts of the gradients (HSDP) decide the same.
         for group in (hook.target.group(), *hook.target.verdict_groups):
             everyone: list[Any] = [None] * group.size()
@@ -222,6 +234,10 @@ class Trials:
                 dist.all_gather_object(everyone, values, group=group)
             values = [value for theirs in everyone for value in theirs]
         return values
+
+
+def _seconds_of(moment: Moment) -> float:
+    return moment.seconds() if isinstance(moment, Timestamp) else moment
 
 
 def chosen(

@@ -347,14 +347,26 @@ class AttachmentGuard(ForwardGuard):
         self._unfrozen.warn()
 
     def _check_join(self, module: Any) -> None:
-        """Raises if within ``join`` the hook could not know which gradients torch's DDP writes."""
-        joins = in_join(module) and module.find_unused_parameters
-        if joins and self._state.engine.keeps_memory and not isinstance(module, CoreDDP):
+        """Raises if within ``join`` the hook could not know which gradients torch's DDP writes.
+
+        Also where messages of verification would meet torch's map of them on another rank: a rank
+        without inputs sends them before the map, and one in a backward pass behind it.
+        """
+        if isinstance(module, CoreDDP) or not (in_join(module) and module.find_unused_parameters):
+            return
+        verification = self._state.verification
+        call = "DistributedDataParallel.join with find_unused_parameters=True"
+        if verification is not None and verification.shares_group:
             raise RegistrationError(
-                f"DistributedDataParallel.join with find_unused_parameters=True and "
-                f"{self._state.scheme}, which keeps state: a rank without inputs is not told which "
-                f"parameters no rank has used, and would count what it keeps of them as sent. Use "
-                f"ddp_core.DistributedDataParallel (same arguments), which tells it, or "
+                f"{call} and verify=... on a GPU: a rank without inputs would send what is "
+                f"compared in another order. Use ddp_core.DistributedDataParallel (same "
+                f"arguments), find_unused_parameters=False, or leave out verify"
+            )
+        if self._state.engine.keeps_memory:
+            raise RegistrationError(
+                f"{call} and {self._state.scheme}, which keeps state: a rank without inputs is not "
+                f"told which parameters no rank has used, and would count what it keeps of them as "
+                f"sent. Use ddp_core.DistributedDataParallel (same arguments), which tells it, or "
                 f"find_unused_parameters=False"
             )
 

@@ -122,6 +122,10 @@ class Runner:
 
         # Hold the bucket, cut it, or exchange it as it is.
         is_last = bucket.is_last
+        if is_last and engine.traits.rounds > 1:
+            # A rank without input (join) commits with this bucket, and ends before it what has
+            # paused. Those in a backward pass do so as well, for one order of collectives.
+            self._drivers.resume()
         if step.holds_buckets:
             future = self._coalescer.hold(bucket.number, gradient, bucket.find_layout)
             # In a static graph's first step torch may mark no bucket as the last one, and waits
@@ -192,7 +196,7 @@ class Runner:
 
     def step_aborted(self) -> None:
         """Drops the open step after its backward pass raised."""
-        self._drivers.resume()  # a peer that aborts as well does the same
+        self._drivers.join()  # resumes, as does a peer that aborts as well; see ``settle``
         self._drop_step()
 
     def _drop_step(self) -> None:
@@ -223,6 +227,8 @@ class Runner:
         # No collective: this rank may be the only one that calls this, to save a checkpoint.
         if not step.core_notifies:  # it calls ``step_aborted`` on all ranks, and waits for results
             self._drivers.drop_paused()
+            # torch's class does not, and the next backward pass fills the same buckets.
+            self._drivers.join()
         self._drop_step()
 
     @property

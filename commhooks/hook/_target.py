@@ -16,7 +16,7 @@ from commhooks._torch import move_to_group
 from commhooks.errors import RegistrationError
 from commhooks.hook._parameters import Parameters, find_owner, values_of
 from ddp_core import DistributedDataParallel as CoreDDP
-from ddp_core import on_device, on_device_of
+from ddp_core import on_device
 
 __all__ = ["HookTarget", "Origin", "check_process_group"]
 
@@ -198,12 +198,18 @@ class HookTarget:
         also = set() if self.exchange_device is None else {self.exchange_device.type}
         return (used - {"meta"}) | also  # there parameters are before they are made
 
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the exchanged tensors; of the first ones, if there are several."""
+        if self.exchange_device is not None:
+            return self.exchange_device
+        model = self.model
+        parameters = model.parameters() if model else iter(())
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
+
     def on_device(self) -> AbstractContextManager[object]:
         """Makes the device of the exchanged tensors the current one."""
-        model = self.model
-        if self.exchange_device is not None:
-            return on_device(self.exchange_device)
-        return on_device_of(model.parameters() if model else ())
+        return on_device(self.device)
 
     def may_skip_unused(self, bucket: Any) -> bool:
         """Whether the reducer may leave ``.grad`` of an unused parameter unwritten."""

@@ -195,7 +195,6 @@ def judge(
         if any(ill):
             which = [rank for rank, bad in enumerate(ill) if bad]
             find(position, "not finite", which, "the gradient is not finite there before averaging")
-    finite = bool(gradients.isfinite().all()) and bool(residuals.isfinite().all())
     if bound.agrees:
         for position, which in _differing_averages(ranks, mean):
             others = describe_others(which, len(ranks))
@@ -208,10 +207,11 @@ def judge(
     dots = ((gradients.square() + mean.square() - differences.square()) / 2).mean(0)
     norms = _dense_norms(error.square(), dots, averaged, dense.square())
     rows = _rows_of(step, bucket, layout.names, error, norms, averaged.sqrt(), dots)
-    if finite:
+    if gradients.isfinite().all():
         if lost := _lost_values(mean):
             position, which = lost
             find(position, "not finite", which, _lost_message(bound))
+        if lost or not residuals.isfinite().all():
             return rows, findings
         sizes = torch.sqrt((gradients.square() + residuals.square()).sum(1))
         deviation = balance if balance is not None else error
@@ -246,10 +246,11 @@ def judge_shards(
         return [], findings
     compared = measured.compared(ranks, sketches)
     rows = _rows_of(step, measured.bucket, measured.names, *compared[:4])
-    if gradients.isfinite().all() and residuals.isfinite().all():
+    if gradients.isfinite().all():
         if lost := _lost_values(mean):
             position, which = lost
             find(measured.names[position], "not finite", which, _lost_message(bound))
+        if lost or not residuals.isfinite().all():
             return rows, findings
         sizes = torch.sqrt((gradients.square() + residuals.square()).sum(1))
         if text := _exceeded_bound(

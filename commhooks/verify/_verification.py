@@ -31,7 +31,15 @@ from commhooks.verify._judge import (
     judge_shards,
 )
 from commhooks.verify._measure import Measurement, ShardMeasurement
-from ddp_core import AllReduce, LaneGroup, acquire_lane_groups, cpu_backend, is_gloo, needs
+from ddp_core import (
+    AllReduce,
+    LaneGroup,
+    acquire_lane_groups,
+    cpu_backend,
+    is_gloo,
+    needs,
+    stream_of,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -145,6 +153,11 @@ class Verification:
             self._group = self._lane_group.group
         # At interpreter exit before Gloo's threads lose the interpreter.
         self._cancel_finalizer = weakref.finalize(owner, self.close).detach
+
+    @property
+    def shares_group(self) -> bool:
+        """Whether ranks are compared in the hook's own process group."""
+        return self._group is not None and self._lane_group is None
 
     @property
     def findings(self) -> list[Finding]:
@@ -277,8 +290,9 @@ class Verification:
         with self._judging:
             while self._pending and (wait or self._pending[0].ready()):
                 pending = self._pending.popleft()
-                pending.wait()
-                findings, rows = pending.judge()
+                with _stream_beside(pending.device):
+                    pending.wait()
+                    findings, rows = pending.judge()
                 self._findings += findings
                 self._rows += rows
                 self._latest = rows
@@ -362,6 +376,11 @@ class _VerifiedStep:
             lane_group.issued += len(requests)
         self.works: list[Any] = [request.issue(group) for request in requests]
 
+    @property
+    def device(self) -> torch.device:
+        """Returns the device of the collectives."""
+        return self._table.device
+
     def ready(self) -> bool:
         """Whether all collectives have ended."""
         return all(work.is_completed() for work in self.works)
@@ -395,6 +414,18 @@ class _VerifiedStep:
             begin = end
         hashes = ranks[:, begin:].view(torch.int64)
         return judge_parameters(self.step, self._names, hashes) + findings, rows
+
+
+def _stream_beside(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Makes a stream current on which the host waits for nothing else than the collectives.
+
+    On the caller's it would wait for all that the caller has enqueued.
+    """
+    if stream_of(device) is None:
+        return contextlib.nullcontext()
+    module = torch.get_device_module(device.type)
+    beside: contextlib.AbstractContextManager[object] = module.stream(module.Stream(device))
+    return beside
 
 
 def _table(measured: Sequence[Measurement], hashes: Tensor, group: dist.ProcessGroup) -> Tensor:

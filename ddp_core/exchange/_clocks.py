@@ -13,7 +13,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["HOST", "UNKNOWN", "Clock", "Timed", "Timestamp", "clock_of", "event_after", "set_time"]
+__all__ = [
+    "HOST",
+    "UNKNOWN",
+    "Clock",
+    "Timed",
+    "Timestamp",
+    "clock_of",
+    "event_after",
+    "is_capturing",
+    "set_time",
+]
 
 # Elapsed times are float32: within seconds of the event that they count from they are exact to
 # microseconds.
@@ -23,15 +33,19 @@ _ORIGIN_SECONDS = 1.0
 class Timestamp:
     """Holds a point in a device's work; its time is known once the device has reached it."""
 
-    __slots__ = ("_event", "_origin", "_seconds")
+    __slots__ = ("_event", "_module", "_origin", "_seconds")
 
-    def __init__(self, event: Any, origin: Timestamp | None, seconds: float = math.nan) -> None:
-        self._event, self._origin, self._seconds = event, origin, seconds
+    def __init__(
+        self, module: Any, event: Any, origin: Timestamp | None, seconds: float = math.nan
+    ) -> None:
+        self._module, self._event, self._origin, self._seconds = module, event, origin, seconds
 
     def seconds(self) -> float:
         """Returns the time by the device's clock, or NaN while it is unknown; does not wait."""
         origin = self._origin
-        if origin is not None and self._event.query() and origin._event.query():
+        if origin is None or is_capturing(self._module):
+            return self._seconds
+        if self._event.query() and origin._event.query():
             begin = origin.seconds()
             if not math.isnan(begin):
                 self._seconds = begin + origin._event.elapsed_time(self._event) / 1e3
@@ -60,18 +74,29 @@ class _DeviceClock(Clock):
         self._origin: Timestamp | None = None
         self._origin_set = 0.0
 
-    def now(self) -> Timestamp:
+    def now(self) -> float | Timestamp:
+        if is_capturing(self._module):
+            return math.nan
         event = self._module.Event(enable_timing=True)
         event.record(self._module.current_stream(self._device))
         host, before = time.perf_counter(), self._origin
         if before is None:
-            self._origin, self._origin_set = Timestamp(event, None, host), host
+            self._origin, self._origin_set = Timestamp(self._module, event, None, host), host
             return self._origin
-        moment = Timestamp(event, before)
+        moment = Timestamp(self._module, event, before)
         if host - self._origin_set > _ORIGIN_SECONDS:
             before.seconds()  # known by now, so that it lets go of the origin before it
             self._origin, self._origin_set = moment, host
         return moment
+
+
+def is_capturing(module: Any) -> bool:
+    """Whether the current stream is captured in a graph, which a query of any event would end.
+
+    Events of a captured step do not happen in it, and cannot be queried afterwards.
+    """
+    asked = getattr(module, "is_current_stream_capturing", None)
+    return asked is not None and asked()
 
 
 HOST, UNKNOWN = Clock(), _Unknown()

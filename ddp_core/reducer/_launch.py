@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_core._torch import AnyFuture, profiler_runs
-from ddp_core.exchange._clocks import event_after, set_time
+from ddp_core.exchange._clocks import event_after, is_capturing, set_time
 from ddp_core.exchange._collectives import AllReduce, SparseSum
 from ddp_core.exchange._errors import CollectiveError, PeerError
 from ddp_core.exchange._shared_store import group_timeout
@@ -69,6 +69,8 @@ class Outcome:
 
     def is_done(self) -> bool:
         """Whether waiting would return at once."""
+        if self.device.type != "cpu" and is_capturing(torch.get_device_module(self.device.type)):
+            return False
         if self.future is not None:
             if not self.future.done() or self.device.type == "cpu":
                 return bool(self.future.done())

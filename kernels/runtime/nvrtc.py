@@ -61,23 +61,33 @@ def cached_cubin(source: str, name: str, architecture: str) -> Cubin:
     """Returns the cubin from the folder ``COMMHOOKS_CACHE``, or compiles and stores it there."""
     # The key covers all headers, whether included or not, so that no cubin is stale.
     parts = [source, name, architecture, *OPTIONS, str(_nvrtc_version())]
-    key = hashlib.blake2b(
-        "\0".join([*parts, *_all_sources(source)]).encode(), digest_size=16
-    ).hexdigest()
+    key = _digest("\0".join([*parts, *_all_sources(source)]).encode()).hex()
     # Without a home directory, or if it cannot be read or written, every process compiles again,
     # which takes a second per kernel.
     with suppress(OSError, RuntimeError):
-        lowered, _, code = (cache_folder() / f"{key}.cubin").read_bytes().partition(b"\0")
-        return Cubin(code, {name: lowered.decode()}, "")
+        kept = (cache_folder() / f"{key}.cubin").read_bytes()
+        # After a crash of the machine a file may have its name and none of its bytes.
+        if kept[:_DIGEST] == _digest(kept[_DIGEST:]):
+            lowered, _, code = kept[_DIGEST:].partition(b"\0")
+            return Cubin(code, {name: lowered.decode()}, "")
     cubin = compile_cubin(source, [name], architecture)
     with suppress(OSError, RuntimeError):
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
-            file.write(cubin.names[name].encode() + b"\0" + cubin.code)
-        # Atomic: another process reads all of the file or none.
-        os.replace(file.name, folder / f"{key}.cubin")
+        content = cubin.names[name].encode() + b"\0" + cubin.code
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            file = Path(temporary, "cubin")
+            file.write_bytes(_digest(content) + content)
+            # Atomic: another process reads all of the file or none.
+            os.replace(file, folder / f"{key}.cubin")
     return cubin
+
+
+_DIGEST = 16  # bytes
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
 
 
 def cache_folder() -> Path:

@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -186,6 +187,18 @@ def test_torchs_join_with_unused_parameters_and_memory_is_refused(rank: int) -> 
     unaware = "a rank without inputs is not told which parameters no rank has used"
     with pytest.raises(RegistrationError, match=unaware), model.join():
         one_step(model, 0, rank)
+
+
+@on_ranks(2)
+def test_torchs_join_with_unused_parameters_and_verification_in_one_group_is_refused(
+    rank: int,
+) -> None:
+    with mock.patch("commhooks.verify._verification.is_gloo", return_value=False):
+        model = TorchDDP(Net(), find_unused_parameters=True)
+        hook = commhooks.register(model, "int8", verify=1)
+    with pytest.raises(RegistrationError, match="in another order"), model.join():
+        one_step(model, 0, rank)
+    hook.close()
 
 
 @pytest.mark.parametrize("how", ["torch", "core", "replicate"])

@@ -115,6 +115,33 @@ def test_a_second_collective_comes_after_the_first_of_the_next_bucket(rank: int)
         hook.close()
 
 
+def _order_in_join(rank: int, world_size: int) -> list[str]:
+    order: list[str] = []
+    issue = ddp_core.Streams._issue
+
+    def noted(streams: Any, task: Any, request: Any) -> Any:
+        order.extend([f"{task.bucket}{'ab'[task.round]}"] if request is not None else [])
+        return issue(streams, task, request)
+
+    with as_gpu(), mock.patch.object(ddp_core.Streams, "_issue", noted):
+        layers = ((16, 64), (64, 4), (4, 64))  # the last bucket is larger than the one before
+        module = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False) for size in layers))
+        model = torch.nn.parallel.DistributedDataParallel(module, bucket_cap_mb=1e-4)
+        hook = commhooks.register(model, "int8", error_feedback=True)
+        with model.join():
+            for step in range(3 + rank):
+                order.clear()
+                model(batch(step, rank, 4, 16)).square().mean().backward()
+            if rank == 0:
+                order.clear()
+        hook.close()
+    return order
+
+
+def test_a_rank_without_input_has_the_order_of_those_that_train() -> None:
+    assert run_ranks(_order_in_join, 2) == [["0a", "1a", "0b", "1b", "2a", "2b"]] * 2
+
+
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

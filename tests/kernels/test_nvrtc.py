@@ -81,3 +81,26 @@ def test_a_cubin_is_kept_on_disk(tmp_path, monkeypatch):
     second = nvrtc.cached_cubin("blockwise.cu", name, "90")
     assert (second.code, second.names) == (first.code, first.names)
     assert kept.suffix == ".cubin"
+
+
+@pytest.mark.parametrize("left", ["nothing", "zeros", "half"])
+def test_a_damaged_cubin_is_compiled_again(tmp_path, monkeypatch, left):
+    monkeypatch.setenv("COMMHOOKS_CACHE", str(tmp_path))
+    which = "finite.cu", "finite<float>", "90"
+    first = nvrtc.cached_cubin(*which)
+    (kept,) = tmp_path.iterdir()
+    whole = kept.read_bytes()
+    half = whole[: len(whole) // 2]
+    kept.write_bytes({"nothing": b"", "zeros": bytes(len(whole)), "half": half}[left])
+    assert nvrtc.cached_cubin(*which).code == first.code
+    assert kept.read_bytes() == whole
+
+
+def test_a_full_disk_leaves_no_files(tmp_path, monkeypatch):
+    def full(*which):
+        raise OSError("No space left on device")
+
+    monkeypatch.setenv("COMMHOOKS_CACHE", str(tmp_path))
+    monkeypatch.setattr(nvrtc.os, "replace", full)
+    assert nvrtc.cached_cubin("finite.cu", "finite<float>", "90").code
+    assert not list(tmp_path.iterdir())

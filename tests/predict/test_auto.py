@@ -39,6 +39,8 @@ from commhooks.wrappers._base import Wrapper
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel as CoreDDP
+from ddp_core.exchange import _clocks as clocks
+from tests.tools.fake_torch import pretend
 from tests.tools.harness import on_ranks
 from tests.tools.training import equal_on_all_ranks, gradients, mlp
 
@@ -222,9 +224,15 @@ def test_the_fastest_is_kept_unless_dense_or_a_more_exact_one_is_as_fast() -> No
     assert chosen([], 2.0) is None
 
 
+def _trials(device: str = "cpu") -> Trials:
+    hook = mock.Mock(step=0)
+    hook.target.device = torch.device(device)
+    return Trials(hook, mock.Mock(), [_candidate("none")], steps=2)
+
+
 def _with_ranks(*of_ranks: Any) -> Trials:
     """Trials that hear these values of their ranks."""
-    trials = Trials(mock.Mock(step=0), mock.Mock(), [_candidate("none")], steps=2)
+    trials = _trials()
     trials._of_all = lambda value: [*of_ranks]  # type: ignore[method-assign]
     return trials
 
@@ -249,6 +257,19 @@ def test_two_steps_warm_up_and_are_not_timed() -> None:
         for trials._hook.step in range(6):
             trials.forward_begins()
     assert len(trials._times) == 3  # the third one on, until the last one began
+
+
+def test_steps_of_a_gpu_are_timed_by_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = pretend(monkeypatch)
+    monkeypatch.setattr(clocks, "_clocks", {})
+    trials = _trials("cuda")
+    trials._of_all = lambda measure: [measure()]  # type: ignore[method-assign]
+    with mock.patch.object(trials, "_try_next"):
+        trials._stage = Stage.TRIAL
+        for trials._hook.step in range(5):  # the host enqueues all of them at once
+            trials.forward_begins()
+            device.work(1000.0 * (1 + trials._hook.step))
+    assert trials._timings.entries[0].times == pytest.approx([3.0, 4.0])
 
 
 @on_ranks(2)
@@ -321,7 +342,7 @@ def _raced(*results: tuple[str, float]) -> CandidateTimings:
 def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
     again: tuple[float, float], kept: bool
 ) -> None:
-    trials = Trials(mock.Mock(step=0), mock.Mock(), [_candidate("none")], steps=2)
+    trials = _trials()
     trials._timings = _raced(("a", 0.9), ("none", 1.0))
     trials._try_next()
     assert not trials.over
@@ -342,7 +363,7 @@ def test_a_choice_that_seems_to_have_lost_is_raced_against_dense_steps(
     ],
 )
 def test_the_plan_and_its_comparison_are_logged(since: float, verdict: str) -> None:
-    trials = Trials(mock.Mock(step=0), mock.Mock(), [_candidate("none")], steps=2)
+    trials = _trials()
     trials._timings = _raced(("a", 0.9), ("none", 1.0))
     with TestCase().assertLogs("commhooks", "INFO") as log:  # caplog is off, see pyproject.toml
         trials._try_next()

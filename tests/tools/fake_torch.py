@@ -25,7 +25,9 @@ class Device:
         self.events = 0
         self.devices = []
         self.capturing = False
-        self.streams = [SimpleNamespace(wait_stream=lambda other: None)]
+        self.streams = [
+            SimpleNamespace(wait_stream=lambda other: None, synchronize=self.synchronize)
+        ]
 
     def work(self, milliseconds):
         """Enqueues work."""

@@ -222,6 +222,47 @@ def test_what_verification_sends_is_the_same_in_every_order(
         assert_same(found_in(order, name, options, **case), expected)
 
 
+def after_an_aborted_step_in(order: Order) -> list[Tensor]:
+    """Two steps around one that is aborted after its first buckets, in other buckets than before.
+
+    The buckets' memory is the same in every step, and nobody waits for aborted exchanges, as in
+    torch's class.
+    """
+    torch.manual_seed(0)
+    with lazy_device(order) as machine, loopback(machine):
+        model = nn.Sequential(*(nn.Linear(20, 16) for _ in range(4)))
+        hook = HookState("onebit", model, block=32)
+        layers = [list(layer.parameters()) for layer in model]
+        buffers = [torch.empty(672, device="meta") for _ in range(2)]
+        results = []
+        for step, launched in enumerate((2, 1, 2)):
+            pairs = [layers[0] + layers[1], layers[2] + layers[3]]
+            if step:
+                pairs = [layers[0] + layers[2], layers[1] + layers[3]]
+            hook.forward_begins()
+            futures = []
+            for place in range(launched):
+                gradient = torch.randn(672, generator=torch.Generator().manual_seed(step))
+                buffers[place].copy_(gradient, non_blocking=True)
+                bucket = Bucket(place, pairs[place], buffers[place], place == 1)
+                futures.append(hook.start(bucket))
+            if launched == 2:
+                results += [future.wait().clone() for future in futures]
+            else:
+                open_step = hook.runner._step
+                assert open_step is not None
+                open_step.backward_ids.add(1)  # of a backward pass, which is over
+        results = [machine.read(mean) for mean in results]
+        results += [machine.read(value) for _, _, value in hook.engine.memory.items()]
+        hook.close()
+    return results
+
+
+@pytest.mark.parametrize("order", ["late", "early"])
+def test_a_step_after_an_aborted_one_is_the_same_in_every_order(order: Order) -> None:
+    assert_same(after_an_aborted_step_in(order), after_an_aborted_step_in("at once"))
+
+
 def fragments_in(order: Order) -> list[Tensor]:
     """Averages of parts of a model by turns, as DiLoCo with a delay: each is waited for later."""
     torch.manual_seed(0)

@@ -269,6 +269,19 @@ def test_steps_that_are_not_timed_record_no_events_and_have_no_times(gpu):
     assert [step for step in range(250) if ledger.times(step)] == [*range(10), 100, 200]
 
 
+def test_a_step_that_is_captured_records_and_queries_no_events(gpu, monkeypatch):
+    ledger = Ledger()
+    rounds_on_gpu(gpu, ledger, True)
+    recorded, gpu.capturing = gpu.events, True
+    with monkeypatch.context() as patches:
+        patches.setattr("tests.tools.fake_torch.Event.query", None)  # it would end the capture
+        rounds_on_gpu(gpu, ledger, True)
+    gpu.capturing = False
+    gpu.synchronize()
+    assert gpu.events == recorded
+    assert ledger.report().wire_s.isna().tolist() == [False, True] * 2
+
+
 def test_events_are_let_go_when_they_have_happened(gpu):
     ledger = Ledger()
     rounds_on_gpu(gpu, ledger, True)
@@ -291,6 +304,9 @@ def test_a_bucket_is_done_when_the_device_has_exchanged_it(monkeypatch):
     future.set_result(torch.zeros(3))
     assert not outcome.is_done()
     device.synchronize()
+    device.capturing = True
+    assert not outcome.is_done()  # a query would end the capture
+    device.capturing = False
     assert outcome.is_done()
     assert device.events == 1  # asked for once
     on_host = Outcome(torch.device("cpu"), future=future)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,6 +33,7 @@ from commhooks.verify import _verification as _verify
 from commhooks.wrappers._base import Wrapper
 from commhooks.wrappers._feedback import ErrorFeedback
 from ddp_core import DistributedDataParallel as CoreDDP
+from tests.tools.fake_torch import pretend
 from tests.tools.harness import RankError, on_ranks, run_ranks
 from tests.tools.models import Branches
 from tests.tools.training import everyone, mlp, parameters
@@ -85,6 +87,9 @@ class Wrong(Wrapper):
                 part[3].add_(1e-7)
             if self.what == "overflows" and spoils:
                 part[3] = torch.inf
+            if self.what == "poisons":  # on all ranks, as what they keep of it
+                for values in (result.mean, bucket.unsent):
+                    _part(bucket, values, self.parameter)[3] = torch.nan
             if self.what == "loses":  # on all ranks, and says that it has sent it
                 part[:5].zero_()
         return result
@@ -153,6 +158,18 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
 def test_an_average_that_overflows_is_named_with_its_rank(rank: int) -> None:
     named = _train(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
     assert named == [(2, 1, "2.weight", kind, (1,)) for kind in ("ranks differ", "not finite")]
+
+
+@on_ranks(2)
+def test_a_residual_that_is_not_finite_hides_no_average(rank: int) -> None:
+    wrong = ErrorFeedback(Wrong(commhooks.make("int4", error_feedback=False), "poisons"))
+    assert _train(rank, wrong, "core", "warn").findings[0] == (
+        2,
+        1,
+        "2.weight",
+        "not finite",
+        (0, 1),
+    )
 
 
 @on_ranks(2)
@@ -434,6 +451,30 @@ def test_a_hook_closes_where_a_peer_failed_in_the_verification(rank: int) -> Non
         assert lane_group.unusable
         assert verification._lane_group is None
         assert not verification._pending
+
+
+def test_on_a_gpu_the_host_waits_for_no_work_of_the_training_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device, streams = pretend(monkeypatch), []
+
+    def judge() -> tuple[list[Any], list[Any]]:  # copies to the host, in the current stream's order
+        streams.append(device.current_stream())
+        return [], []
+
+    step: Any = SimpleNamespace(
+        device=torch.device("cuda"),
+        ready=lambda: True,
+        wait=lambda: streams.append(device.current_stream()),
+        judge=judge,
+        bound=SimpleNamespace(name="int8"),
+    )
+    verification: Any = Verification(1)
+    verification._group = SimpleNamespace(rank=lambda: 0)
+    verification._pending.append(step)
+    verification.metrics()
+    assert len(streams) == 2
+    assert device.current_stream() not in streams
 
 
 def test_wrong_arguments_are_refused() -> None:
