@@ -205,6 +205,7 @@ def test_a_penalty_on_the_weights_before_forward_is_refused(rank: int) -> None:
 def test_graphs_that_are_collected_late_do_no_harm(rank: int) -> None:
     """Old graphs in reference cycles are freed at any time, also while parameters are lowered."""
     model = wrapped(mlp(), mixed_precision=LOW)
+    before = gc.get_threshold()
     gc.set_threshold(1)
     try:
         for step in range(20):
@@ -215,6 +216,6 @@ def test_graphs_that_are_collected_late_do_no_harm(rank: int) -> None:
             model.zero_grad()
             loss_of(output).backward()
     finally:
-        gc.set_threshold(700)
+        gc.set_threshold(*before)
     assert dtypes(model) == {torch.float32}
     assert equal_on_all_ranks(parameters(model))

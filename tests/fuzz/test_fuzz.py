@@ -16,7 +16,7 @@ from tests.fuzz.runner import Runner
 from tests.fuzz.sample import sample
 from tests.fuzz.shrink import shrink
 
-CASES, PARTS = 20, 2
+CASES, PARTS = 10, 4
 
 
 @pytest.mark.distributed

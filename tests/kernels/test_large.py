@@ -275,7 +275,21 @@ CASES: dict[ModuleType, Callable[[Any], None]] = {
 }
 
 
-@pytest.mark.parametrize("family", CASES, ids=family_name)
+# Families of the longest index arithmetic; all others are marked slow.
+AT_EVERY_RUN = {
+    *(test_blockwise, test_levels, test_low_rank, test_parts, test_rotated, test_scaled_cast),
+    *(test_scatter, test_votes),
+}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family in AT_EVERY_RUN else pytest.mark.slow)
+        for family in CASES
+    ],
+    ids=family_name,
+)
 def test_both_ends_of_a_large_tensor_agree(family: ModuleType) -> None:
     with emulated(family.KERNELS, ends=True):
         CASES[family](Runner("cuda"))
