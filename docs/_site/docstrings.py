@@ -60,6 +60,8 @@ class Docstrings(Extension):
 def _export_schemes(schemes: Module) -> None:
     """Makes the names of every public file of the folder names of the package."""
     for name, module in list(schemes.modules.items()):
+        if name in (module.exports or []):  # its function takes the place of the file
+            schemes.set_member(f"_{name}", module)
         for export in [] if name.startswith("_") else module.exports or []:
             alias = Alias(str(export), module[str(export)], parent=schemes)
             schemes.set_member(str(export), alias)
