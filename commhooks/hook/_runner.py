@@ -123,7 +123,7 @@ class Runner:
 
         # Hold the bucket, cut it, or exchange it as it is.
         is_last = bucket.is_last
-        if is_last and engine.traits.rounds > 1:
+        if is_last:
             # A rank without input (join) commits with this bucket, and ends before it what has
             # paused. Those in a backward pass do so as well, for one order of collectives.
             self._drivers.resume()
