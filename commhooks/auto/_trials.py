@@ -24,8 +24,7 @@ from commhooks.hook._handshake import HANDSHAKE_LIMIT
 from commhooks.hook._running import Running
 from commhooks.hook._state import CandidateResult
 from commhooks.wrappers._make import make
-from ddp_core import Timestamp, clock_of
-from ddp_core.exchange._devices import stream_of
+from ddp_core import Timestamp, clock_of, stream_of
 
 __all__ = ["Candidate", "CandidateTiming", "CandidateTimings", "Stage", "Trials", "chosen"]
 

@@ -104,6 +104,7 @@ class Runner:
         self._step: Step | None = None
         self._outer: Runner | None = None  # of a hook that averages the means of this one further
         self._inner: Runner | None = None  # of the hook whose means this one averages further
+        self._left_exchanges = False  # of an aborted step of torch's class, on a GPU's side streams
         self._threads: set[int] = set()  # ids of those that run forward and backward passes
 
     def start(self, bucket: HookBucket, begin: Callable[[HookBucket], Step]) -> Future[Tensor]:
@@ -122,7 +123,7 @@ class Runner:
 
         # Hold the bucket, cut it, or exchange it as it is.
         is_last = bucket.is_last
-        if is_last and engine.traits.rounds > 1:
+        if is_last:
             # A rank without input (join) commits with this bucket, and ends before it what has
             # paused. Those in a backward pass do so as well, for one order of collectives.
             self._drivers.resume()
@@ -196,7 +197,7 @@ class Runner:
 
     def step_aborted(self) -> None:
         """Drops the open step after its backward pass raised."""
-        self._drivers.join()  # resumes, as does a peer that aborts as well; see ``settle``
+        self._drivers.resume()  # a peer that aborts as well does the same
         self._drop_step()
 
     def _drop_step(self) -> None:
@@ -208,6 +209,11 @@ class Runner:
         """Ends or drops the open step; a forward pass with gradients belongs to the next step."""
         self._threads.add(threading.get_ident())
         self.settle()
+        if self._left_exchanges:
+            # The next backward pass fills the same buckets. Not in ``settle``: a change of the
+            # group or a checkpoint would wait for ranks that are gone.
+            self._drivers.join()
+            self._left_exchanges = False
 
     def settle(self) -> None:
         """Ends or drops a step whose backward pass is known to be over."""
@@ -227,8 +233,7 @@ class Runner:
         # No collective: this rank may be the only one that calls this, to save a checkpoint.
         if not step.core_notifies:  # it calls ``step_aborted`` on all ranks, and waits for results
             self._drivers.drop_paused()
-            # torch's class does not, and the next backward pass fills the same buckets.
-            self._drivers.join()
+            self._left_exchanges = True
         self._drop_step()
 
     @property

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from commhooks.hook._exchanges import Step
 from commhooks.hook._state import HookState
 from commhooks.schemes.sparse import TopK
 from commhooks.verify import Verification
@@ -261,6 +263,24 @@ def after_an_aborted_step_in(order: Order) -> list[Tensor]:
 @pytest.mark.parametrize("order", ["late", "early"])
 def test_a_step_after_an_aborted_one_is_the_same_in_every_order(order: Order) -> None:
     assert_same(after_an_aborted_step_in(order), after_an_aborted_step_in("at once"))
+
+
+def test_only_the_next_forward_pass_waits_for_an_aborted_step() -> None:
+    hook = HookState("int8", nn.Linear(4, 4))
+    with mock.patch.object(hook.drivers, "join") as join:
+        hook.forward_begins()
+        for of_core in (True, False):
+            step = Step(0, hook.target.group(), core_notifies=of_core)
+            hook.runner._step = step
+            step.backward_ids.add(1)  # of a backward pass, which is over
+            if of_core:
+                hook.step_aborted()
+            assert not hook.runner.under_way  # as a change of the group and a checkpoint ask
+        assert not join.called  # a peer may be gone
+        for _ in range(2):
+            hook.forward_begins()
+            join.assert_called_once_with()
+    hook.close()
 
 
 def fragments_in(order: Order) -> list[Tensor]:
