@@ -123,7 +123,7 @@ class Runner:
 
         # Hold the bucket, cut it, or exchange it as it is.
         is_last = bucket.is_last
-        if is_last:
+        if is_last and engine.traits.rounds > 1:  # else nothing pauses
             # A rank without input (join) commits with this bucket, and ends before it what has
             # paused. Those in a backward pass do so as well, for one order of collectives.
             self._drivers.resume()
@@ -158,7 +158,7 @@ class Runner:
                 dense_sends=bucket.dense_sends,
             )
 
-        if is_last:
+        if is_last and engine.traits.rounds > 1:  # else nothing pauses
             self.backward_finished()
             if not step.ends_later:
                 self._close(step)
