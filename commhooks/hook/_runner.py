@@ -158,7 +158,7 @@ class Runner:
                 dense_sends=bucket.dense_sends,
             )
 
-        if is_last and engine.traits.rounds > 1:  # else nothing pauses
+        if is_last:
             self.backward_finished()
             if not step.ends_later:
                 self._close(step)
