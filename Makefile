@@ -16,8 +16,13 @@ INSTALL := $(RUN) -m pip install --quiet --no-compile --constraint constraints.t
 ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
 
-# Prints what an extra installs.
-EXTRA = $(RUN) -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['$(1)'], sep='\n')"
+# Prints what the package with an extra needs, and what the extras need that an extra names.
+NEEDS = $(RUN) -c "import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+	extras = project['optional-dependencies']; needs = lambda match: '\n'.join(sum(map(extras.get, match[1].split(',')), [])); \
+	lines = 'commhooks[$(1)]'; lines = [lines := re.sub(r'commhooks\[(.*)\]', needs, lines) for extra in extras][-1]; \
+	print(*project['dependencies'], lines, sep='\n')"
+# Installs the package with an extra: its kernels are compiled while other packages are fetched.
+WITH = $(call NEEDS,$(1)) > $@.txt && { $(INSTALL) --no-deps --editable . & $(INSTALL) --requirement $@.txt && wait $$!; }
 
 .PHONY: bandwidth test test-all test-frameworks test-torch cubins docs format clean
 
@@ -45,7 +50,7 @@ test-frameworks: $(VENV)/frameworks
 
 $(VENV)/frameworks: $(VENV)/dev pyproject.toml
 	$(call ABOVE,$(FRAMEWORKS))
-	$(call EXTRA,frameworks) > $(FRAMEWORKS)/requirements.txt
+	$(call NEEDS,frameworks) > $(FRAMEWORKS)/requirements.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement $(FRAMEWORKS)/requirements.txt
 	touch $@
@@ -83,16 +88,16 @@ $(VENV)/created:
 	touch $@
 
 $(VENV)/experiments: $(VENV)/created pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[experiments]'
+	$(call WITH,experiments)
 	touch $@
 
 $(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[dev]'
+	$(call WITH,dev)
 	touch $@ $(VENV)/experiments
 
 # Apart from the rest: a theme of mkdocs has more files than torch.
 $(VENV)/docs: $(VENV)/dev pyproject.toml
-	$(call EXTRA,docs) > $@.txt
+	$(call NEEDS,docs) > $@.txt
 	$(INSTALL) --requirement $@.txt
 	touch $@
 

@@ -41,7 +41,7 @@ from commhooks.predict._link import measure_link
 from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
-from experiments.network.page import is_judged, short_name, written
+from experiments.network.page import is_judged, ratios_of_links, short_name, written
 from experiments.network.rates import drawn_by_rate, has_rates
 from experiments.network.setups import CHOICE, Setup, setup_of
 from experiments.network.torch_hooks import SAME, TORCH, register_of_torch
@@ -49,6 +49,7 @@ from experiments.tools.hosts import messages_from_hosts
 from experiments.tools.models import MODELS
 from experiments.tools.namespaces import reason_not_to_run, sent_nbytes
 from experiments.tools.processes import Send
+from experiments.tools.tables import replaced
 from experiments.tools.turns import in_turns
 
 # Factors of low rank travel in 16 bits, which costs nothing in quality (experiments.convergence).
@@ -355,7 +356,11 @@ def main(
     console = Console()
     out.parent.mkdir(parents=True, exist_ok=True)
     # What is there already is not measured again.
-    rows = pd.read_csv(out).fillna({"plan": ""}).to_dict("records") if out.exists() else []
+    rows = (
+        pd.read_csv(out, dtype={"plan": str}).fillna({"plan": ""}).to_dict("records")
+        if out.exists()
+        else []
+    )
     done = {(row["model"], int(row["hosts"]), row["mbit"], float(row["delay_ms"])) for row in rows}
     for model in models.split(","):
         for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
@@ -370,8 +375,12 @@ def main(
             console.print(_table(new, f"{model}, {hosts} hosts, {where}"))
             rows += new
             pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
+    table = pd.DataFrame(rows)
     written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
-    if has_rates(table := pd.DataFrame(rows)):
+    page = out.with_name("README.md")
+    if page.exists():  # of results: the table of this file lies between comments with its name
+        page.write_text(replaced(page.read_text(), out.stem, ratios_of_links(table)))
+    if has_rates(table):
         drawn_by_rate(table).savefig(out.with_name(f"{out.stem}_by_rate.png"), dpi=130)
     console.print(f"median error {100 * _median_error(rows):.1f} %; wrote {out}")
 

@@ -1,4 +1,4 @@
-"""Draws measured step times beside predicted ones, and writes the page of the network study."""
+"""Draws measured steps beside predicted ones; writes the pages and tables of the network study."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from commhooks.report._page import Page
 from commhooks.report._style import OKABE_ITO
 from experiments.network.front import ABOUT, exchange_errors, fronts
 from experiments.network.setups import CHOICE, setup_of
+from experiments.tools.tables import markdown
 
-__all__ = ["AutoRatio", "auto_ratios", "is_judged", "plotted", "short_name", "written"]
+__all__ = [
+    "AutoRatio", "auto_ratios", "is_judged", "plotted", "ratios_of_links", "short_name", "written",
+]  # fmt: skip
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
@@ -38,6 +41,47 @@ def where(row: pd.Series) -> str:
     rate = rate if row.mbit else "no limit"
     delay = f", {row.delay_ms:g} ms" if row.delay_ms else ""
     return f"{row.model}, {row.hosts:g} hosts, {rate}{delay}"
+
+
+def ratios_of_links(table: pd.DataFrame) -> str:
+    """Returns steps over the step without communication, as Markdown: a row for each link.
+
+    With "auto" follow the standard error of its ratio to the fastest fixed hook of ddp_core, which
+    is named, and its ratio to its own choice, registered by name.
+
+    Args:
+        table: rows of the study.
+    """
+    names = [name for name in dict.fromkeys(table.scheme) if name not in ("noop", "auto", CHOICE)]
+    auto = ["auto", "fastest fixed", "auto over it", "over its choice"]
+    head = [
+        "model, ranks, link",
+        *map(short_name, names),
+        *(auto if "auto" in set(table.scheme) else []),
+    ]
+    rows = []
+    for link, some in table.groupby(table.apply(where, axis=1), sort=False):
+        over = some.set_index("scheme").over_noop
+        cells = [_ratio(over.get(name, math.nan)) for name in names]
+        if "auto" in over:
+            best = min(filter(_is_fixed, names), key=lambda name: over.get(name, math.inf))
+            share = some.set_index("scheme").standard_error / over
+            ratio, error = over["auto"] / over[best], math.hypot(share["auto"], share[best])
+            of_choice = _ratio(over["auto"] / over.get(CHOICE, math.nan))
+            cells += [
+                _ratio(over["auto"]),
+                short_name(best),
+                f"{ratio:.2f} ± {ratio * error:.2f}",
+                of_choice,
+            ]
+        rows.append((link, *cells))
+    return markdown(head, rows)
+
+
+def _ratio(value: float) -> str:
+    if math.isnan(value):
+        return ""
+    return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
 
 
 class AutoRatio(NamedTuple):

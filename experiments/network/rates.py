@@ -17,8 +17,10 @@ from experiments.network.setups import setup_of
 
 __all__ = ["drawn_by_rate", "has_rates"]
 
-_LEAST = 4  # rates that make a picture
+_LEAST = 6  # rates that make a picture
 _FLOOR = "noop"
+_NO_HOOKS = (_FLOOR, "one value")
+_LABELS = {_FLOOR: "no communication", "torch powersgd": "torch powersgd 2, repaired"}
 _EXACT = ("none", "torch none", "bf16", "torch fp16")  # what others are compared with
 
 
@@ -43,7 +45,7 @@ def drawn_by_rate(table: pd.DataFrame) -> Figure:
     panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
     for panel, model in zip(panels, models, strict=True):
         _draw(panel, table[table.model == model])
-        panel.set_title(str(model), fontsize=9, loc="left")
+        panel.set_title(f"{model}; dashed: not proved to keep bf16's loss", fontsize=9, loc="left")
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
     return figure
@@ -52,18 +54,22 @@ def drawn_by_rate(table: pd.DataFrame) -> Figure:
 def _draw(panel: Any, rows: pd.DataFrame) -> None:
     rates = sorted(rate for rate in rows.mbit.unique() if rate)
     places = {rate: place for place, rate in enumerate([*rates, 0.0])}
-    hooks = [name for name in rows.scheme.unique() if name != _FLOOR]
-    for index, name in enumerate([_FLOOR, *hooks]):
+    hooks = [name for name in rows.scheme.unique() if name not in _NO_HOOKS]
+    families = list(dict.fromkeys(map(_family, hooks)))  # a hook of torch looks like ours
+    for name in (_FLOOR, *hooks):
         steps = rows[rows.scheme == name].assign(place=lambda t: t.mbit.map(places))
         steps = steps.sort_values("place")
-        floor = name == _FLOOR
-        panel.plot(
-            steps.place, steps.step_ms, marker="" if floor else "osD^vP*"[index % 7], markersize=4,
-            color=GREY if floor else OKABE_ITO[index % len(OKABE_ITO)],
-            linestyle=":" if floor else "-" if _keeps_quality(name) else "--",
-            label="no communication" if floor else short_name(name),
-            markerfacecolor="white" if name.startswith("torch ") else None,
-        )  # fmt: skip
+        looks: dict[str, Any] = {"color": GREY, "linestyle": ":"}
+        if name != _FLOOR:
+            index = families.index(_family(name))
+            looks = {
+                "color": OKABE_ITO[index % len(OKABE_ITO)],
+                "linestyle": "-" if _keeps_quality(name) else "--",
+                "marker": "osD^vP*"[index % 7],
+                "markerfacecolor": "white" if name.startswith("torch ") else None,
+            }
+        label = _LABELS.get(name, short_name(name))
+        panel.plot(steps.place, steps.step_ms, label=label, markersize=4, **looks)
     panel.set_yscale("log")
     panel.set_xticks(list(places.values()), [_rate(rate) for rate in places])
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -71,6 +77,10 @@ def _draw(panel: Any, rows: pd.DataFrame) -> None:
     panel.yaxis.set_minor_formatter(NullFormatter())
     panel.grid(axis="y", color="0.9")
     panel.set(xlabel="rate of the link", ylabel="step [ms]")
+
+
+def _family(name: str) -> str:
+    return name.removeprefix("torch ").replace("fp16", "bf16").partition(":")[0]
 
 
 def _keeps_quality(name: str) -> bool:

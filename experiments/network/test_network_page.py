@@ -103,10 +103,17 @@ def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
 ) -> None:
     proved = Gap("int8", {}, -0.1, 0.1, 30, 30)
     monkeypatch.setattr(rates, "gap_of", lambda scheme: {make("int8"): proved}.get(scheme))
-    hooks = {"noop": 30.0, "none": 900.0, "int8": 300.0, "topk": 60.0, "torch powersgd": 80.0}
+    hooks = {
+        "noop": 30.0,
+        "one value": 31.0,
+        "none": 900.0,
+        "int8": 300.0,
+        "topk": 60.0,
+        "torch powersgd": 80.0,
+    }
     rows = [
         {"model": "words", "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": ms + rate}
-        for rate in (50.0, 1000.0, 10000.0, 0.0)
+        for rate in (50.0, 200.0, 500.0, 1000.0, 10000.0, 0.0)
         for name, ms in hooks.items()
     ]
     table = pd.DataFrame(rows)
@@ -114,8 +121,9 @@ def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
     assert not has_rates(table[table.mbit > 100])
     (panel,) = drawn_by_rate(table).axes
     assert {line.get_label(): line.get_linestyle() for line in panel.lines} == {
-        "no communication": ":", "none": "-", "int8": "-", "topk": "--", "torch powersgd": "--",
+        "no communication": ":", "none": "-", "int8": "-", "topk": "--",
+        "torch powersgd 2, repaired": "--",
     }  # fmt: skip
     assert [tick.get_text() for tick in panel.get_xticklabels()] == [
-        "50 Mbit/s", "1 Gbit/s", "10 Gbit/s", "no limit",
+        "50 Mbit/s", "200 Mbit/s", "500 Mbit/s", "1 Gbit/s", "10 Gbit/s", "no limit",
     ]  # fmt: skip

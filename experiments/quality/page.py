@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,29 +12,14 @@ from commhooks.predict._quality import Gap
 from experiments.quality.setups import BASE, SETUPS, Setup
 from experiments.quality.verdicts import comparable
 from experiments.tools.schemes import Entry
+from experiments.tools.tables import markdown, replaced
 
-__all__ = ["HOME", "pages_with", "replaced"]
+__all__ = ["HOME", "pages_with"]
 
 HOME = Path(__file__).parents[2]
 SCHEMES, RESULTS = "docs/schemes/index.md", "docs/results/quality/README.md"
 PACKAGE = "commhooks/predict/_quality.py"
 ADVISED = "characters"  # the task of which commhooks.predict speaks
-
-
-def replaced(text: str, name: str, content: str) -> str:
-    """Returns a text with other lines between the lines that have ``<name>`` and ``</name>``.
-
-    Raises:
-        ValueError: there are no such lines.
-
-    Example:
-        >>> replaced("a\\n# <b>\\nold\\n# </b>\\n", "b", "new\\n")
-        'a\\n# <b>\\nnew\\n# </b>\\n'
-    """
-    lines = re.compile(rf"(.*<{name}>.*\n)(?:.*\n)*?(.*</{name}>)")
-    if not lines.search(text):
-        raise ValueError(f"no lines <{name}> and </{name}>")
-    return lines.sub(lambda match: match[1] + content + match[2], text, count=1)
 
 
 def _interval(row: pd.Series) -> str:
@@ -44,11 +28,6 @@ def _interval(row: pd.Series) -> str:
 
 def _runs(row: pd.Series) -> str:
     return str(row.runs) if row.runs >= row.planned else f"{row.runs} of {row.planned}"
-
-
-def _markdown(head: tuple[str, ...], rows: list[tuple[object, ...]]) -> str:
-    lines = [head, ("---", *["--:"] * (len(head) - 2), "---"), *rows]
-    return "".join(f"| {' | '.join(map(str, line))} |\n" for line in lines)
 
 
 def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
@@ -60,7 +39,7 @@ def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
         outcome = f"{row.outcome:.4f} ± {row.outcome_half:.4f}"
         rows.append((arm, _runs(row), outcome, _interval(row) if compared else "", row.verdict))
     outcome = "loss" if setup.outcome == "loss" else "share of misses"
-    return _markdown(("arm", "runs", outcome, f"over that of {BASE}, 95 %", "verdict"), rows)
+    return markdown(("arm", "runs", outcome, f"over that of {BASE}, 95 %", "verdict"), rows)
 
 
 def table_of_schemes(setup: Setup, table: pd.DataFrame) -> str:
@@ -71,7 +50,7 @@ def table_of_schemes(setup: Setup, table: pd.DataFrame) -> str:
     rows = [
         (calls[row.arm], _runs(row), _interval(row), row.verdict) for row in compared.itertuples()
     ]
-    return _markdown(("scheme", "runs", f"loss over that of {BASE}", f"keeps {BASE}'s loss"), rows)
+    return markdown(("scheme", "runs", f"loss over that of {BASE}", f"keeps {BASE}'s loss"), rows)
 
 
 def _call(entry: Entry) -> str:

@@ -12,6 +12,7 @@ import pytest
 from commhooks.predict import advise, best_of, device, fabric, model
 from commhooks.predict._advise import SAFE_ERROR
 from commhooks.predict._ladder import LADDER, MODELS, ladder_lines, ladder_markdown, predicted_speed
+from experiments.tools.tables import replaced
 from tests.tools.command_line import run_cli
 
 ROOT = Path(__file__).parents[2]
@@ -22,15 +23,10 @@ PAGES = (
     "docs/guides/choosing.md",
     "docs/guides/machines.md",
 )
-BEGIN, END = "<!-- first-scheme -->\n", "<!-- /first-scheme -->\n"
 
 
 def with_ladder(page: str) -> str:
-    before, begin, rest = page.partition(BEGIN)
-    end, after = rest.partition(END)[1:]
-    if not begin or not end:
-        raise ValueError(f"the page has no lines {BEGIN.strip()} and {END.strip()}")
-    return f"{before}{BEGIN}{ladder_markdown()}\n{END}{after}"
+    return replaced(page, "first-scheme", f"{ladder_markdown()}\n")
 
 
 @pytest.mark.parametrize("page", PAGES)
