@@ -16,14 +16,6 @@ INSTALL := $(RUN) -m pip install --quiet --no-compile --constraint constraints.t
 ABOVE = $(RUN) -m venv --clear --without-pip $(1) && $(RUN) -c "import site; print(f'import site; site.addsitedir({site.getsitepackages()[0]!r})')" \
 	> $$($(1)/bin/python -c "import site; print(site.getsitepackages()[0])")/below.pth
 
-# Prints what the package with an extra needs, and what the extras need that an extra names.
-NEEDS = $(RUN) -c "import re, tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-	extras = project['optional-dependencies']; needs = lambda match: '\n'.join(sum(map(extras.get, match[1].split(',')), [])); \
-	lines = 'commhooks[$(1)]'; lines = [lines := re.sub(r'commhooks\[(.*)\]', needs, lines) for extra in extras][-1]; \
-	print(*project['dependencies'], lines, sep='\n')"
-# Installs the package with an extra: its kernels are compiled while other packages are fetched.
-WITH = $(call NEEDS,$(1)) > $@.txt && { $(INSTALL) --no-deps --editable . & $(INSTALL) --requirement $@.txt && wait $$!; }
-
 .PHONY: bandwidth test test-all test-frameworks test-torch cubins docs format clean
 
 bandwidth: $(VENV)/experiments
@@ -50,7 +42,7 @@ test-frameworks: $(VENV)/frameworks
 
 $(VENV)/frameworks: $(VENV)/dev pyproject.toml
 	$(call ABOVE,$(FRAMEWORKS))
-	$(call NEEDS,frameworks) > $(FRAMEWORKS)/requirements.txt
+	$(RUN) experiments/tools/needs.py frameworks > $(FRAMEWORKS)/requirements.txt
 	$(FRAMEWORKS)/bin/python -m pip install --quiet --constraint constraints.txt \
 		--requirement $(FRAMEWORKS)/requirements.txt
 	touch $@
@@ -87,18 +79,22 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-$(VENV)/experiments: $(VENV)/created pyproject.toml constraints.txt
-	$(call WITH,experiments)
-	touch $@
-
-$(VENV)/dev: $(VENV)/created pyproject.toml constraints.txt
-	$(call WITH,dev)
+# Kernels are compiled while other packages are installed.
+$(VENV)/experiments $(VENV)/dev: $(VENV)/%: $(VENV)/created pyproject.toml constraints.txt
+	$(MAKE) --no-print-directory --jobs 2 $(VENV)/package $(VENV)/$*.needs
 	touch $@ $(VENV)/experiments
 
-# Apart from the rest: a theme of mkdocs has more files than torch.
-$(VENV)/docs: $(VENV)/dev pyproject.toml
-	$(call NEEDS,docs) > $@.txt
+$(VENV)/package: $(VENV)/created pyproject.toml
+	$(INSTALL) --no-deps --editable .
+	touch $@
+
+$(VENV)/%.needs: $(VENV)/created pyproject.toml constraints.txt
+	$(RUN) experiments/tools/needs.py $* > $@.txt
 	$(INSTALL) --requirement $@.txt
+	touch $@
+
+# Apart from the rest: a theme of mkdocs has more files than torch.
+$(VENV)/docs: $(VENV)/dev $(VENV)/docs.needs
 	touch $@
 
 clean:

@@ -377,11 +377,11 @@ def main(
             pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
     table = pd.DataFrame(rows)
     written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
-    page = out.with_name("README.md")
-    if page.exists():  # of results: the table of this file lies between comments with its name
-        page.write_text(replaced(page.read_text(), out.stem, ratios_of_links(table)))
     if has_rates(table):
         drawn_by_rate(table).savefig(out.with_name(f"{out.stem}_by_rate.png"), dpi=130)
+    page = out.with_name("README.md")
+    if page.exists() and f"<{out.stem}>" in page.read_text():  # that of docs/results/network
+        page.write_text(replaced(page.read_text(), out.stem, ratios_of_links(table)))
     console.print(f"median error {100 * _median_error(rows):.1f} %; wrote {out}")
 
 

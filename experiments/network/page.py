@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import matplotlib as mpl
 import pandas as pd
@@ -18,9 +17,7 @@ from experiments.network.front import ABOUT, exchange_errors, fronts
 from experiments.network.setups import CHOICE, setup_of
 from experiments.tools.tables import markdown
 
-__all__ = [
-    "AutoRatio", "auto_ratios", "is_judged", "plotted", "ratios_of_links", "short_name", "written",
-]  # fmt: skip
+__all__ = ["is_judged", "plotted", "ratios_of_links", "short_name", "written"]
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")
@@ -82,44 +79,6 @@ def _ratio(value: float) -> str:
     if math.isnan(value):
         return ""
     return f"{value:.2f}" if value < 9.995 else f"{value:.1f}"
-
-
-class AutoRatio(NamedTuple):
-    """Compares "auto" with fixed hooks in one cell of the study.
-
-    Attributes:
-        cell: in words.
-        fastest: its step time over that of the fastest fixed hook of ddp_core.
-        choice: its step time over that of its own choice, registered by name. NaN: not measured.
-    """
-
-    cell: str
-    fastest: float
-    choice: float
-
-    def __str__(self) -> str:
-        choice = "" if math.isnan(self.choice) else f" (and of its own choice: {self.choice:.3f})"
-        fastest = f"{self.fastest:.3f} of the fastest fixed hook's"
-        return f"{self.cell}: a step of auto took {fastest}{choice}."
-
-
-def auto_ratios(table: pd.DataFrame) -> list[AutoRatio]:
-    """Returns how "auto" compares with fixed hooks in each cell that has it.
-
-    Args:
-        table: with the columns "cell", "hook_name" (with options) and "step_ms".
-    """
-    ratios_of_cells = []
-    for cell, rows in table.groupby("cell", sort=False):
-        steps = rows.set_index("hook_name").step_ms
-        if "auto" in steps:
-            fixed = [name for name in steps.index if _is_fixed(name)]
-            ratios = (
-                steps["auto"] / step_ms
-                for step_ms in (steps[fixed].min(), steps.get(CHOICE, math.nan))
-            )
-            ratios_of_cells.append(AutoRatio(str(cell), *map(float, ratios)))
-    return ratios_of_cells
 
 
 def _is_fixed(name: str) -> bool:
@@ -198,7 +157,6 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
     table["exchange_error"] = exchange_errors(table)
     table["cell"] = table.apply(where, axis=1)
     table["judged"] = table.hook_name.map(is_judged)
-    ratios = auto_ratios(table)
     table["hook_name"] = table.hook_name.map(short_name)
     figure = plotted(table)
     figure.savefig(picture, dpi=110)
@@ -209,8 +167,6 @@ def written(rows: Sequence[dict[str, object]], path: Path, picture: Path) -> Non
         f"{judged.error.notna().sum()} steps. Hosts are network namespaces of one machine with two "
         f"cores; a step is the median of several turns."
     )
-    for ratio in ratios:
-        page.text(str(ratio))
     page.figure(figure, "left: prediction and measurement; right: what each hook costs")
     page.section("Step time against error")
     page.text(ABOUT)

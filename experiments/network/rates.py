@@ -1,4 +1,4 @@
-"""Draws what a step takes by the rate of the link: where to compress, and where not."""
+"""Draws steps by the rate of the link: where to compress, and where not."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ __all__ = ["drawn_by_rate", "has_rates"]
 
 _LEAST = 6  # rates that make a picture
 _FLOOR = "noop"
+_TORCH = "torch none"
+_FAST_MBIT = 500.0
 _NO_HOOKS = (_FLOOR, "one value")
+# In one colour: a hook of torch looks like ours.
+FAMILIES = ("none", "bf16", "int8", "int4", "powersgd", "acpsgd", "topk")
 _LABELS = {_FLOOR: "no communication", "torch powersgd": "torch powersgd 2, repaired"}
 _EXACT = ("none", "torch none", "bf16", "torch fp16")  # what others are compared with
 
@@ -30,10 +34,11 @@ def has_rates(table: pd.DataFrame) -> bool:
 
 
 def drawn_by_rate(table: pd.DataFrame) -> Figure:
-    """Returns a picture of the step time of each hook by the rate of the link, for each model.
+    """Returns a picture of the steps of each hook by the rate of the link, for each model.
 
-    The line of a hook is solid if the study of quality proved that it keeps the loss of bf16, and
-    dashed otherwise. At a rate at which no line is below that of "none", compression costs time.
+    On the left their time; on the right, for fast links, over that of torch's class without a hook,
+    with standard errors: above 1 compression costs time. The line of a hook is solid if the study
+    of quality proved that it keeps the loss of bf16, and dashed otherwise.
 
     Args:
         table: rows of the study; a rate of 0 is no limit.
@@ -41,42 +46,63 @@ def drawn_by_rate(table: pd.DataFrame) -> Figure:
     mpl.use("agg")
     table = table[table.delay_ms == 0]
     models = [name for name, rows in table.groupby("model") if rows.mbit.nunique() >= _LEAST]
-    figure = Figure(figsize=(8.5, 0.6 + 4.6 * len(models)), layout="constrained")
-    panels = figure.subplots(len(models), 1, squeeze=False)[:, 0]
-    for panel, model in zip(panels, models, strict=True):
-        _draw(panel, table[table.model == model])
-        panel.set_title(f"{model}; dashed: not proved to keep bf16's loss", fontsize=9, loc="left")
-    handles, labels = panels[0].get_legend_handles_labels()
+    figure = Figure(figsize=(11, 0.7 + 4.3 * len(models)), layout="constrained")
+    panels = figure.subplots(len(models), 2, squeeze=False)
+    for (left, right), model in zip(panels, models, strict=True):
+        rows = table[table.model == model]
+        _draw(left, rows)
+        left.set_yscale("log")
+        left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        left.yaxis.set_minor_formatter(NullFormatter())
+        left.set(ylabel="step [ms]")
+        left.set_title(f"{model}; dashed: not proved to keep bf16's loss", fontsize=9, loc="left")
+        _draw(right, _over_torch(rows[(rows.mbit >= _FAST_MBIT) | (rows.mbit == 0)]))
+        right.axhline(1, color=GREY, linewidth=0.8)
+        right.set(ylabel="step over that of torch without a hook")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=8)
     return figure
+
+
+def _over_torch(rows: pd.DataFrame) -> pd.DataFrame:
+    """Returns rows with ratios in place of times: "step_ms" and its standard error, "error_ms"."""
+    torch = rows[rows.scheme == _TORCH].set_index("mbit")
+    over = rows.mbit.map(torch.over_noop)
+    share = rows.standard_error / rows.over_noop
+    share_of_torch = rows.mbit.map(torch.standard_error / torch.over_noop)
+    ratio = rows.over_noop / over
+    errors = ratio * (share**2 + share_of_torch**2) ** 0.5
+    return rows.assign(step_ms=ratio, error_ms=errors)[rows.scheme != _TORCH]
 
 
 def _draw(panel: Any, rows: pd.DataFrame) -> None:
     rates = sorted(rate for rate in rows.mbit.unique() if rate)
     places = {rate: place for place, rate in enumerate([*rates, 0.0])}
     hooks = [name for name in rows.scheme.unique() if name not in _NO_HOOKS]
-    families = list(dict.fromkeys(map(_family, hooks)))  # a hook of torch looks like ours
-    for name in (_FLOOR, *hooks):
+    for index, name in enumerate((_FLOOR, *hooks)):
         steps = rows[rows.scheme == name].assign(place=lambda t: t.mbit.map(places))
         steps = steps.sort_values("place")
         looks: dict[str, Any] = {"color": GREY, "linestyle": ":"}
         if name != _FLOOR:
-            index = families.index(_family(name))
+            family = FAMILIES.index(_family(name))
             looks = {
-                "color": OKABE_ITO[index % len(OKABE_ITO)],
+                "color": OKABE_ITO[family % len(OKABE_ITO)],
                 "linestyle": "-" if _keeps_quality(name) else "--",
-                "marker": "osD^vP*"[index % 7],
+                "marker": "osD^vP*"[family % 7],
                 "markerfacecolor": "white" if name.startswith("torch ") else None,
             }
+        errors = steps.get("error_ms")
+        # Beside each other, so that errors at a rate can be told apart.
+        aside = 0 if errors is None else 0.02 * (index - len(hooks) / 2)
         label = _LABELS.get(name, short_name(name))
-        panel.plot(steps.place, steps.step_ms, label=label, markersize=4, **looks)
-    panel.set_yscale("log")
-    panel.set_xticks(list(places.values()), [_rate(rate) for rate in places])
-    panel.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    panel.yaxis.set_minor_formatter(NullFormatter())
+        panel.errorbar(
+            steps.place + aside, steps.step_ms, errors, label=label, markersize=4, elinewidth=0.7,
+            **looks,
+        )  # fmt: skip
+    panel.set_xticks(list(places.values()), [_rate(rate) for rate in places], fontsize=8)
     panel.grid(axis="y", color="0.9")
-    panel.set(xlabel="rate of the link", ylabel="step [ms]")
+    panel.set(xlabel="rate of the link")
 
 
 def _family(name: str) -> str:

@@ -11,7 +11,7 @@ from commhooks import make
 from commhooks.predict._quality import Gap
 from experiments.network import rates
 from experiments.network.front import exchange_errors, fronts
-from experiments.network.page import auto_ratios, is_judged
+from experiments.network.page import is_judged, ratios_of_links
 from experiments.network.rates import drawn_by_rate, has_rates
 from experiments.network.setups import CHOICE, Setup, setup_of
 
@@ -51,23 +51,20 @@ def test_a_hook_that_another_one_beats_in_both_is_not_on_the_front() -> None:
     assert not empty.axison
 
 
-def test_auto_is_compared_with_the_fastest_fixed_hook_and_with_its_own_choice() -> None:
-    here = {"model": "tiny layers", "cell": "tiny layers, a"}
-    others = {
-        CHOICE: 12.0,
-        "noop": 1.0,
-        "noop in 2 MiB": 1.0,
-        "one value": 2.0,
-        "topk on torch": 5.0,
-    }
-    more = [{**here, "hook_name": name, "step_ms": took} for name, took in others.items()]
-    first, second = auto_ratios(pd.concat([_table(), pd.DataFrame(more)], ignore_index=True))
-    assert (first.fastest, first.choice) == (0.9, 0.75)  # topk takes 10, and the choice 12
-    assert str(first).endswith(
-        "took 0.900 of the fastest fixed hook's (and of its own choice: 0.750)."
-    )
-    assert math.isnan(second.choice)
-    assert str(second).endswith("took 0.900 of the fastest fixed hook's.")
+def test_ratios_name_the_fastest_fixed_hook_and_compare_auto_with_it_and_its_choice() -> None:
+    over = {"noop": 1.0, "one value": 1.1, "none": 12.345, "int8": 2.0, "topk on torch": 1.5}
+    over |= {"auto": 1.8, CHOICE: 2.4}
+    rows = [
+        {"model": "words", "hosts": 2, "mbit": rate, "delay_ms": 0.0, "scheme": name}
+        | {"over_noop": ratio, "standard_error": 0.03 * ratio}
+        for rate in (200.0, 0.0)
+        for name, ratio in over.items()
+    ]
+    head, rule, first, second = ratios_of_links(pd.DataFrame(rows)).splitlines()
+    assert head.count("|") == rule.count("|") == first.count("|")
+    link, ratios = "| words, 2 hosts, 200 Mbit/s |", " 1.10 | 12.3 | 2.00 | 1.50 | 1.80 |"
+    assert first == f"{link}{ratios} int8 | 0.90 ± 0.04 | 0.75 |"
+    assert second.startswith("| words, 2 hosts, no limit |")
 
 
 @pytest.mark.parametrize(
@@ -113,17 +110,21 @@ def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
     }
     rows = [
         {"model": "words", "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": ms + rate}
+        | {"over_noop": ms / 30, "standard_error": 0.01}
         for rate in (50.0, 200.0, 500.0, 1000.0, 10000.0, 0.0)
-        for name, ms in hooks.items()
+        for name, ms in {**hooks, "torch none": 600.0}.items()
     ]
     table = pd.DataFrame(rows)
     assert has_rates(table)
     assert not has_rates(table[table.mbit > 100])
-    (panel,) = drawn_by_rate(table).axes
-    assert {line.get_label(): line.get_linestyle() for line in panel.lines} == {
-        "no communication": ":", "none": "-", "int8": "-", "topk": "--",
+    left, right = drawn_by_rate(table).axes
+    assert {line.get_label(): line[0].get_linestyle() for line in left.containers} == {
+        "no communication": ":", "none": "-", "int8": "-", "topk": "--", "torch none": "-",
         "torch powersgd 2, repaired": "--",
     }  # fmt: skip
-    assert [tick.get_text() for tick in panel.get_xticklabels()] == [
+    assert [tick.get_text() for tick in left.get_xticklabels()] == [
         "50 Mbit/s", "200 Mbit/s", "500 Mbit/s", "1 Gbit/s", "10 Gbit/s", "no limit",
     ]  # fmt: skip
+    ratios = {line.get_label(): line[0].get_ydata()[0] for line in right.containers}
+    assert ratios["int8"] == pytest.approx(0.5)  # over torch's class without a hook
+    assert "torch none" not in ratios

@@ -1,7 +1,9 @@
 // Vectors of a CPU, of the width of its instruction set, in rows of 32 entries.
 #pragma once
-#if defined(__x86_64__)
+#if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(__x86_64__)
+#include <smmintrin.h> // a quarter of the lines
 #endif
 #if defined(__clang__)
 #include <utility>
