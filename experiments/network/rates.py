@@ -13,7 +13,7 @@ from commhooks.predict._quality import gap_of
 from commhooks.report._style import GREY, OKABE_ITO
 from experiments.network.front import made
 from experiments.network.page import short_name
-from experiments.network.setups import setup_of
+from experiments.network.setups import CHOICE, setup_of
 
 __all__ = ["drawn_by_rate", "has_rates"]
 
@@ -22,8 +22,8 @@ _FLOOR = "noop"
 _TORCH = "torch none"
 _FAST_MBIT = 500.0
 _NO_HOOKS = (_FLOOR, "one value")
-# In one colour: a hook of torch looks like ours.
-FAMILIES = ("none", "bf16", "int8", "int4", "powersgd", "acpsgd", "topk")
+# Each in a colour of its own, whatever a table has: a hook of torch looks like ours.
+_FAMILIES = ("none", "bf16", "int8", "int4", "powersgd", "acpsgd", "topk")
 _LABELS = {_FLOOR: "no communication", "torch powersgd": "torch powersgd 2, repaired"}
 _EXACT = ("none", "torch none", "bf16", "torch fp16")  # what others are compared with
 
@@ -80,12 +80,13 @@ def _draw(panel: Any, rows: pd.DataFrame) -> None:
     rates = sorted(rate for rate in rows.mbit.unique() if rate)
     places = {rate: place for place, rate in enumerate([*rates, 0.0])}
     hooks = [name for name in rows.scheme.unique() if name not in _NO_HOOKS]
+    families = list(dict.fromkeys([*_FAMILIES, *map(_family, hooks)]))
     for index, name in enumerate((_FLOOR, *hooks)):
         steps = rows[rows.scheme == name].assign(place=lambda t: t.mbit.map(places))
         steps = steps.sort_values("place")
         looks: dict[str, Any] = {"color": GREY, "linestyle": ":"}
         if name != _FLOOR:
-            family = FAMILIES.index(_family(name))
+            family = families.index(_family(name))
             looks = {
                 "color": OKABE_ITO[family % len(OKABE_ITO)],
                 "linestyle": "-" if _keeps_quality(name) else "--",
@@ -112,7 +113,8 @@ def _family(name: str) -> str:
 def _keeps_quality(name: str) -> bool:
     if name in _EXACT:
         return True
-    if name.startswith("torch "):  # its warm-up and rank are others than those of the study
+    # Warm-up and rank of torch's are others than those of the study; auto's scheme is any.
+    if name.startswith("torch ") or name in ("auto", CHOICE):
         return False
     gap = gap_of(made(setup_of(name).scheme))
     return gap is not None and gap.is_proved

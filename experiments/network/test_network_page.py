@@ -128,3 +128,15 @@ def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
     ratios = {line.get_label(): line[0].get_ydata()[0] for line in right.containers}
     assert ratios["int8"] == pytest.approx(0.5)  # over torch's class without a hook
     assert "torch none" not in ratios
+
+
+def test_every_setup_of_the_study_is_drawn_without_torch_too() -> None:
+    names = ["noop", "one value", "auto", CHOICE, "eden:bits=2", "topk on torch in 25 MiB"]
+    rows = [
+        {"model": "words", "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": 30.0}
+        | {"over_noop": 1.0, "standard_error": 0.01}
+        for rate in (50.0, 200.0, 500.0, 1000.0, 10000.0, 0.0)
+        for name in names
+    ]
+    for panel in drawn_by_rate(pd.DataFrame(rows)).axes:
+        assert len(panel.containers) == len(names) - 1

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import tomllib
-
 __all__ = ["needs_of"]
 
 
@@ -31,6 +29,8 @@ def needs_of(extra: str, extras: Mapping[str, Sequence[str]]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    import tomllib  # Python 3.11; the package supports 3.10
+
     pyproject = Path(__file__).parents[2] / "pyproject.toml"
     project = tomllib.loads(pyproject.read_text())["project"]
     print(*project["dependencies"], sep="\n")
