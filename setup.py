@@ -41,9 +41,7 @@ def machine() -> str:
 
 if machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS = {
-        # Processors from before 2013 get small code: fast code would be a third of a wheel.
-        "v2": ["-march=x86-64-v2", "-Os"],
-        "v3": ["-march=x86-64-v3"],
+        "v3": ["-march=x86-64-v3"],  # AVX2: processors since 2013; PyTorch code runs on older ones
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     }
 else:

@@ -45,13 +45,7 @@ INLINE void store(float* out, const Floats (&row)[kVectors]) {
     for (int v = 0; v < kVectors; ++v) store_as(out + v * kWidth, row[v]);
 }
 
-INLINE float square_root(float x) {
-#if defined(__SSE2__)
-    return _mm_cvtss_f32(_mm_sqrt_ss(_mm_set_ss(x)));
-#else
-    return __builtin_sqrtf(x);
-#endif
-}
+INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 
 // Adds the 32 partial sums of a row, halves to halves.
 INLINE float summed(const Floats (&sums)[kVectors]) {
@@ -70,15 +64,13 @@ INLINE void stream(float* out, const Floats (&row)[kVectors]) {
         _mm512_stream_ps(out + v * kWidth, (__m512)row[v]);
 #elif defined(__AVX2__)
         _mm256_stream_ps(out + v * kWidth, (__m256)row[v]);
-#elif defined(__SSE2__)
-        _mm_stream_ps(out + v * kWidth, (__m128)row[v]);
 #else
         store_as(out + v * kWidth, row[v]);
 #endif
     }
 }
 INLINE void end_of_stream() {
-#if defined(__SSE2__)
+#if defined(__AVX2__)
     _mm_sfence();
 #endif
 }

@@ -2,8 +2,6 @@
 #pragma once
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(__x86_64__)
-#include <smmintrin.h> // a quarter of the lines
 #endif
 #if defined(__clang__)
 #include <utility>
@@ -56,8 +54,6 @@ INLINE Floats smaller_of(Floats a, Floats b) {
     return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
     return (Floats)_mm256_min_ps((__m256)a, (__m256)b);
-#elif defined(__SSE2__)
-    return (Floats)_mm_min_ps((__m128)a, (__m128)b);
 #else
     return a < b ? a : b;
 #endif
@@ -67,8 +63,6 @@ INLINE Floats larger_of(Floats a, Floats b) {
     return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
 #elif defined(__AVX2__)
     return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
-#elif defined(__SSE2__)
-    return (Floats)_mm_max_ps((__m128)a, (__m128)b);
 #else
     return a > b ? a : b;
 #endif
@@ -80,8 +74,6 @@ INLINE Words widen(const u8* from) {
     return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
 #elif defined(__AVX2__)
     return (Words)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
-#elif defined(__SSE4_1__)
-    return (Words)_mm_cvtepu8_epi32(_mm_cvtsi32_si128((int)load_as<u32>(from)));
 #else
     return Words{from[0], from[1], from[2], from[3]};
 #endif
@@ -91,8 +83,6 @@ INLINE Words widen(const u16* from) {
     return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
 #elif defined(__AVX2__)
     return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__SSE4_1__)
-    return (Words)_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i*)from));
 #else
     return Words{from[0], from[1], from[2], from[3]};
 #endif
@@ -109,12 +99,6 @@ INLINE void narrow(const Words (&row)[kVectors], u8* to) {
     __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing works within 128-bit halves
     __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
     _mm256_storeu_si256((__m256i*)to, bytes);
-#elif defined(__SSE4_1__)
-    for (int i = 0; i < 8; i += 4) {
-        __m128i low = _mm_packus_epi32((__m128i)row[i], (__m128i)row[i + 1]);
-        __m128i high = _mm_packus_epi32((__m128i)row[i + 2], (__m128i)row[i + 3]);
-        _mm_storeu_si128((__m128i*)(to + 4 * i), _mm_packus_epi16(low, high));
-    }
 #else
     for (int i = 0; i < kRow; ++i) to[i] = (u8)row[i / kWidth][i % kWidth];
 #endif
@@ -129,9 +113,6 @@ INLINE void narrow(const Words (&row)[kVectors], u16* to) {
         __m256i both = _mm256_packus_epi32((__m256i)row[i], (__m256i)row[i + 1]);
         _mm256_storeu_si256((__m256i*)(to + 8 * i), _mm256_permute4x64_epi64(both, 0xd8));
     }
-#elif defined(__SSE4_1__)
-    for (int i = 0; i < 8; i += 2)
-        _mm_storeu_si128((__m128i*)(to + 4 * i), _mm_packus_epi32((__m128i)row[i], (__m128i)row[i + 1]));
 #else
     for (int i = 0; i < kRow; ++i) to[i] = (u16)row[i / kWidth][i % kWidth];
 #endif
@@ -143,8 +124,6 @@ INLINE u32 mask_of(Words x) {
     return (u32)_mm512_movepi32_mask((__m512i)x);
 #elif defined(__AVX2__)
     return (u32)_mm256_movemask_ps((__m256)x);
-#elif defined(__SSE2__)
-    return (u32)_mm_movemask_ps((__m128)x);
 #else
     return x[0] >> 31 | x[1] >> 31 << 1 | x[2] >> 31 << 2 | x[3] >> 31 << 3;
 #endif
@@ -159,13 +138,7 @@ INLINE u32 negative(const Floats (&row)[kVectors]) {
 INLINE Words signs(u32 word, int v) {
     Words shifts;
     for (int l = 0; l < kWidth; ++l) shifts[l] = (u32)(31 - v * kWidth - l);
-#if defined(__AVX2__)
     return (Words{} + word) << shifts;
-#else
-    Words places;  // before AVX2 there are no shifts by vectors: multiplies by 2^shift
-    for (int l = 0; l < kWidth; ++l) places[l] = 1u << shifts[l];
-    return (Words{} + word) * places;
-#endif
 }
 
 // Returns the lower halves of 64-bit lanes; each four are two of `a` and two of `b`.
@@ -174,8 +147,6 @@ INLINE Words lower_halves(Lanes a, Lanes b) {
     return (Words)_mm512_shuffle_ps((__m512)a, (__m512)b, 0x88);
 #elif defined(__AVX2__)
     return (Words)_mm256_shuffle_ps((__m256)a, (__m256)b, 0x88);
-#elif defined(__SSE2__)
-    return (Words)_mm_shuffle_ps((__m128)a, (__m128)b, 0x88);
 #else
     return Words{(u32)a[0], (u32)a[1], (u32)b[0], (u32)b[1]};
 #endif
@@ -186,8 +157,6 @@ INLINE Lanes times(Lanes a, Lanes b) {
     return (Lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b);
 #elif defined(__AVX2__)
     return (Lanes)_mm256_mul_epu32((__m256i)a, (__m256i)b);
-#elif defined(__SSE2__)
-    return (Lanes)_mm_mul_epu32((__m128i)a, (__m128i)b);
 #else
     return (a & 0xffffffffu) * (b & 0xffffffffu);
 #endif

@@ -103,9 +103,10 @@ def argument_types(name: str) -> list[Any]:
 
 
 _NAME, _REASON = "libcommhooks_kernels.so", "not_built.txt"
+_TOO_OLD = "this processor has no AVX2 (x86-64-v3, from 2013), which CPU kernels need"
 # The numbers that `with_dtype` of include/cpu.h expects.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-INSTRUCTION_SETS = ("base", "v2", "v3", "v4")  # in the order of the library's own numbers
+INSTRUCTION_SETS = ("base", "v3", "v4")  # in the order of the library's own numbers
 
 
 @cache
@@ -114,9 +115,18 @@ def _library() -> ctypes.CDLL | None:
     return ctypes.CDLL(str(path)) if path.is_file() else None
 
 
+@cache
+def _best() -> int:
+    """Returns the place of this processor's best instruction set, or -1 if there is none."""
+    # The library asks the processor for features, as its compiler may not know the names of levels.
+    return int(_library().instruction_set())
+
+
 def missing() -> str | None:
     """Returns why CPU kernels cannot run; None if they can."""
-    return None if _library() is not None else _why_missing()
+    if _library() is None:
+        return _why_missing()
+    return _TOO_OLD if _best() < 0 else None
 
 
 @cache
@@ -134,15 +144,13 @@ def _why_missing() -> str:
 
 @cache
 def instruction_set() -> str:
-    """Returns the instruction set that runs here: "v4", "v3", "v2" (x86-64) or "base" (others).
+    """Returns the instruction set that runs here: "v4" or "v3" (x86-64), or "base" (others).
 
     ``COMMHOOKS_CPU`` selects a smaller one, for comparisons and tests.
     """
-    library = _library()
-    if library is None:
-        raise RuntimeError(f"commhooks.kernels: {missing()}")
-    # The library asks the processor for features, as its compiler may not know the names of levels.
-    best = INSTRUCTION_SETS[library.instruction_set()]
+    if reason := missing():
+        raise RuntimeError(f"commhooks.kernels: {reason}")
+    best = INSTRUCTION_SETS[_best()]
     asked = os.environ.get("COMMHOOKS_CPU", best)
     usable = INSTRUCTION_SETS[1 : INSTRUCTION_SETS.index(best) + 1] or ("base",)
     if asked not in usable:

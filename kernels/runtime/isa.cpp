@@ -1,4 +1,4 @@
-// Reports the best instruction set that this processor has.
+// Reports the best instruction set that this processor has, by its number in runtime/cpu.py.
 #if defined(__x86_64__)
 #include <cpuid.h>
 
@@ -12,7 +12,6 @@ bool has_f16c_movbe_lzcnt() {
 }
 
 // Asks for features, since clang, and gcc before 12, do not know the names of the levels.
-bool is_v2() { return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("popcnt"); }
 bool is_v3() {
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
            __builtin_cpu_supports("bmi") && __builtin_cpu_supports("bmi2") && has_f16c_movbe_lzcnt();
@@ -29,7 +28,8 @@ bool is_v4() {
 extern "C" __attribute__((visibility("default"))) int instruction_set() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (is_v2()) return !is_v3() ? 1 : is_v4() ? 3 : 2;
-#endif
+    return !is_v3() ? -1 : is_v4() ? 2 : 1;  // -1: none, the processor is from before 2013
+#else
     return 0;
+#endif
 }

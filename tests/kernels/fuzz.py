@@ -56,7 +56,6 @@ SEED, ROUNDS = 0, {"cpu": 40, "emulator": 12, "gpu": 40}
 LESS = "COMMHOOKS_FUZZ_ROUNDS"  # another number: sanitizers of a GPU are slow
 FLAGS = {
     "base": [],
-    "v2": ["-march=x86-64-v2"],
     "v3": ["-march=x86-64-v3"],
     "v4": ["-march=x86-64-v4"],
 }

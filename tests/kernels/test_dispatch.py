@@ -46,6 +46,16 @@ def test_without_the_library_definitions_run_and_say_why():
     assert implementations("cpu")["quantize"] == "kernel"
 
 
+def test_on_a_processor_without_avx2_definitions_run_and_say_why():
+    _op._say_once.cache_clear()
+    with mock.patch.object(cpu, "_best", return_value=-1):
+        with pytest.warns(RuntimeWarning, match="this processor has no AVX2"):
+            quantized(torch.randn(8))
+        with pytest.raises(RuntimeError, match="no AVX2"):
+            cpu.instruction_set.__wrapped__()
+    _op._say_once.cache_clear()
+
+
 @pytest.mark.parametrize(
     ("local_rank", "rank", "says"), [("0", 8, True), ("1", 9, False), ("", 0, True), ("", 3, False)]
 )

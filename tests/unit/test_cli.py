@@ -216,7 +216,7 @@ def test_the_release_says_what_runs_and_why() -> None:
 
 @pytest.mark.parametrize("command", ["--version", "doctor"])
 def test_an_instruction_set_that_is_not_there_is_a_usage_error(command: str) -> None:
-    error = ValueError("COMMHOOKS_CPU is one of v2 here, got 'v9'")
+    error = ValueError("COMMHOOKS_CPU is one of v3 here, got 'v9'")
     with mock.patch.object(cpu, "instruction_set", side_effect=error):
         assert str(error) in run_cli(command, code=2)
 
