@@ -119,7 +119,8 @@ def _library() -> ctypes.CDLL | None:
 def _best() -> int:
     """Returns the place of this processor's best instruction set, or -1 if there is none."""
     # The library asks the processor for features, as its compiler may not know the names of levels.
-    return int(_library().instruction_set())
+    library = _library()
+    return -1 if library is None else int(library.instruction_set())
 
 
 def missing() -> str | None:
