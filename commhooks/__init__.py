@@ -120,14 +120,18 @@ _LAZY_NAMES = {
 }
 # Where other public names are, for those who look for one here.
 _OTHERS = ("core", "schemes", "wrappers", "errors")
+_FRAMEWORKS = ("accelerate", "fabric", "lightning", "ray", "transformers")
 
 
 def __getattr__(name: str) -> Any:
     if name in _LAZY_MODULES:
         return import_module(f"{__name__}.{name}")
+    if name == "CommHook":
+        homes = " or ".join(f"commhooks.hosts.{framework}" for framework in _FRAMEWORKS)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; import it from {homes}")
     if name not in _LAZY_NAMES:
-        homes = (import_module(f"{__name__}.{package}") for package in _OTHERS)
-        hints = (f"; it is {home.__name__}.{name}" for home in homes if name in home.__all__)
+        modules = (import_module(f"{__name__}.{package}") for package in _OTHERS)
+        hints = (f"; it is {home.__name__}.{name}" for home in modules if name in home.__all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}{next(hints, '')}")
     # The package before its module: two threads that import them in opposite orders would deadlock.
     package = _LAZY_NAMES[name].rpartition(".")[0]

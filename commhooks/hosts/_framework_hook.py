@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ class FrameworkHook:
     _to: int | None = 0
     _file = "commhooks_state.pt"  # in the folder of a checkpoint
 
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "attach" in vars(cls):
+            cls.attach = _checked(cls.attach)  # type: ignore[method-assign]
+
     def __init__(self, scheme: str | Scheme = "none", **options: Any) -> None:
         if not isinstance(scheme, str | Scheme):
             raise TypeError(
@@ -68,6 +74,10 @@ class FrameworkHook:
                 f"training begins"
             )
         return self._hook
+
+    def attach(self, *_: Any, **__: Any) -> Any:
+        """Raises TypeError that shows the right call: not every framework needs this one."""
+        raise TypeError(f"{self._name} has no attach, its framework calls it. Call {self._calls}")
 
     def _attach(self, model: nn.Module, world_size: int) -> None:
         """Registers the scheme on a wrapped model, and applies a state that was loaded before.
@@ -187,3 +197,17 @@ class FrameworkHook:
     @property
     def _name(self) -> str:
         return f"{type(self).__module__}.{type(self).__qualname__}"
+
+
+def _checked(attach: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``attach`` whose TypeError for missing or further arguments shows the right call."""
+
+    @wraps(attach)
+    def checked(self: FrameworkHook, *args: Any, **kwargs: Any) -> Any:
+        try:
+            inspect.signature(attach).bind(self, *args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{self._name}.attach: {error}. Call {self._calls}") from None
+        return attach(self, *args, **kwargs)
+
+    return checked

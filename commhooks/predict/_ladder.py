@@ -76,18 +76,24 @@ def ladder_markdown() -> str:
     for rung in LADDER:
         speed = [", ".join(f"{v:.3g}×" for v in values) for values in rung.speed] or ["", ""]
         loss = str(gap_of(make(rung.then)) or "") if rung.then else ""
-        rows.append((rung.network, _call(rung.first), speed[0], _call(rung.then), speed[1], loss))
+        calls = [f"`{_call(scheme)}`" if scheme else "" for scheme in (rung.first, rung.then)]
+        rows.append((rung.network, calls[0], speed[0], calls[1], speed[1], loss))
     return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
 
 
 def ladder_lines() -> list[str]:
-    """Returns the ladder as lines for a terminal."""
+    """Returns the ladder as lines for a terminal, with what to write in a call."""
     return [
-        f"{rung.network}: {rung.first}"
-        + (f"; if that is too slow, {rung.then}" if rung.then else "")
+        f"{rung.network}: {_call(rung.first)}"
+        + (f"; if that is too slow, {_call(rung.then)}{_cost(rung)}" if rung.then else "")
         for rung in LADDER
     ]
 
 
+def _cost(rung: Rung) -> str:
+    gap = gap_of(make(rung.then))
+    return f" (loss {gap} of bf16's)" if gap else ""
+
+
 def _call(scheme: str) -> str:
-    return "`" + _CALLS.get(scheme, f'"{scheme}"') + "`" if scheme else ""
+    return _CALLS.get(scheme, f'"{scheme}"')

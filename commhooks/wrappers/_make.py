@@ -142,11 +142,12 @@ def _without_feedback(scheme: Scheme) -> Iterator[Scheme]:
 
 def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     """Returns the torch dtype for a name such as "fp16" or "bf16", or the dtype itself."""
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in _DTYPES:
-        raise ValueError(f"wire_dtype is one of {sorted(_DTYPES)} or a torch.dtype, got {dtype!r}")
-    return _DTYPES[dtype]
+    chosen = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
+    if chosen is None or chosen not in _DTYPES.values():
+        raise ValueError(
+            f"wire_dtype is one of {sorted(_DTYPES)}, torch.bfloat16 or torch.float16, got {dtype!r}"
+        )
+    return chosen
 
 
 def _kind_of(scheme: object) -> str:

@@ -54,7 +54,8 @@ def simulate(ranks: Sequence[Generator[Collective, Tensor, T]]) -> list[T]:
             if signature != signatures[0]:
                 raise MismatchError(
                     f"simulate: in round {round}, rank 0 yields {signatures[0]}, "
-                    f"rank {rank_index} yields {signature}"
+                    f"rank {rank_index} yields {signature}. Names, shapes and dtypes of what is "
+                    f"sent may depend on the shapes of a bucket and on the step, not on values"
                 )
         # On even ranks before the collective and on odd ones after it: work that touches the tensor
         # of its request shows.

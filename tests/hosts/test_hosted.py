@@ -160,11 +160,16 @@ def test_wrong_arguments_show_the_right_call() -> None:
     for call in (
         lambda: fabric.CommHook(other),
         lambda: fabric.CommHook("int8").attach(model, other),
+        lambda: fabric.CommHook("int8").attach(model),
+        lambda: accelerate.CommHook("int8").attach(),
+        lambda: ray.CommHook("int8").attach(model, model),
         lambda: accelerate.CommHook("int8").attach(model, other),
         lambda: ray.CommHook("int8").attach(other),
     ):
         with pytest.raises(TypeError, match=r'Call CommHook\("int8"\).attach\('):
             call()
+    with pytest.raises(TypeError, match=r'has no attach, .* Call CommHook\("int8"\)$'):
+        FrameworkHook("int8").attach(model)  # as Lightning's, which registers by itself
 
 
 def test_no_process_group_is_an_error() -> None:

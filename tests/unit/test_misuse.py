@@ -144,7 +144,8 @@ SETTINGS: list[tuple[Call, str]] = [
         lambda: make("int8", start_step=2.5),
         r"start_step=...\) is a whole number of steps, such as 1000, got 2.5",
     ),
-    (lambda: make("int8", wire_dtype="fp8"), r"wire_dtype"),
+    (lambda: make("int8", wire_dtype="fp8"), r"wire_dtype is one of .*, got 'fp8'"),
+    (lambda: make("int8", wire_dtype=torch.int8), r"wire_dtype is one of .*, got torch.int8"),
     (lambda: make("int8", wire_dtype=16), r"wire_dtype=...\) is a string or a torch.dtype"),
     (lambda: make("sdp4bit", memory="no"), r"sdp4bit\(memory=...\) is True or False"),
     (lambda: make("sdp4bit", local_size="2"), r"is a whole number or None, got '2'"),
@@ -581,5 +582,7 @@ def test_a_name_for_authors_is_found_where_it_is() -> None:
     for name, home in (("AllReduce", "core"), ("TopK", "schemes"), ("Guard", "wrappers")):
         with pytest.raises(AttributeError, match=rf"it is commhooks\.{home}\.{name}$"):
             getattr(commhooks, name)
+    with pytest.raises(AttributeError, match=r"import it from commhooks\.hosts\.accelerate or "):
+        _ = commhooks.CommHook
     with pytest.raises(AttributeError, match=r"no attribute 'AllRedcue'$"):
         commhooks.AllRedcue  # noqa: B018
