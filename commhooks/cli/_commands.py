@@ -114,7 +114,7 @@ def new(name: str, path: Path) -> None:
             f"a name begins with a small letter or _, has small letters, digits and _, and is no "
             f"word of Python, got {name!r}"
         )
-    if name in scheme_names():
+    if name in (*scheme_names(), "auto"):
         raise typer.BadParameter(f"the name {name!r} is taken by a registered scheme")
     if path.suffix != ".py":
         raise typer.BadParameter(f"the file ends in .py, got {path}")
@@ -252,8 +252,10 @@ def recorded(folders: Sequence[Path], ranks: Sequence[int]) -> list[Trace]:
         ranks: numbers of ranks, of which each trace has the first ones; none: all that recorded.
 
     Raises:
-        typer.BadParameter: a trace lacks a rank or a step.
+        typer.BadParameter: a trace lacks a rank or a step, or there is none to take ranks of.
     """
+    if ranks and not folders:
+        raise typer.BadParameter("--ranks takes the first ranks of a trace: give --trace as well")
     try:
         if not ranks:
             return [Trace(folder) for folder in folders]

@@ -398,6 +398,14 @@ def test_a_tradeoff_on_recorded_gradients(tmp_path: Path, monkeypatch: pytest.Mo
     assert "run gradients, 2 ranks" in (out / "tradeoff.html").read_text()
 
 
+def test_ranks_of_no_trace_are_refused() -> None:
+    assert "--trace" in run_cli("tradeoff", "int8", "--ranks", 2, code=2)
+
+
+def test_auto_is_no_name_for_a_scheme(tmp_path: Path) -> None:
+    assert "'auto' is taken" in run_cli("new", "auto", "--out", tmp_path / "mine.py", code=2)
+
+
 def test_a_trace_of_too_few_ranks_is_a_sentence(tmp_path: Path) -> None:
     write(tmp_path, 0, 0, {"w": torch.ones(4)})
     text = run_cli("tradeoff", "int8", "--trace", tmp_path, "--ranks", "2", code=2)
