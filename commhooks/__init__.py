@@ -128,7 +128,9 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name == "CommHook":
         homes = " or ".join(f"commhooks.hosts.{framework}" for framework in _FRAMEWORKS)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; import it from {homes}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; import it from {homes}"
+        )
     if name not in _LAZY_NAMES:
         modules = (import_module(f"{__name__}.{package}") for package in _OTHERS)
         hints = (f"; it is {home.__name__}.{name}" for home in modules if name in home.__all__)

@@ -27,7 +27,7 @@ from commhooks.errors import RegistrationError
 from commhooks.hook._handshake import HANDSHAKE_LIMIT, handshake
 from commhooks.hook._state import asks_for_scheme
 from commhooks.hook._target import check_process_group
-from commhooks.wrappers._make import describe, make
+from commhooks.wrappers._make import describe, make_for_training
 from ddp_core import group_timeout, make_with_timeout
 from ddp_core._torch import add_backend, backend_of, device_types, dynamo_disable
 
@@ -90,7 +90,7 @@ def process_group(
             f"process_group(scheme, group): {wrapped.hook} runs in it already; pass a group of "
             f"torch.distributed that runs no scheme (init_process_group or new_group)"
         )
-    built = make(scheme, **options)
+    built = make_for_training(scheme, **options)
     _check_no_memory("process_group", built)
     least, seed = check_value("process_group", "least", least, int), check_seed(seed)
     facts = {"scheme and options": describe(built), "least": least, "seed": seed}
@@ -148,7 +148,7 @@ class _UnnamedCollectives(Collectives):
     @asks_for_scheme
     def switch(self, scheme: str | Scheme, **options: Any) -> None:
         """Runs another scheme, which may not keep memory, from the next call on."""
-        built = make(scheme, **options)
+        built = make_for_training(scheme, **options)
         _check_no_memory("process_group(...).hook.switch", built)
         super().switch(built)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from commhooks.core._scheme import Scheme
+from commhooks.kernels.runtime.op import speaks
 
 __all__ = ["check_ratio", "log_delay", "number_kept"]
 
@@ -23,12 +24,14 @@ def check_ratio(scheme: Scheme, ratio: float) -> None:
 
 def log_delay(scheme: Scheme, ratio: float) -> None:
     """Logs how many steps an entry waits until it is sent, where that is many."""
-    if ratio >= 0.1:
+    if ratio >= 0.1 or not speaks():
         return
-    _logger.info(
-        "%s(ratio=%g): with error feedback an entry waits %.0f steps on average until it is sent, "
-        "so a learning rate that works with uncompressed gradients may be too large. Compare the "
-        "loss; ratio=0.1, or start_step at a tenth of the training, helps",
+    # A warning, as nobody sees lower levels who has not set up logging.
+    _logger.warning(
+        "commhooks: %s(ratio=%g) sends an entry every %.0f steps on average. In between error "
+        "feedback keeps it, or it is lost. A learning rate that works with uncompressed gradients "
+        "may be too large: compare the loss; ratio=0.1, or start_step at a tenth of the training, "
+        "helps",
         type(scheme).__name__,
         ratio,
         1 / ratio,

@@ -145,7 +145,8 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     chosen = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
     if chosen is None or chosen not in _DTYPES.values():
         raise ValueError(
-            f"wire_dtype is one of {sorted(_DTYPES)}, torch.bfloat16 or torch.float16, got {dtype!r}"
+            f"wire_dtype is one of {sorted(_DTYPES)}, torch.bfloat16 and torch.float16, "
+            f"got {dtype!r}"
         )
     return chosen
 

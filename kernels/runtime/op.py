@@ -224,12 +224,12 @@ def warn_if_missing(device_type: str = "cpu") -> None:
         device_type: "cpu" or "cuda".
     """
     reason = None if _mode == "definition" else _MISSING[device_type]()
-    if reason is not None and _speaks():
+    if reason is not None and speaks():
         _say_once(device_type, reason)
 
 
-def _speaks() -> bool:
-    """Whether no other process of this machine says the same."""
+def speaks() -> bool:
+    """Returns whether this process says what every process of this machine could."""
     local_rank = os.environ.get("LOCAL_RANK", "")  # torchrun's
     if local_rank.isdecimal():
         return int(local_rank) == 0

@@ -25,6 +25,7 @@ import commhooks.research.baselines
 import ddp_core
 from commhooks.errors import MismatchError, RegistrationError, UnknownSchemeError
 from commhooks.hosts._process_group import SchemeGroup
+from commhooks.schemes import TopK
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import batch, equal_on_all_ranks, gradients, mlp, relative_error
 
@@ -278,6 +279,13 @@ def test_what_a_group_cannot_do_is_refused_with_what_to_do(rank: int) -> None:
     ):  # fmt: skip
         with pytest.raises(kind, match=re.escape(text)):
             call(*arguments)
+
+
+@on_ranks(2)
+def test_a_biased_scheme_without_feedback_is_no_surprise(rank: int) -> None:
+    with pytest.warns(RuntimeWarning, match="TopK is biased and runs without error feedback"):
+        commhooks.process_group(TopK(ratio=0.25))
+    commhooks.process_group(TopK(ratio=0.25), error_feedback=False)  # a warning would be an error
 
 
 # ---- data parallelism on FSDP2

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -188,17 +189,16 @@ def test_what_is_meant_or_harmless_does_not_warn() -> None:
 
 
 @pytest.mark.parametrize("name", ["topk", "random_k"])
-def test_the_cost_of_sending_few_entries_is_logged(
-    name: str, monkeypatch: pytest.MonkeyPatch
+def test_the_cost_of_sending_few_entries_is_said_once_where_logging_is_not_set_up(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    messages: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("commhooks"), "info", lambda text, *values: messages.append(text % values)
-    )
-    for scheme in ("int8", "powersgd", name):
-        HookState(scheme, nn.Linear(4, 4))
-    (message,) = messages
-    assert "(ratio=0.01): with error feedback an entry waits 100 steps on average" in message
+    monkeypatch.setattr(logging, "lastResort", logging.StreamHandler(sys.stderr))
+    for local_rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        for scheme in ("int8", "powersgd", name):
+            HookState(scheme, nn.Linear(4, 4))
+    said = capfd.readouterr().err
+    assert said.count("(ratio=0.01) sends an entry every 100 steps on average") == 1
 
 
 # ---- checks of a scheme

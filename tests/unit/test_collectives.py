@@ -138,7 +138,9 @@ def test_an_unknown_operation_is_refused() -> None:
     ],
 )
 def test_ranks_that_ask_for_different_things_are_told(other: Callable[[], Collective]) -> None:
-    with pytest.raises(MismatchError, match=r"round 0, rank 0 yields .*, rank 1 yields .* not on values"):
+    with pytest.raises(
+        MismatchError, match=r"round 0, rank 0 yields .*, rank 1 yields .* not on values"
+    ):
         run([AllReduce(torch.zeros(3)), other()])
 
 
