@@ -84,7 +84,7 @@ def test_a_setup_is_a_scheme_a_class_and_its_buckets(text: str, setup: Setup) ->
     assert setup_of(text) == setup
 
 
-@pytest.mark.parametrize("text", ["", "topk by copies", "topk in 2 MiB by copies"])
+@pytest.mark.parametrize("text", ["", "topk by copies", "topk in 2 MiB by copies", "topk in 0 MiB"])
 def test_a_setup_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no setup"):
         setup_of(text)
