@@ -312,6 +312,7 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
             "hosts": hosts,
             "mbit": settings.mbit,
             "delay_ms": settings.delay_ms,
+            "turns": settings.turns,
             "scheme": row["scheme"],
             "step_ms": 1e3 * row["step"],
             "predicted_ms": 1e3 * row.get("predicted", math.nan),
@@ -389,6 +390,45 @@ def _schemes(text: str) -> tuple[str, ...]:
     return names
 
 
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # Python's float, since some releases of pandas lose the last digit.
+    table = pd.read_csv(path, dtype={"plan": str}, converters={"mbit": float, "delay_ms": float})
+    return table.fillna({"plan": ""}).to_dict("records")
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    # Rates and delays say whether a cell is there, so they are written with all digits.
+    asked = {name: [_exact(row[name]) for row in rows] for name in ("mbit", "delay_ms")}
+    pd.DataFrame(rows).assign(**asked).to_csv(path, index=False, float_format="%.4g")
+
+
+def _is_there(rows: list[dict[str, Any]], settings: Settings, hosts: int, out: Path) -> bool:
+    """Whether a table has the rows of a cell.
+
+    Raises:
+        typer.BadParameter: it has them with other schemes or turns. A cell's rows are of one run,
+            since all are compared with the step without communication of the same turns.
+    """
+    cell = (settings.model, hosts, settings.mbit, settings.delay_ms)
+    keys = ("model", "hosts", "mbit", "delay_ms")
+    there = [row for row in rows if tuple(row[key] for key in keys) == cell]
+    if not there:
+        return False
+    schemes = {row["scheme"] for row in there} - {CHOICE}
+    asked = {_NOOP, _ONE, *settings.schemes}
+    turns = {row.get("turns", "unknown") for row in there}
+    if schemes == asked and turns == {settings.turns}:
+        return True
+    different = "; ".join(sorted(schemes ^ asked)) or "none"
+    raise typer.BadParameter(
+        f"--out {out} has {where(pd.Series(there[0]))} from a run with other schemes or turns "
+        f"(schemes of only one of both: {different}; its turns: {', '.join(map(str, turns))}), and "
+        f"rows of two runs are not mixed: name another file, or give the same --schemes and --turns"
+    )
+
+
 def main(
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
     rates: Annotated[str, typer.Option(help="Mbit/s; 0: unlimited.")] = "200,1000,10000,0",
@@ -398,32 +438,26 @@ def main(
         (*SCHEMES, *TORCH, _REPAIRED, "auto")
     ),
     turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 9,
-    out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(
+    out: Annotated[Path, typer.Option(help="The table is written there.", dir_okay=False)] = Path(
         "results/network.csv"
     ),
 ) -> None:
     """Prints measured and predicted step times."""
     some = _schemes(schemes)
     numbers = _numbers("--rates", rates), _numbers("--delays", delays)
-    cells = product(_models(models), [some], *numbers, [turns])
-    if reason := reason_not_to_run():
+    cells = starmap(Settings, product(_models(models), [some], *numbers, [turns]))
+    rows = _read(out)
+    # What is there already is not measured again.
+    missing = [settings for settings in cells if not _is_there(rows, settings, hosts, out)]
+    if missing and (reason := reason_not_to_run()):
         sys.exit(f"experiments.network: {reason}")
     console = Console()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # What is there already is not measured again.
-    rows = (
-        pd.read_csv(out, dtype={"plan": str}).fillna({"plan": ""}).to_dict("records")
-        if out.exists()
-        else []
-    )
-    done = {(row["model"], int(row["hosts"]), row["mbit"], float(row["delay_ms"])) for row in rows}
-    for settings in starmap(Settings, cells):
-        if (settings.model, hosts, settings.mbit, settings.delay_ms) in done:
-            continue
+    for settings in missing:
         new = _rows(settings, hosts)
         console.print(_table(new, where(pd.Series(new[0]))))
         rows += new
-        pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
+        _write(rows, out)
     table = pd.DataFrame(rows)
     written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
     if has_rates(table):
