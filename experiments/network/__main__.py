@@ -13,8 +13,9 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import product, starmap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,6 +30,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import commhooks
 from commhooks.auto import AutoHook
+from commhooks.cli._arguments import listed
+from commhooks.core._settings import shown
 from commhooks.predict import (
     Recorder,
     ThisDevice,
@@ -36,12 +39,13 @@ from commhooks.predict import (
     measure_contention,
     predict_step,
 )
+from commhooks.predict._advise import made_candidates
 from commhooks.predict._headroom_steps import ScalarAllReduce
 from commhooks.predict._link import measure_link
 from commhooks.wrappers._feedback import unwrap_flush
 from ddp_core import DistributedDataParallel
 from experiments.network.front import made
-from experiments.network.page import is_judged, ratios_of_links, short_name, written
+from experiments.network.page import is_judged, ratios_of_links, short_name, where, written
 from experiments.network.rates import drawn_by_rate, has_rates
 from experiments.network.setups import CHOICE, Setup, setup_of
 from experiments.network.torch_hooks import SAME, TORCH, register_of_torch
@@ -61,6 +65,7 @@ SCHEMES = (
 )
 # In buckets of 25 MiB, the first one, too, which torch fills with 1 MiB; copied as there.
 _REPAIRED = "batched_powersgd:rank=2 on torch in 25 MiB by copies"
+_LEAST, _MOST = 1e-3, 1e6  # of rates and delays: in full, these have no exponents
 CAP_MB = 8.0  # ddp_core's default on the CPU
 _FIRST_MB = 1.0  # of the first bucket, on both classes
 _NOOP, _ONE = "noop", "one value"
@@ -73,8 +78,8 @@ class Settings:
     Attributes:
         model: of ``experiments.tools.models``.
         schemes: as "powersgd:rank=2 on torch in 2 MiB", see :func:`setup_of`.
-        rate: bits per second of the link. None: unlimited.
-        delay_s: seconds that a message is on its way, one way.
+        mbit: Mbit/s of the link. 0: unlimited.
+        delay_ms: milliseconds that a message is on its way, one way.
         turns: turns of all schemes.
         seconds: of training per turn and scheme, at least one step; one more is not timed if there
             are several.
@@ -82,8 +87,8 @@ class Settings:
 
     model: str
     schemes: tuple[str, ...]
-    rate: float | None
-    delay_s: float = 0.0
+    mbit: float
+    delay_ms: float = 0.0
     turns: int = 9
     seconds: float = 0.6
 
@@ -115,9 +120,12 @@ class _Run:
             self.ddp = _reduced(model.build(), setup)
             # Every candidate is allowed, and "auto" is compared with all of them.
             if scheme == "auto":
-                made_of = {name: made(name) for name in settings.schemes if _is_candidate(name)}
                 self.hook = commhooks.register(
-                    self.ddp, "auto", candidates=made_of, max_error=9.0, measure_steps=6
+                    self.ddp,
+                    "auto",
+                    candidates=_candidates(settings.schemes),
+                    max_error=9.0,
+                    measure_steps=6,
                 )
             else:
                 wanted = ScalarAllReduce() if scheme == _ONE else made(setup.scheme)
@@ -170,9 +178,11 @@ def _reduced(model: nn.Module, setup: Setup) -> Any:
     return DistributedDataParallel(model, bucket_cap_mb=setup.cap_mb)
 
 
-def _is_candidate(name: str) -> bool:
+def _candidates(schemes: Sequence[str]) -> dict[str, commhooks.Scheme]:
+    """Returns what "auto" chooses from."""
     # The same scheme in buckets of another size is no other candidate.
-    return name not in (*TORCH, "auto") and setup_of(name).scheme == name
+    names = (name for name in schemes if name not in (*TORCH, "auto"))
+    return {name: made(name) for name in names if setup_of(name).scheme == name}
 
 
 def run_rank(rank: int, world_size: int, send: Send, **fields: Any) -> None:
@@ -271,14 +281,18 @@ def _predicted(
     return rows
 
 
+def _exact(number: float) -> str:
+    return str(number).removesuffix(".0")
+
+
 def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
-    rate = None if settings.rate is None else f"{settings.rate / 1e6:g}mbit"
+    rate = f"{_exact(settings.mbit)}mbit" if settings.mbit else None
     task = asdict(settings)
     messages = messages_from_hosts(
         *(run_rank, task),
         hosts=hosts,
         rate=rate,
-        delay_s=settings.delay_s,
+        delay_s=settings.delay_ms / 1e3,
         timeout=900,
     )
     rows = [message.content for message in messages]
@@ -296,8 +310,9 @@ def _rows(settings: Settings, hosts: int) -> list[dict[str, Any]]:
         {
             "model": settings.model,
             "hosts": hosts,
-            "mbit": 0.0 if settings.rate is None else settings.rate / 1e6,
-            "delay_ms": 1e3 * settings.delay_s,
+            "mbit": settings.mbit,
+            "delay_ms": settings.delay_ms,
+            "turns": settings.turns,
             "scheme": row["scheme"],
             "step_ms": 1e3 * row["step"],
             "predicted_ms": 1e3 * row.get("predicted", math.nan),
@@ -337,44 +352,112 @@ def _median_error(rows: list[dict[str, Any]]) -> float:
     return float(errors.abs().median())
 
 
+def _models(text: str) -> list[str]:
+    names = listed("--models", text)
+    for name in names:
+        if name not in MODELS:
+            raise typer.BadParameter(f"--models: {shown(name)} is not one of {', '.join(MODELS)}")
+    return names
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    """Returns the numbers of a list, each once."""
+    try:
+        numbers = list(dict.fromkeys(map(float, listed(option, text))))
+    except ValueError:
+        numbers = [math.nan]
+    if not all(number == 0 or _LEAST <= number <= _MOST for number in numbers):
+        raise typer.BadParameter(
+            f"{option} {shown(text)}: each is 0 or from {_LEAST:g} to {_MOST:,.0f}, with commas, "
+            f"as in 200,0.5,0"
+        )
+    return numbers
+
+
+def _schemes(text: str) -> tuple[str, ...]:
+    """Returns the setups of a list, each once; makes their schemes, which checks their options."""
+    names = tuple(filter(None, dict.fromkeys(map(str.strip, text.split(";")))))
+    if not names:
+        raise typer.BadParameter(f"--schemes {shown(text)}: give one or more, with semicolons")
+    for name in names:
+        try:
+            if name == "auto":
+                made_candidates(_candidates(names))
+            elif name not in TORCH:
+                made(setup_of(name).scheme)
+        except (TypeError, ValueError) as error:
+            raise typer.BadParameter(f"--schemes {shown(name)}: {error}") from error
+    return names
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    # Python's float, since some releases of pandas lose the last digit.
+    table = pd.read_csv(path, dtype={"plan": str}, converters={"mbit": float, "delay_ms": float})
+    return table.fillna({"plan": ""}).to_dict("records")
+
+
+def _write(rows: list[dict[str, Any]], path: Path) -> None:
+    # Rates and delays say whether a cell is there, so they are written with all digits.
+    asked = {name: [_exact(row[name]) for row in rows] for name in ("mbit", "delay_ms")}
+    pd.DataFrame(rows).assign(**asked).to_csv(path, index=False, float_format="%.4g")
+
+
+def _is_there(rows: list[dict[str, Any]], settings: Settings, hosts: int, out: Path) -> bool:
+    """Whether a table has the rows of a cell.
+
+    Raises:
+        typer.BadParameter: it has them with other schemes or turns. A cell's rows are of one run,
+            since all are compared with the step without communication of the same turns.
+    """
+    cell = (settings.model, hosts, settings.mbit, settings.delay_ms)
+    keys = ("model", "hosts", "mbit", "delay_ms")
+    there = [row for row in rows if tuple(row[key] for key in keys) == cell]
+    if not there:
+        return False
+    schemes = {row["scheme"] for row in there} - {CHOICE}
+    asked = {_NOOP, _ONE, *settings.schemes}
+    turns = {row.get("turns", "unknown") for row in there}
+    if schemes == asked and turns == {settings.turns}:
+        return True
+    different = "; ".join(sorted(schemes ^ asked)) or "none"
+    raise typer.BadParameter(
+        f"--out {out} has {where(pd.Series(there[0]))} from a run with other schemes or turns "
+        f"(schemes of only one of both: {different}; its turns: {', '.join(map(str, turns))}), and "
+        f"rows of two runs are not mixed: name another file, or give the same --schemes and --turns"
+    )
+
+
 def main(
     models: Annotated[str, typer.Option(help="Models, comma-separated.")] = ",".join(MODELS),
     rates: Annotated[str, typer.Option(help="Mbit/s; 0: unlimited.")] = "200,1000,10000,0",
     delays: Annotated[str, typer.Option(help="Delays of a message, ms.")] = "0",
-    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 2,
+    hosts: Annotated[int, typer.Option(help="Number of hosts.", min=2, max=254)] = 2,
     schemes: Annotated[str, typer.Option(help="As 'topk; bf16 on torch in 25 MiB'.")] = ";".join(
         (*SCHEMES, *TORCH, _REPAIRED, "auto")
     ),
     turns: Annotated[int, typer.Option(help="Turns of all hooks.", min=5)] = 9,
-    out: Annotated[Path, typer.Option(help="The table is written there.")] = Path(
+    out: Annotated[Path, typer.Option(help="The table is written there.", dir_okay=False)] = Path(
         "results/network.csv"
     ),
 ) -> None:
     """Prints measured and predicted step times."""
-    if reason := reason_not_to_run():
+    some = _schemes(schemes)
+    numbers = _numbers("--rates", rates), _numbers("--delays", delays)
+    cells = starmap(Settings, product(_models(models), [some], *numbers, [turns]))
+    rows = _read(out)
+    # What is there already is not measured again.
+    missing = [settings for settings in cells if not _is_there(rows, settings, hosts, out)]
+    if missing and (reason := reason_not_to_run()):
         sys.exit(f"experiments.network: {reason}")
     console = Console()
     out.parent.mkdir(parents=True, exist_ok=True)
-    # What is there already is not measured again.
-    rows = (
-        pd.read_csv(out, dtype={"plan": str}).fillna({"plan": ""}).to_dict("records")
-        if out.exists()
-        else []
-    )
-    done = {(row["model"], int(row["hosts"]), row["mbit"], float(row["delay_ms"])) for row in rows}
-    for model in models.split(","):
-        for rate, delay in product(map(float, rates.split(",")), map(float, delays.split(","))):
-            if (model, hosts, rate, delay) in done:
-                continue
-            some = tuple(name.strip() for name in schemes.split(";"))
-            settings = Settings(model, some, rate * 1e6 or None, delay / 1e3, turns)
-            new = _rows(settings, hosts)
-            where = f"{rate:g} Mbit/s" if rate else "unlimited"
-            if delay:
-                where += f", {delay:g} ms one way"
-            console.print(_table(new, f"{model}, {hosts} hosts, {where}"))
-            rows += new
-            pd.DataFrame(rows).to_csv(out, index=False, float_format="%.4g")
+    for settings in missing:
+        new = _rows(settings, hosts)
+        console.print(_table(new, where(pd.Series(new[0]))))
+        rows += new
+        _write(rows, out)
     table = pd.DataFrame(rows)
     written(rows, out.with_suffix(".html"), out.with_suffix(".png"))
     if has_rates(table):

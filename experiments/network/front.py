@@ -37,10 +37,21 @@ _COLUMNS = 3
 
 
 def made(text: str) -> commhooks.Scheme:
-    """Returns a scheme from a name with options, such as "powersgd:rank=2"."""
+    """Returns a scheme from a name with options, such as "powersgd:rank=2".
+
+    Raises:
+        ValueError: the options cannot be read, or the scheme refuses them.
+    """
     name, _, options = text.partition(":")
     pairs = (option.split("=") for option in options.split(",") if option)
-    return commhooks.make(name, **{key: json.loads(value) for key, value in pairs})
+    try:
+        values = {key: json.loads(value) for key, value in pairs}
+    except ValueError:
+        raise ValueError(
+            f"options follow a name as in 'acpsgd:rank=2,wire_dtype=\"bf16\"', with values as in "
+            f"JSON, got {options!r}"
+        ) from None
+    return commhooks.make(name, **values)
 
 
 def exchange_errors(table: pd.DataFrame) -> list[float]:

@@ -17,7 +17,7 @@ from experiments.network.front import ABOUT, exchange_errors, fronts
 from experiments.network.setups import CHOICE, setup_of
 from experiments.tools.tables import markdown
 
-__all__ = ["is_judged", "plotted", "ratios_of_links", "short_name", "written"]
+__all__ = ["is_judged", "plotted", "ratios_of_links", "short_name", "where", "written"]
 
 # What the picture of step times shows, in this order.
 SHOWN = ("torch none", "none", "bf16", "int8", "int4", "acpsgd 2 bf16", "topk", "auto")

@@ -6,6 +6,7 @@ from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -14,6 +15,7 @@ from commhooks.report._style import GREY, OKABE_ITO
 from experiments.network.front import made
 from experiments.network.page import short_name
 from experiments.network.setups import CHOICE, setup_of
+from experiments.tools.models import MODELS
 
 __all__ = ["drawn_by_rate", "has_rates"]
 
@@ -25,6 +27,12 @@ _NO_HOOKS = (_FLOOR, "one value")
 # Each in a colour of its own, whatever a table has: a hook of torch looks like ours.
 _FAMILIES = ("none", "bf16", "int8", "int4", "powersgd", "acpsgd", "topk")
 _LABELS = {_FLOOR: "no communication", "torch powersgd": "torch powersgd 2, repaired"}
+_KINDS = {
+    "resnet": "ResNet-18",
+    "transformer": "a transformer",
+    "words": "a transformer",
+    "tiny layers": "a chain of narrow layers",
+}
 _EXACT = ("none", "torch none", "bf16", "torch fp16")  # what others are compared with
 
 
@@ -56,7 +64,8 @@ def drawn_by_rate(table: pd.DataFrame) -> Figure:
         left.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         left.yaxis.set_minor_formatter(NullFormatter())
         left.set(ylabel="step [ms]")
-        left.set_title(f"{model}; dashed: not proved to keep bf16's loss", fontsize=9, loc="left")
+        title = f"{_named(str(model))}; dashed: not proved to keep bf16's loss"
+        left.set_title(title, fontsize=9, loc="left")
         _draw(right, _over_torch(rows[(rows.mbit >= _FAST_MBIT) | (rows.mbit == 0)]))
         right.axhline(1, color=GREY, linewidth=0.8)
         right.set(ylabel="step over that of torch without a hook")
@@ -65,12 +74,19 @@ def drawn_by_rate(table: pd.DataFrame) -> Figure:
     return figure
 
 
+def _named(name: str) -> str:
+    """Returns a model's name with what it is, and its size."""
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for parameter in MODELS[name].build().parameters())
+    return f"{name}: {_KINDS[name]} with {parameters / 1e6:.0f} M parameters"
+
+
 def _over_torch(rows: pd.DataFrame) -> pd.DataFrame:
     """Returns rows with ratios in place of times: "step_ms" and its standard error, "error_ms"."""
-    torch = rows[rows.scheme == _TORCH].set_index("mbit")
-    over = rows.mbit.map(torch.over_noop)
+    of_torch = rows[rows.scheme == _TORCH].set_index("mbit")
+    over = rows.mbit.map(of_torch.over_noop)
     share = rows.standard_error / rows.over_noop
-    share_of_torch = rows.mbit.map(torch.standard_error / torch.over_noop)
+    share_of_torch = rows.mbit.map(of_torch.standard_error / of_torch.over_noop)
     ratio = rows.over_noop / over
     errors = ratio * (share**2 + share_of_torch**2) ** 0.5
     return rows.assign(step_ms=ratio, error_ms=errors)[rows.scheme != _TORCH]

@@ -11,7 +11,7 @@ __all__ = ["CHOICE", "Setup", "setup_of"]
 CHOICE = "auto's choice"
 ONE_BUCKET_MB = 1000.0
 _TEXT = re.compile(
-    r"(?P<scheme>.+?)( on (?P<torch>torch))?( in (?P<cap>[\d.]+) MiB)?( by (?P<copies>copies))?"
+    r"(?P<scheme>.+?)( on (?P<torch>torch))?( in (?P<cap>\d+\.?\d*) MiB)?( by (?P<copies>copies))?"
 )
 
 
@@ -37,10 +37,15 @@ def setup_of(text: str) -> Setup:
     """Returns the setup of a text like "acpsgd:rank=4 on torch in 2 MiB by copies".
 
     Raises:
-        ValueError: it asks for copies on our class, which has no other way here.
+        ValueError: it asks for copies on our class, which has no other way here, or for buckets of
+            no size.
     """
     match = _TEXT.fullmatch(text)
-    if match is None or (match["copies"] and not match["torch"]):
+    if (
+        match is None
+        or (match["copies"] and not match["torch"])
+        or (match["cap"] and not 0 < float(match["cap"]) <= ONE_BUCKET_MB)
+    ):
         raise ValueError(
             f"{text!r} is no setup: a scheme, then ' on torch', ' in 2 MiB' and, on torch, "
             f"' by copies' as you like"

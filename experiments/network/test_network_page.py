@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -14,6 +15,10 @@ from experiments.network.front import exchange_errors, fronts
 from experiments.network.page import is_judged, ratios_of_links
 from experiments.network.rates import drawn_by_rate, has_rates
 from experiments.network.setups import CHOICE, Setup, setup_of
+from experiments.tools.models import MODELS
+
+RESULTS = Path(__file__).parents[2] / "docs" / "results" / "network"
+PAGE = " ".join((RESULTS / "README.md").read_text().split())
 
 
 def _table() -> pd.DataFrame:
@@ -84,7 +89,7 @@ def test_a_setup_is_a_scheme_a_class_and_its_buckets(text: str, setup: Setup) ->
     assert setup_of(text) == setup
 
 
-@pytest.mark.parametrize("text", ["", "topk by copies", "topk in 2 MiB by copies"])
+@pytest.mark.parametrize("text", ["", "topk by copies", "topk in 2 MiB by copies", "topk in 0 MiB"])
 def test_a_setup_that_means_nothing_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="no setup"):
         setup_of(text)
@@ -118,6 +123,9 @@ def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
     assert has_rates(table)
     assert not has_rates(table[table.mbit > 100])
     left, right = drawn_by_rate(table).axes
+    assert left.get_title(loc="left").startswith(
+        "words: a transformer with 14 M parameters; dashed"
+    )
     assert {line.get_label(): line[0].get_linestyle() for line in left.containers} == {
         "no communication": ":", "none": "-", "int8": "-", "topk": "--", "torch none": "-",
         "torch powersgd 2, repaired": "--",
@@ -130,13 +138,49 @@ def test_lines_by_rate_are_solid_where_the_loss_of_bf16_is_kept(
     assert "torch none" not in ratios
 
 
-def test_every_setup_of_the_study_is_drawn_without_torch_too() -> None:
+@pytest.mark.parametrize("model", MODELS)
+def test_every_setup_of_the_study_is_drawn_without_torch_too(model: str) -> None:
     names = ["noop", "one value", "auto", CHOICE, "eden:bits=2", "topk on torch in 25 MiB"]
     rows = [
-        {"model": "words", "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": 30.0}
+        {"model": model, "mbit": rate, "delay_ms": 0.0, "scheme": name, "step_ms": 30.0}
         | {"over_noop": 1.0, "standard_error": 0.01}
         for rate in (50.0, 200.0, 500.0, 1000.0, 10000.0, 0.0)
         for name in names
     ]
     for panel in drawn_by_rate(pd.DataFrame(rows)).axes:
         assert len(panel.containers) == len(names) - 1
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("words", "standard errors: {} % in the"),
+        ("near_limit", "errors are {} % of a ratio in the"),
+    ],
+)
+def test_standard_errors_of_the_page_are_those_of_the_table(name: str, text: str) -> None:
+    table = pd.read_csv(RESULTS / f"{name}.csv")
+    table = table[table.scheme != "noop"]  # which is compared with itself
+    errors = 100 * table.standard_error / table.over_noop
+    assert f"{text.format(f'{errors.median():.1f}')} median, at most {errors.max():.1f} %" in PAGE
+
+
+def test_plans_of_the_page_near_the_limit_are_those_of_the_table() -> None:
+    table = pd.read_csv(RESULTS / "near_limit.csv")
+    table = table[(table.mbit == 1000) & table.scheme.str.startswith("acpsgd:rank=8")]
+    above = 100 * (table[table.model != "tiny layers"].over_noop - 1)
+    assert f"is {above.min():.0f} to {above.max():.0f} % above a step that sends nothing" in PAGE
+
+
+def test_the_page_names_every_prediction_that_is_far_off() -> None:
+    table = pd.read_csv(RESULTS / "network.csv")
+    errors = table[table.scheme.map(is_judged)].error.dropna().abs()
+    far = table.loc[errors.index[errors > 0.2]]
+    words = {2: "Two", 3: "Three"}[len(far)]
+    assert f"{100 * (errors <= 0.2).mean():.0f} % within 20 %." in PAGE
+    said = PAGE.partition(f"{words} are further off, all for tiny layers:")[2].partition(". ")[0]
+    assert set(far.model) == {"tiny layers"}
+    for row in far.itertuples():
+        error = row.step_ms * row.standard_error / row.over_noop
+        assert f"{row.step_ms:.0f} ± {error:.0f}" in said
+        assert f"{row.predicted_ms:.0f}" in said
