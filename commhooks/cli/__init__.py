@@ -4,6 +4,7 @@
 #
 # _app        the commands and their options
 # _arguments  what their arguments mean
+# _table      tables that fit any terminal
 # _progress   how far a command is
 # _commands   new, check, tradeoff
 # _doctor     doctor

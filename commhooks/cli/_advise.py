@@ -22,6 +22,7 @@ from commhooks.cli._arguments import (
     short,
     workload_of,
 )
+from commhooks.cli._table import print_table
 from commhooks.predict._advise import CANDIDATES, MARGIN, SAFE_ERROR, Option, advise, best_of
 from commhooks.predict._device import DEFAULT_DEVICE
 from commhooks.predict._device import device as device_of
@@ -85,7 +86,7 @@ def advise_on(
     # The fastest options, and the best of them.
     options = _within(every, max_error)
     beyond = [option for option in every if option not in options]
-    console.print(_table(options, beyond, max_error))
+    print_table(console, _table(options, beyond, max_error))
     best = best_of(options)
     safe = best_of(_within(options, min(SAFE_ERROR, max_error)))
     proved = best_of([option for option in options if _keeps_quality(option)])
@@ -125,7 +126,7 @@ def _bf16(options: Sequence[Option]) -> float:
 
 def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("scheme", overflow="fold")
+    table.add_column("scheme", no_wrap=True)
     for column in ("buckets|[MiB]", "step|[ms]", "exposed|[ms]", "speed-up|", "error|"):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     for group in (options, beyond):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
@@ -21,6 +21,7 @@ from rich.text import Text
 
 from commhooks import Scheme, Simulation, scheme_names
 from commhooks.cli._arguments import made, settings_of, split
+from commhooks.cli._table import print_table
 from commhooks.core._registry import factory_of, options_of
 from commhooks.core._scheme import slots_of
 from commhooks.predict._ladder import ladder_lines
@@ -64,11 +65,11 @@ def schemes(which: Sequence[str]) -> None:
     console = Console()
     with one_thread():
         for name in named:
-            console.print(_page(name))
+            _print_page(console, name)
         if yours:
-            console.print(_listed(console.width, yours))
+            print_table(console, _listed(console.width, yours))
         elif not named:
-            console.print(_listed(console.width))
+            print_table(console, _listed(console.width))
             print("\nBegin with, by the network between ranks:")
             print(*(f"  {line}" for line in ladder_lines()), sep="\n")
 
@@ -184,7 +185,7 @@ _WRAPPERS = {
 }
 
 
-def _page(word: str) -> RenderableType:
+def _print_page(console: Console, word: str) -> None:
     """Describes a scheme: a sentence, what it sends, a row for each option, an example."""
     name, given = settings_of(word)
     factory = factory_of(name)
@@ -196,13 +197,14 @@ def _page(word: str) -> RenderableType:
     needed = [key for key, value in options.items() if value is empty and key not in given]
     text = inspect.getdoc(factory) or ""
     summary = _plain(text.partition("\n\n")[0])
-    return Group(
-        Text(f"{name}: {summary}" if summary else name, style="bold"),
-        Text(f"sends: {_sending(word, needed)}"),
-        _options(factory, options, text, feedback=not needed and _feeds_back(word)),
-        Text("example:"),
-        Padding(Text("\n".join(_example(name, text, options, needed, given))), (0, 0, 1, 2)),
-    )
+    sending = _sending(word, needed)
+    table = _options(factory, options, text, feedback=not needed and _feeds_back(word))
+    console.print(Text(f"{name}: {summary}" if summary else name, style="bold"))
+    console.print(Text(f"sends: {sending}"))
+    print_table(console, table)
+    console.print("example:")
+    example = Text("\n".join(_example(name, text, options, needed, given)))
+    console.print(Padding(example, (0, 0, 1, 2)))
 
 
 def _sending(word: str, needed: Sequence[str]) -> str:

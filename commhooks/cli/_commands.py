@@ -19,6 +19,7 @@ from commhooks import make, scheme_names
 from commhooks.cli._arguments import made, sentence, settings_of, split
 from commhooks.cli._catalogue import one_thread
 from commhooks.cli._progress import tracked
+from commhooks.cli._table import print_table
 from commhooks.cli._tradeoff import (
     FIGURES,
     MAX_STEPS,
@@ -162,7 +163,7 @@ def check(target: str) -> int:
             text = f"{verdict.error} (guide: {verdict.guide})" if verdict.error else ""
             table.add_row(verdict.law, mark, escape(text))
             broken += not verdict.holds
-        Console().print(table)
+        print_table(Console(), table)
         if not notes:
             notes += [
                 f"left out: {count} check{'s' * (count != 1)} {reason}"
@@ -220,7 +221,7 @@ def tradeoff(
         marked = with_fronts(_measured(cases, gradients))
         console = Console()
         title = title_of(gradients.name, gradients.world_size)
-        console.print(_errors(marked, title, yours, wide=console.width >= _WIDE))
+        print_table(console, _errors(marked, title, yours, wide=console.width >= _WIDE))
         points += marked
         if out is not None:
             write_csv(points, out / "tradeoff.csv")  # now: a later trace may fail

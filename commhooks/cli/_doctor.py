@@ -21,6 +21,7 @@ from rich.table import Table
 from commhooks import kernels
 from commhooks._version import __version__
 from commhooks.cli import _pair as _pair
+from commhooks.cli._table import print_table
 from commhooks.kernels import all_finite, use_kernels
 from commhooks.kernels.runtime import cpu, cuda
 
@@ -66,7 +67,7 @@ def doctor() -> int:
     with console.status("two processes exchange a tensor"):
         answer, works = exchange_of_two()
     table.add_row("2 processes", escape(answer))
-    console.print(table)
+    print_table(console, table)
     return 0 if works else 1
 
 

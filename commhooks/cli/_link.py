@@ -17,6 +17,7 @@ from rich.table import Table
 
 from commhooks.cli._arguments import check_folders
 from commhooks.cli._progress import EVERY_S
+from commhooks.cli._table import print_table
 from commhooks.predict._fabric import Link, save_fabric
 from commhooks.predict._link import LinkReport, link_report, model_seconds
 
@@ -131,7 +132,10 @@ def _show(report: LinkReport, *, full: bool = False) -> None:
         f"{report.device} tensors over {fabric.library}"
     )
     console = Console()
-    console.print(_measured(report, title) if full else title, highlight=False)
+    if full:
+        print_table(console, _measured(report, title))
+    else:
+        console.print(title, highlight=False)
     if fabric.inside is not None:
         console.print(f"inside a node: {_words(fabric.inside)}", highlight=False)
     if nodes > 1:

@@ -24,6 +24,7 @@ from commhooks.cli._arguments import (
     short,
     workload_of,
 )
+from commhooks.cli._table import print_table
 from commhooks.predict._device import DEFAULT_DEVICE
 from commhooks.predict._device import device as device_of
 from commhooks.predict._fabric import PRESETS, Link
@@ -71,7 +72,7 @@ def print_presets(wanted: bool) -> None:
         table.add_column(column, overflow="fold")
     for row in preset_rows():
         table.add_row(*map(escape, row))
-    Console().print(table)
+    print_table(Console(), table)
     raise typer.Exit
 
 
@@ -139,7 +140,7 @@ def simulate(options: Options) -> None:
     for index, fabric in enumerate(fabrics):
         rows = [row for row in comparison.rows() if row.fabric == fabric.name]
         console.print(f"\n{fabric.name}", style="bold", highlight=False)
-        console.print(_table(rows, one_node[index]))
+        print_table(console, _table(rows, one_node[index]))
         console.print("\n".join(_where(comparison, index, one_node[index])), highlight=False)
         if note := note_of(fabric, max(ranks)):
             console.print(note, highlight=False)
@@ -166,7 +167,7 @@ def _table(rows: Iterable[Row], one_node: bool) -> Table:
     """Returns rows as a table; of one node without the columns on links between nodes."""
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 0, 0, 1))
     table.add_column("ranks", justify="right")
-    table.add_column("scheme", overflow="fold")
+    table.add_column("scheme", no_wrap=True)
     columns = ["step|[ms]", "exposed|[ms]", "speed-up|", "sent|[MB]"]
     for column in columns + ([] if one_node else ["by node|[MB]", "faster|than bf16|[Gbit/s]"]):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)

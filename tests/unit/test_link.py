@@ -79,6 +79,19 @@ def test_a_poor_fit_is_named_below_the_table(
     assert (f"off by a factor of {report.fit_error:.1f} or more" in shown) is warns
 
 
+def test_a_narrow_terminal_cuts_no_measurement(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    link = Link(1e-4, 1e8)
+    times = tuple(rings("between", 4, link))
+    fabric = Fabric("x", link, library="gloo")
+    _show(LinkReport(fabric, Layout(4, 1), times, "cpu", 3, 1.0), full=True)
+    shown = capsys.readouterr().out
+    assert shown.count("all_reduce") == len(SIZES)
+    assert "…" not in shown
+
+
 def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None:
     planted = Link(2e-5, 3e9)
     fit = fit_fabric(Layout(4, 4), rings("inside", 4, planted), "gloo")
