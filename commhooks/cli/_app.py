@@ -171,6 +171,7 @@ def main(
     ] = False,
 ) -> None:
     """Gradient communication hooks with compression for PyTorch data-parallel training."""
+    _doctor.check_environment()
 
 
 # ---- is it worth it

@@ -24,23 +24,35 @@ from commhooks.cli import _pair as _pair
 from commhooks.cli._table import print_table
 from commhooks.kernels import all_finite, use_kernels
 from commhooks.kernels.runtime import cpu, cuda
+from commhooks.kernels.runtime.op import current_mode
 
-__all__ = ["doctor", "exchange_of_two", "one_launch", "version"]
+__all__ = ["check_environment", "doctor", "exchange_of_two", "one_launch", "version"]
 
 _LIMIT_S = 120.0  # for two processes to import torch, meet and exchange
 
 
 def version() -> str:
     """Returns the releases of commhooks and torch, and which implementation of the ops runs."""
-    try:
-        on_cpu, on_cuda = _what_runs("cpu"), _what_runs("cuda")
-    except ValueError as error:  # an environment variable has a wrong value
-        raise typer.BadParameter(str(error)) from error
+    check_environment()
     return (
         f"commhooks {__version__}, torch {torch.__version__}, Python {platform.python_version()}\n"
-        f"on the CPU: {on_cpu}\n"
-        f"on CUDA: {on_cuda}"
+        f"on the CPU: {_what_runs('cpu')}\n"
+        f"on CUDA: {_what_runs('cuda')}"
     )
+
+
+def check_environment() -> None:
+    """Raises unless the variables that choose kernels have values that can be used here.
+
+    Raises:
+        typer.BadParameter: the message says which values there are.
+    """
+    try:
+        current_mode()
+        if cpu.missing() is None:
+            cpu.instruction_set()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _what_runs(device_type: str) -> str:
@@ -60,10 +72,7 @@ def doctor() -> int:
         1 if they cannot, else 0.
     """
     console = Console()
-    try:
-        table = _facts()
-    except ValueError as error:  # an environment variable has a wrong value
-        raise typer.BadParameter(str(error)) from error
+    table = _facts()
     with console.status("two processes exchange a tensor"):
         answer, works = exchange_of_two()
     table.add_row("2 processes", escape(answer))

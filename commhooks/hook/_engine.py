@@ -27,6 +27,7 @@ from commhooks.core._traits import Exact
 from commhooks.errors import SchemeError
 from commhooks.hook._parameters import Parameters
 from commhooks.kernels import all_finite
+from commhooks.kernels.runtime.op import current_mode
 from commhooks.verify._measure import Measurement, Observer, ShardMeasurement
 from commhooks.wrappers._feedback import unwrap_flush, with_flush
 from commhooks.wrappers._guard import Guard
@@ -144,6 +145,7 @@ class Engine:
     """
 
     def __init__(self, scheme: Scheme, *, rank: int, world_size: int, seed: int = 0) -> None:
+        current_mode()  # raises now, not in a step, nor never because no op runs
         self.memory = Memory()  # before the scheme, which says what may be kept in it
         self.scheme, self.rank, self.world_size = scheme, rank, world_size
         self.seed = check_seed(seed)

@@ -23,6 +23,7 @@ __all__ = [
     "Op",
     "Rule",
     "check",
+    "current_mode",
     "implementations",
     "like",
     "op",
@@ -38,14 +39,15 @@ _LIBRARY = torch.library.Library("commhooks", "DEF")
 _OPS: dict[str, Op] = {}
 
 
-def _mode_from_environment() -> str:
-    mode = os.environ.get("COMMHOOKS_KERNELS", "auto")
-    if mode not in MODES:
-        raise ValueError(f"COMMHOOKS_KERNELS is one of {', '.join(MODES)}, got {mode!r}")
-    return mode
+_mode = os.environ.get("COMMHOOKS_KERNELS", "auto")
 
 
-_mode = _mode_from_environment()
+def current_mode() -> str:
+    """Returns the mode in which ops run; raises ValueError if the environment names no mode."""
+    # Not at import: a command could not answer with a sentence.
+    if _mode not in MODES:
+        raise ValueError(f"COMMHOOKS_KERNELS is one of {', '.join(MODES)}, got {_mode!r}")
+    return _mode
 
 
 @contextmanager
@@ -186,7 +188,7 @@ class Op:
 
     def implementation(self, device_type: str) -> Callable[..., None]:
         """Returns the function that runs on a device type in the current mode."""
-        if _mode == "definition":
+        if _mode != "auto" and current_mode() == "definition":
             return self.definition
         kernel = self.kernels.get(device_type)
         if kernel is not None and _MISSING[device_type]() is None:
@@ -223,7 +225,7 @@ def warn_if_missing(device_type: str = "cpu") -> None:
     Args:
         device_type: "cpu" or "cuda".
     """
-    reason = None if _mode == "definition" else _MISSING[device_type]()
+    reason = None if current_mode() == "definition" else _MISSING[device_type]()
     if reason is not None and speaks():
         _say_once(device_type, reason)
 
@@ -305,6 +307,6 @@ def implementations(device_type: str) -> dict[str, str]:
     """Returns, by op, what runs on a device type: "kernel", or "definition" with the reason."""
     answers = {}
     for name, known in sorted(_OPS.items()):
-        reason = "asked for" if _mode == "definition" else known.missing(device_type)
+        reason = "asked for" if current_mode() == "definition" else known.missing(device_type)
         answers[name] = "kernel" if reason is None else f"definition: {reason}"
     return answers

@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from commhooks import make
+from commhooks.hook._engine import Engine
 from commhooks.kernels import blockwise, implementations, use_kernels
 from commhooks.kernels.blockwise import dequantize, payload_bytes, quantize
 from commhooks.kernels.runtime import cpu
@@ -125,6 +127,17 @@ def test_the_environment_sets_the_mode():
         check=False,
     )
     assert "one of auto, definition, native, got 'fast'" in done.stderr
+
+
+def test_a_mode_that_is_none_is_an_error_before_anything_runs(monkeypatch):
+    monkeypatch.setattr(_op, "_mode", "fast")
+    for run in (
+        lambda: quantized(torch.randn(8)),
+        lambda: implementations("cpu"),
+        lambda: Engine(make("none"), rank=0, world_size=2),  # a scheme that may run no op
+    ):
+        with pytest.raises(ValueError, match=r"COMMHOOKS_KERNELS is one of auto, .* got 'fast'"):
+            run()
 
 
 def test_a_lesser_instruction_set_may_be_asked_for(monkeypatch):

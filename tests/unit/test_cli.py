@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -26,6 +28,7 @@ from commhooks.cli._tradeoff import Point, drawn, with_fronts
 from commhooks.core import _registry as _registry
 from commhooks.kernels import use_kernels
 from commhooks.kernels.runtime import cpu, cuda
+from commhooks.kernels.runtime import op as _op
 from commhooks.report._style import RED
 from commhooks.research import conformance
 from commhooks.research.conformance import LAWS
@@ -239,11 +242,36 @@ def test_the_release_says_what_runs_and_why() -> None:
         assert "on the CPU: PyTorch fallback (asked for)" in run_cli("--version")
 
 
-@pytest.mark.parametrize("command", ["--version", "doctor"])
+@pytest.mark.parametrize("command", ["--version", "doctor", "new mine", "advise --model lstm"])
 def test_an_instruction_set_that_is_not_there_is_a_usage_error(command: str) -> None:
     error = ValueError("COMMHOOKS_CPU is one of v3 here, got 'v9'")
     with mock.patch.object(cpu, "instruction_set", side_effect=error):
-        assert str(error) in run_cli(command, code=2)
+        assert str(error) in run_cli(*command.split(), code=2)
+
+
+@pytest.mark.parametrize("command", ["--version", "doctor", "new mine", "advise --model lstm"])
+def test_kernels_of_no_kind_are_a_usage_error_of_every_command(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(_op, "_mode", "foo")
+    output = run_cli(*command.split(), code=2)
+    assert "COMMHOOKS_KERNELS is one of auto, definition, native, got 'foo'" in output
+    assert not list(tmp_path.iterdir())
+
+
+def test_kernels_of_no_kind_in_the_environment_are_a_usage_error() -> None:
+    environment = os.environ | {"COMMHOOKS_KERNELS": "foo", "COLUMNS": "200"}
+    done = subprocess.run(
+        [sys.executable, "-m", "commhooks", "schemes"],
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "COMMHOOKS_KERNELS is one of auto, definition, native, got 'foo'" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("command", ["schemes", "check", "tradeoff"])
