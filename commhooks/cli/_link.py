@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from rich.table import Table
 from commhooks.cli._arguments import check_folders
 from commhooks.cli._progress import EVERY_S
 from commhooks.cli._table import print_table
+from commhooks.core._settings import shown
 from commhooks.predict._fabric import Link, save_fabric
 from commhooks.predict._link import LinkReport, link_report, model_seconds
 
@@ -25,6 +27,10 @@ __all__ = ["link"]
 
 _LOCAL = 2  # processes that the command starts outside of torchrun
 _POOR = 1.25  # misfit from which on the table warns: predictions claim a tenth
+_START = (
+    "Start by torchrun, which sets it (torchrun --standalone --nproc-per-node 2 -m commhooks "
+    "link), or unset RANK and LOCAL_WORLD_SIZE"
+)
 _START_S = 120.0  # for these to import torch and find each other
 
 
@@ -38,6 +44,7 @@ def link(out: Path | None, budget_s: float, device: str | None, *, full: bool = 
         full: prints the measurements as well.
     """
     check_folders(out)
+    _check_environment()
     mates = int(os.environ.get("LOCAL_WORLD_SIZE", _LOCAL))
     if device == "cuda":
         _check_cuda(mates)
@@ -50,7 +57,13 @@ def link(out: Path | None, budget_s: float, device: str | None, *, full: bool = 
     if device == "cuda":
         torch.cuda.set_device(local)
     # The ranks meet over Gloo; the measurement has groups of its own.
-    dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=_START_S))
+    except (RuntimeError, ValueError) as error:
+        raise typer.BadParameter(
+            f"the ranks do not meet, by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: "
+            f"{str(error).partition(chr(10))[0]}. {_START}"
+        ) from error
     try:
         report = link_report(
             budget_s=budget_s,
@@ -66,6 +79,34 @@ def link(out: Path | None, budget_s: float, device: str | None, *, full: bool = 
     finally:
         dist.destroy_process_group()
     return 0
+
+
+def _check_environment() -> None:
+    """Raises unless variables of the launcher, and of Gloo, have values that can be used.
+
+    Raises:
+        typer.BadParameter: the message names the variable.
+    """
+    least = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
+    for name in least if "RANK" in os.environ else ["LOCAL_WORLD_SIZE"]:
+        value = os.environ.get(name)
+        if value is None and name == "LOCAL_WORLD_SIZE":
+            continue  # other launchers than torchrun do not set it
+        if value is None or not value.isdecimal() or int(value) < least[name]:
+            came = "it is not set" if value is None else f"got {shown(value)}"
+            raise typer.BadParameter(
+                f"{name} is a whole number, {least[name]} or more, for a rank: {came}. {_START}"
+            )
+    if "RANK" in os.environ and not os.environ.get("MASTER_ADDR"):
+        raise typer.BadParameter(f"MASTER_ADDR is where ranks meet: it is not set. {_START}")
+    # Before processes are started, whose errors are tracebacks.
+    known = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name.partition(":")[0] not in known:  # eth0:1 is a further address of eth0
+            raise typer.BadParameter(
+                f"GLOO_SOCKET_IFNAME is a network interface of this machine ({', '.join(known)}), "
+                f"got {shown(name)}: name another one, or unset it and start by torchrun"
+            )
 
 
 def _check_cuda(ranks: int) -> None:

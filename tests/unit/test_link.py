@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,39 @@ def test_the_command_says_what_is_missing_for_cuda(
     monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
     assert f"--device cuda: {said}" in run_cli("link", "--device", "cuda", code=2)
+
+
+RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+RANK_0 |= {"MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"LOCAL_RANK": None}, "LOCAL_RANK is a whole number, 0 or more, .* it is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is a whole number, 1 or more, .* it is not set"),
+        ({"RANK": ""}, "RANK is a whole number, .* got ''"),
+        ({"MASTER_PORT": "-1"}, "MASTER_PORT is a whole number, .* got '-1'"),
+        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is a whole number, 1 or more, .* got 'x'"),
+        ({"RANK": None, "LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is .* got 'x'"),
+        ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is a whole number, 1 or more, .* got '0'"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is where ranks meet: it is not set"),
+        ({"GLOO_SOCKET_IFNAME": "lo,no9"}, r"GLOO_SOCKET_IFNAME is .* \(lo.*\), got 'no9'"),
+        ({"RANK": None, "GLOO_SOCKET_IFNAME": "no9"}, "GLOO_SOCKET_IFNAME is .* got 'no9'"),
+        ({"MASTER_PORT": "99999"}, "the ranks do not meet, by RANK, .* MASTER_PORT: "),
+    ],
+)
+def test_the_command_names_what_is_wrong_in_the_environment_of_a_launcher(
+    wrong: dict[str, str | None], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in {**RANK_0, **wrong}.items():
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    output = re.sub(r"[\s│]+", " ", run_cli("link", code=2))
+    assert re.search(said, output), output
+    assert re.search("[Ss]tart by torchrun", output)
 
 
 def test_the_command_looks_for_the_folder_before_it_measures(tmp_path: Path) -> None:
