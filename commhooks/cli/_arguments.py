@@ -52,6 +52,9 @@ def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
     Returns:
         The schemes among ``which``, and those that the files register, except where the scheme is
         named with options: "my_scheme.py,name:rank=4".
+
+    Raises:
+        typer.BadParameter: a file does not run, or registers no scheme.
     """
     named: list[str] = []
     added: list[str] = []
@@ -63,6 +66,10 @@ def split(which: Sequence[str]) -> tuple[list[str], list[str]]:
             continue
         if file[1] not in names_of:
             names_of[file[1]] = load_files([Path(file[1])])
+            if not names_of[file[1]]:
+                raise typer.BadParameter(
+                    f"{file[1]} registers no scheme: see commhooks.register_scheme"
+                )
         added += [f"{name}{file[2] or ''}" for name in names_of[file[1]]]
     with_options = {word.partition(":")[0] for word in named if ":" in word}
     return named, [word for word in added if word not in with_options]
@@ -179,10 +186,6 @@ def _fabric_of(word: str) -> Fabric:
 def schemes_of(words: Sequence[str]) -> dict[str, Scheme]:
     """Makes schemes by name; loads files with schemes, which are added."""
     named, added = split(words)
-    if not named and not added:
-        raise typer.BadParameter(
-            f"{', '.join(words)}: no scheme is registered there; see commhooks.register_scheme"
-        )
     return {word: made(word) for word in [*named, *added]}
 
 
@@ -302,7 +305,7 @@ def _own(target: str) -> Model | Workload:
         raise typer.BadParameter(f"{target}: {sentence(error, Path(path))}") from error
     if isinstance(result, Model | Workload):
         return result
-    module, *inputs = result if isinstance(result, tuple) else (result,)
+    module, *inputs = result if isinstance(result, tuple) and result else (result,)
     if not isinstance(module, nn.Module) or not inputs:
         raise typer.BadParameter(
             f"--model {target}: {name}() returns (module, example input, ...), or a Workload of "

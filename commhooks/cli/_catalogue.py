@@ -58,10 +58,6 @@ _FIRST = "int8"  # on most networks, see the ladder
 def schemes(which: Sequence[str]) -> None:
     """Prints a table of all schemes, or of those of files; or a page on each that is named."""
     named, yours = split(which)
-    if which and not named and not yours:
-        raise typer.BadParameter(
-            f"{', '.join(which)} registers no scheme: see commhooks.register_scheme"
-        )
     console = Console()
     with one_thread():
         for name in named:

@@ -114,6 +114,10 @@ def simulate(options: Options) -> None:
         typer.BadParameter: an argument is wrong.
     """
     check_folders(options.csv, options.plot)
+    if options.csv and options.plot and options.csv.resolve() == options.plot.resolve():
+        raise typer.BadParameter(
+            f"--csv and --plot are two files, got {options.plot} for both: name another one"
+        )
     try:
         if options.plot is not None:
             check_format(options.plot)  # now: a wrong ending costs no prediction

@@ -660,6 +660,16 @@ def test_wrong_arguments_are_named(
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
+@pytest.mark.parametrize("words", ["check", "schemes", "schemes int8", "tradeoff", "tradeoff int8"])
+def test_a_file_that_registers_nothing_is_refused_by_every_command(
+    words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.py").touch()
+    output = run_cli(*words.split(), tmp_path / "empty.py", code=2)
+    assert "registers no scheme: see commhooks.register_scheme" in output
+
+
+@pytest.mark.usefixtures("forget_new_schemes")
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_is_no_scheme_is_answered_by_a_sentence(name: str, tmp_path: Path) -> None:
     content, words = FILES[name]

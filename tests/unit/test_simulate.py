@@ -519,6 +519,10 @@ def words():
 
 def fails():
     raise RuntimeError("no such data")
+
+
+def empty():
+    return ()
 """
 
 
@@ -668,7 +672,13 @@ def test_a_name_in_a_file_is_no_markup(command: str, tmp_path: Path) -> None:
         (["--model", "lstm", "--bucket-mb", "inf"], "--bucket-mb"),
         (["--model", "lstm", "--network", ""], "--network '': give one or more, with commas"),
         (["--model", "lstm", "--schemes", ""], "--schemes '': give one or more, with commas"),
-        (["--model", "lstm", "--schemes", "OWN"], "no scheme is registered there"),
+        (["--model", "lstm", "--schemes", "OWN"], "registers no scheme"),
+        (["--model", "lstm", "--schemes", "int8,OWN"], "registers no scheme"),
+        (["--model", "OWN:empty"], r"empty\(\) returns \(module, example input"),
+        (
+            ["--model", "lstm", "--csv", "/x.png", "--plot", "/./x.png"],
+            "--csv and --plot are two files, got /x.png for both",
+        ),
         (["--model", "lstm", "--schemes", "powersgd:rank=4:rank=5"], "rank is given twice"),
         (["--model", "lstm", "--ranks", ""], "--ranks '': give one or more, with commas"),
         (["--model", "lstm", "--ranks", "16385"], "whole numbers from 2 to 16,384"),
