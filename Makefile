@@ -1,7 +1,7 @@
 # Two commands set everything up on a fresh machine: `make bandwidth` (the main job) and `make test`.
 PYTHON ?= python3
 # Test processes: more than cores, because ranks wait for each other.
-WORKERS ?= 4
+WORKERS ?= 3
 VENV := .venv
 FRAMEWORKS := .venv-frameworks
 TORCH := .venv-torch-$(VERSION)

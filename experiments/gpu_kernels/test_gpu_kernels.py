@@ -7,6 +7,7 @@ import time
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,7 @@ def test_programs_get_what_they_need_and_say_how_they_ended(tmp_path: Path, monk
         rows = [step.run() for step in steps]
         assert all(row["failed"] == 1 and "exit 1" in row["error"] for row in rows)
     assert len(listed["nccl"]) == len(HOSTS) + 5
+    assert sum("gloo" in step.name for step in listed["nccl"]) == 3
     assert all(environment["COMMHOOKS_TEST_MACHINES"] == "gpu" for _, environment in called)
     checked = [command for command, environment in called if "compute-sanitizer" in command[0]]
     # Blocks of torch's allocator would hide what is out of bounds.
@@ -236,12 +238,12 @@ def test_a_kernel_is_profiled_again_though_its_case_has_a_row(tmp_path: Path, mo
     assert next(programs.profile_steps(Setting(tmp_path))).run() == {"result": []}
 
 
-def test_without_nccl_only_the_cases_of_gloo_are_run(tmp_path: Path) -> None:
+def test_without_nccl_only_the_cases_of_gloo_are_run(tmp_path: Path, monkeypatch) -> None:
+    listed = "".join(f"{programs.TWO_RANKS}::test_a[{name}]\n" for name in ("gloo", "nccl"))
+    monkeypatch.setattr(programs.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout=listed))
     table = Table(tmp_path / "connect.csv", programs.COLUMNS)
     table.add({"case": programs.PROBE, "error": "exit 1, see log.txt"})
-    names = [step.name for step in programs.nccl_steps(Setting(tmp_path))]
-    assert len(names) == 3
-    assert all("gloo" in name for name in names)
+    assert [step.name for step in programs.nccl_steps(Setting(tmp_path))] == ["test_a[gloo]"]
 
 
 def test_a_run_says_in_a_hundred_lines_what_failed_and_where_logs_are(tmp_path: Path) -> None:

@@ -95,7 +95,15 @@ def test_simulated_ranks_train_as_real_ones_bit_for_bit() -> None:
 # ---- runs
 
 
-@pytest.mark.parametrize("name", [name for name in SETUPS if name not in ("minilm", "gpu")])
+@pytest.mark.parametrize(
+    "name",
+    [
+        # The import of scikit-learn takes longer than all other tasks.
+        pytest.param(name, marks=pytest.mark.slow if name == "digits" else ())
+        for name in SETUPS
+        if name not in ("minilm", "gpu")
+    ],
+)
 def test_every_task_is_rehearsed(name: str) -> None:
     setup = small(SETUPS[name])
     row = trained(setup, _arm(setup, "int4"), 1)
