@@ -36,6 +36,7 @@ __all__ = ["CANDIDATES", "advise_on"]
 
 _MOST_TIMES = 20  # as long as computing alone: what is longer is not told as a ratio
 _ABOUT = 1.1  # times as long as the fastest: predictions claim a tenth
+_WORTH_A_TRIAL = 0.1  # share of a step for which a loss is compared that nobody has proved
 _TIMES = ("step_s", "exposed_s", "wire_s", "codec_s")
 _COUNTS = ("payload_nbytes", "wire_nbytes", "rounds")
 
@@ -209,7 +210,7 @@ def _advice(
         )
         yield _wrapped(proved, options)
         begin, word = proved, "Faster still"
-    if _saves(best, begin):
+    if _saves(best, begin, _WORTH_A_TRIAL):
         yield (
             f"\n{word}: {_named(best, options)}: "
             f"{_times(best, options, workload)}. Its error of {best.error:.2g} is {_later(best)}."
@@ -218,9 +219,9 @@ def _advice(
         yield _wrapped(best, options)
 
 
-def _saves(option: Option, over: Option) -> bool:
+def _saves(option: Option, over: Option, share: float = MARGIN) -> bool:
     """Whether the step with an option is shorter by as much as is told."""
-    return option.step.step_s < (1 - MARGIN) * over.step.step_s
+    return option.step.step_s < (1 - share) * over.step.step_s
 
 
 def _measured(option: Option) -> str:

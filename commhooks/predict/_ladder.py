@@ -40,8 +40,8 @@ class Rung:
 
 LADDER = (
     Rung("NVLink, or 100 Gbit/s and more", "100gbe", "bf16"),
-    Rung("25 Gbit/s", "25gbe", "int8", "int4", ((1.43, 1.65), (1.44, 2.34))),
-    Rung("10 Gbit/s", "10gbe", "int8", "int4", ((1.75, 1.81), (2.82, 3.03))),
+    Rung("25 Gbit/s", "25gbe", "int8", "sdp4bit", ((1.43, 1.65), (1.43, 2.3))),
+    Rung("10 Gbit/s", "10gbe", "int8", "sdp4bit", ((1.75, 1.81), (2.78, 2.96))),
     Rung("1 Gbit/s", "1gbe", "int8", "powersgd", ((1.94, 1.95), (20.4, 35.9))),
     Rung("slower, or between sites", "", "DiLoCo"),
 )
