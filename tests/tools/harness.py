@@ -239,10 +239,10 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]
 
         def on_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
             given = {"rank": rank, "world_size": world_size, **arguments}
-            before = _process_state()
+            before = _process_state() if rank == 0 else {}  # a new process copies what is read
             value = function(**{name: given[name] for name in names})
             assert value is None, f"the test asserts nothing, it returned {value!r}"
-            left = _changed(before, _process_state())
+            left = _changed(before, _process_state()) if before else []
             assert not left, f"the test has left other values to the next test: {left}"
 
         passed = [p for name, p in names.items() if name not in ("rank", "world_size")]
@@ -390,10 +390,12 @@ def _store_at(directory: str, port: int, world_size: int) -> Any:
 
 def _main(pipe: connection.Connection) -> None:
     """Runs jobs, and sends (value, traceback, exception, when) of each; ends after a failure."""
-    stays = True
+    stays, is_first = True, True
     while stays:
         pickled = pipe.recv_bytes()
-        gc.collect()  # of what the job before has left
+        if not is_first:
+            gc.collect()  # of what the job before has left
+        is_first = False
         try:
             job = pickle.loads(pickled)
             stays = job.stays

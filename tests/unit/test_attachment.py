@@ -27,7 +27,13 @@ from commhooks.hook._attachment import ShardedModelGuard
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.unit.one_rank import KINDS, layers, train
 
-pytestmark = pytest.mark.usefixtures("one_rank", "warnings_are_errors")
+pytestmark = pytest.mark.usefixtures("one_rank", "warnings_are_errors", "few_objects")
+
+
+@pytest.fixture
+def few_objects():
+    """Lets the many collections here look at a test's own objects, not at all that was imported."""
+    gc.freeze()
 
 
 # ---- names
