@@ -239,10 +239,10 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]
 
         def on_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
             given = {"rank": rank, "world_size": world_size, **arguments}
-            before = _process_state() if rank == 0 else {}  # a new process copies what is read
+            before = _process_state()
             value = function(**{name: given[name] for name in names})
             assert value is None, f"the test asserts nothing, it returned {value!r}"
-            left = _changed(before, _process_state()) if before else []
+            left = _changed(before, _process_state())
             assert not left, f"the test has left other values to the next test: {left}"
 
         passed = [p for name, p in names.items() if name not in ("rank", "world_size")]
