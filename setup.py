@@ -41,7 +41,7 @@ def machine() -> str:
 
 if machine() in ("x86_64", "AMD64"):
     INSTRUCTION_SETS = {
-        "v3": ["-march=x86-64-v3"],  # AVX2: processors since 2013; PyTorch code runs on older ones
+        "v3": ["-march=x86-64-v3"],  # AVX2; PyTorch code runs on processors without it
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
     }
 else:

@@ -36,7 +36,7 @@ __all__ = ["CANDIDATES", "advise_on"]
 
 _MOST_TIMES = 20  # as long as computing alone: what is longer is not told as a ratio
 _ABOUT = 1.1  # times as long as the fastest: predictions claim a tenth
-_WORTH_A_TRIAL = 0.1  # share of a step for which a loss is compared that nobody has proved
+_WORTH_A_TRIAL = 0.1  # share of the step that an unproved scheme has to save to be named
 _TIMES = ("step_s", "exposed_s", "wire_s", "codec_s")
 _COUNTS = ("payload_nbytes", "wire_nbytes", "rounds")
 

@@ -28,7 +28,7 @@ __all__ = ["link"]
 _LOCAL = 2  # processes that the command starts outside of torchrun
 _POOR = 1.25  # misfit from which on the table warns: predictions claim a tenth
 _START = (
-    "Start by torchrun, which sets it (torchrun --standalone --nproc-per-node 2 -m commhooks "
+    "Start by torchrun, which sets them (torchrun --standalone --nproc-per-node 2 -m commhooks "
     "link), or unset RANK and LOCAL_WORLD_SIZE"
 )
 _START_S = 120.0  # for these to import torch and find each other
@@ -97,7 +97,10 @@ def _check_environment() -> None:
             raise typer.BadParameter(
                 f"{name} is a whole number, {least[name]} or more, for a rank: {came}. {_START}"
             )
-    if "RANK" in os.environ and not os.environ.get("MASTER_ADDR"):
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is not None and size is not None and int(rank) >= int(size):
+        raise typer.BadParameter(f"RANK is below WORLD_SIZE, {size}: got {rank}. {_START}")
+    if rank is not None and not os.environ.get("MASTER_ADDR"):
         raise typer.BadParameter(f"MASTER_ADDR is where ranks meet: it is not set. {_START}")
     # Before processes are started, whose errors are tracebacks.
     known = [name for _, name in socket.if_nameindex()]

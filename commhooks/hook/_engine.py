@@ -145,7 +145,7 @@ class Engine:
     """
 
     def __init__(self, scheme: Scheme, *, rank: int, world_size: int, seed: int = 0) -> None:
-        current_mode()  # raises now, not in a step, nor never because no op runs
+        current_mode()  # raises now, rather than in a step, or never if no op runs
         self.memory = Memory()  # before the scheme, which says what may be kept in it
         self.scheme, self.rank, self.world_size = scheme, rank, world_size
         self.seed = check_seed(seed)

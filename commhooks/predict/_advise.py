@@ -31,7 +31,7 @@ __all__ = [
     "made_candidates",
 ]
 
-# By the bits that they send: of each kind, the scheme that costs least to compute.
+# By the bits that they send; of schemes with about as many, those that cost least to compute.
 CANDIDATES = ("none", "bf16", "int8", "int4", "sdp4bit", "onebit", "powersgd", "topk")
 CAPS_MB = (1.0, 2.0, 4.0, 8.0, 16.0, 25.0, 50.0, 100.0)
 # A scheme has to win by this share of the step: predictions are not more exact than that.

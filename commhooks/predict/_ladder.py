@@ -92,7 +92,8 @@ def ladder_lines() -> list[str]:
 
 def _cost(rung: Rung) -> str:
     gap = gap_of(make(rung.then))
-    return f" (loss {gap} of bf16's)" if gap else ""
+    without = ", without start_step" if "start_step" in _call(rung.then) else ""
+    return f" (loss over bf16's{without}: {gap})" if gap else ""
 
 
 def _call(scheme: str) -> str:

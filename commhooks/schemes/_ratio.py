@@ -28,7 +28,7 @@ def log_delay(scheme: Scheme, ratio: float) -> None:
         return
     # A warning, as nobody sees lower levels who has not set up logging.
     _logger.warning(
-        "commhooks: %s(ratio=%g) sends an entry every %.0f steps on average. In between error "
+        "commhooks: %s(ratio=%g) sends each entry every %.0f steps on average. In between error "
         "feedback keeps it, or it is lost. A learning rate that works with uncompressed gradients "
         "may be too large: compare the loss; ratio=0.1, or start_step at a tenth of the training, "
         "helps",

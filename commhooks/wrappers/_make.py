@@ -145,8 +145,8 @@ def as_dtype(dtype: str | torch.dtype) -> torch.dtype:
     chosen = dtype if isinstance(dtype, torch.dtype) else _DTYPES.get(dtype)
     if chosen is None or chosen not in _DTYPES.values():
         raise ValueError(
-            f"wire_dtype is one of {sorted(_DTYPES)}, torch.bfloat16 and torch.float16, "
-            f"got {dtype!r}"
+            f"make(wire_dtype=...) is one of {', '.join(map(repr, sorted(_DTYPES)))}, "
+            f"torch.bfloat16 or torch.float16, got {dtype!r}"
         )
     return chosen
 

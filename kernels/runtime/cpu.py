@@ -103,7 +103,7 @@ def argument_types(name: str) -> list[Any]:
 
 
 _NAME, _REASON = "libcommhooks_kernels.so", "not_built.txt"
-_TOO_OLD = "this processor has no AVX2 (x86-64-v3, from 2013), which CPU kernels need"
+_TOO_OLD = "this processor lacks x86-64-v3 (AVX2, FMA, BMI2, F16C, ...), which CPU kernels need"
 # The numbers that `with_dtype` of include/cpu.h expects.
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 INSTRUCTION_SETS = ("base", "v3", "v4")  # in the order of the library's own numbers

@@ -28,7 +28,7 @@ bool is_v4() {
 extern "C" __attribute__((visibility("default"))) int instruction_set() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return !is_v3() ? -1 : is_v4() ? 2 : 1;  // -1: none, the processor is from before 2013
+    return !is_v3() ? -1 : is_v4() ? 2 : 1;  // -1: none
 #else
     return 0;
 #endif

@@ -120,7 +120,7 @@ def runner() -> Iterator[Runner]:
 CASES = [("core", mode) for mode in MODES] + [
     ("torch", mode) for mode in MODES if not mode.startswith(("raised", "hold", "unregistered"))
 ]
-# A mode runs half of the schemes in turn, the others slowly.
+# A mode runs half of the schemes, in turn; runs of the others are marked slow.
 HALF = {case: place % 2 for place, case in enumerate(CASES)}
 
 

@@ -32,7 +32,7 @@ def machines(*, orders: Sequence[int] | None = None) -> list[str]:
     """The machines to compare; the cases of a test take turns with the emulator's orders."""
     if orders is None:
         orders = (next(TURNS["orders"]),)
-    # On a lent GPU neither the library for CPUs nor minutes for the emulator may be at hand.
+    # On a machine with a GPU there may be neither the library for CPUs nor time for the emulator.
     # "guarded" is a rehearsal: the way of a GPU with the CPU's kernels.
     if (only := os.environ.get("COMMHOOKS_TEST_MACHINES")) in ("gpu", "guarded"):
         return [only]

@@ -51,9 +51,9 @@ def test_without_the_library_definitions_run_and_say_why():
 def test_on_a_processor_without_avx2_definitions_run_and_say_why():
     _op._say_once.cache_clear()
     with mock.patch.object(cpu, "_best", return_value=-1):
-        with pytest.warns(RuntimeWarning, match="this processor has no AVX2"):
+        with pytest.warns(RuntimeWarning, match="this processor lacks x86-64-v3"):
             quantized(torch.randn(8))
-        with pytest.raises(RuntimeError, match="no AVX2"):
+        with pytest.raises(RuntimeError, match="lacks x86-64-v3"):
             cpu.instruction_set.__wrapped__()
     _op._say_once.cache_clear()
 

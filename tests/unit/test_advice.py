@@ -198,7 +198,7 @@ def test_the_cost_of_sending_few_entries_is_said_once_where_logging_is_not_set_u
         for scheme in ("int8", "powersgd", name):
             HookState(scheme, nn.Linear(4, 4))
     said = capfd.readouterr().err
-    assert said.count("(ratio=0.01) sends an entry every 100 steps on average") == 1
+    assert said.count("(ratio=0.01) sends each entry every 100 steps on average") == 1
 
 
 # ---- checks of a scheme

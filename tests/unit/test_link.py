@@ -248,6 +248,7 @@ RANK_0 |= {"MASTER_PORT": "0"}
         ({"RANK": None, "LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is .* got 'x'"),
         ({"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE is a whole number, 1 or more, .* got '0'"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is where ranks meet: it is not set"),
+        ({"RANK": "2"}, "RANK is below WORLD_SIZE, 2: got 2"),
         ({"GLOO_SOCKET_IFNAME": "lo,no9"}, r"GLOO_SOCKET_IFNAME is .* \(lo.*\), got 'no9'"),
         ({"RANK": None, "GLOO_SOCKET_IFNAME": "no9"}, "GLOO_SOCKET_IFNAME is .* got 'no9'"),
         ({"MASTER_PORT": "99999"}, "the ranks do not meet, by RANK, .* MASTER_PORT: "),
