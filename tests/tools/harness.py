@@ -239,10 +239,12 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]
 
         def on_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
             given = {"rank": rank, "world_size": world_size, **arguments}
-            before = _process_state()
+            global _state_left
+            before = _state_left or _process_state()
             value = function(**{name: given[name] for name in names})
             assert value is None, f"the test asserts nothing, it returned {value!r}"
-            left = _changed(before, _process_state())
+            _state_left = _process_state()
+            left = _changed(before, _state_left)
             assert not left, f"the test has left other values to the next test: {left}"
 
         passed = [p for name, p in names.items() if name not in ("rank", "world_size")]
@@ -364,6 +366,7 @@ def _stacks(rank: _Rank) -> str:
 # ---- in the rank's process
 
 _store_process = 0
+_state_left: dict[str, dict[str, Any]] = {}  # by the test before, if one shared the process
 
 
 def store_process() -> int:
