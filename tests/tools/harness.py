@@ -238,8 +238,8 @@ def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Callable[..., None]
             _waiting[world_size] = ranks
 
         def on_rank(rank: int, world_size: int, arguments: dict[str, Any]) -> None:
-            given = {"rank": rank, "world_size": world_size, **arguments}
             global _state_left
+            given = {"rank": rank, "world_size": world_size, **arguments}
             before = _state_left or _process_state()
             value = function(**{name: given[name] for name in names})
             assert value is None, f"the test asserts nothing, it returned {value!r}"
