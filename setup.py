@@ -13,6 +13,7 @@ import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, product
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -54,6 +55,12 @@ if sys.platform == "darwin":  # instruction sets are those of one architecture
     os.environ.setdefault("_PYTHON_HOST_PLATFORM", f"macosx-{target}-{machine()}")
 
 
+def runs_here(name: str) -> bool:
+    """Says whether this machine runs an instruction set; without /proc/cpuinfo, every one."""
+    cpus = Path("/proc/cpuinfo")
+    return name != "v4" or not cpus.exists() or "avx512vl" in cpus.read_text().split()
+
+
 def run_compiler(command: list[str], **_: object) -> None:
     """Runs it as setuptools would, and raises with its last words."""
     try:
@@ -69,6 +76,10 @@ def run_compiler(command: list[str], **_: object) -> None:
 
 
 class BuildKernels(build_ext):
+    def run(self) -> None:
+        self.in_tree = bool(self.inplace or self.editable_mode)  # which super() changes
+        super().run()
+
     def get_ext_filename(self, fullname: str) -> str:
         return "/".join([*fullname.split(".")[:-1], LIBRARY])
 
@@ -95,21 +106,28 @@ class BuildKernels(build_ext):
             (tree / LIBRARY).unlink(missing_ok=True)
 
     def build_library(self, ext: Extension, library: str) -> None:
+        # A wheel is for any machine. A tree is for this one: half of the time, where v4 is missing.
+        sets = [name for name in INSTRUCTION_SETS if not self.in_tree or runs_here(name)]
         objects = self.compiler.compile(
-            ["kernels/runtime/isa.cpp"], output_dir=self.build_temp, extra_postargs=list(FLAGS)
+            ["kernels/runtime/isa.cpp"],
+            output_dir=self.build_temp,
+            macros=[("HAS_V4", str(int("v4" in sets)))],
+            extra_postargs=list(FLAGS),
         )
 
-        def compile_for(name: str) -> list[str]:
+        def compile_one(pair: tuple[str, str]) -> list[str]:
+            name, source = pair
             return self.compiler.compile(
-                SOURCES,
+                [source],
                 output_dir=f"{self.build_temp}/{name}",
                 macros=[("ISA", name)],
                 extra_postargs=[*FLAGS, *INSTRUCTION_SETS[name]],
                 depends=ext.depends,
             )
 
-        with ThreadPoolExecutor() as pool:
-            objects += [one for made in pool.map(compile_for, INSTRUCTION_SETS) for one in made]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            made = pool.map(compile_one, product(sets, SOURCES))
+            objects += chain.from_iterable(made)
         # The folder of the Python that builds is not one to search elsewhere.
         linker = self.compiler.linker_so
         self.compiler.linker_so = [one for one in linker if not one.startswith("-Wl,-rpath")]

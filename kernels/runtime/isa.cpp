@@ -1,4 +1,4 @@
-// Reports the best instruction set that this processor has, by its number in runtime/cpu.py.
+// Reports the best instruction set that this processor and this library have, by its number in runtime/cpu.py.
 #if defined(__x86_64__)
 #include <cpuid.h>
 
@@ -28,7 +28,7 @@ bool is_v4() {
 extern "C" __attribute__((visibility("default"))) int instruction_set() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    return !is_v3() ? -1 : is_v4() ? 2 : 1;  // -1: none
+    return !is_v3() ? -1 : HAS_V4 && is_v4() ? 2 : 1;  // -1: none
 #else
     return 0;
 #endif

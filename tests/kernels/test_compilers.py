@@ -123,3 +123,11 @@ def test_this_machine_has_the_instruction_set_that_it_says():
     names = Path("/proc/cpuinfo").read_text()
     best = "v4" if "avx512vl" in names else "v3" if "avx2" in names and "fma" in names else None
     assert cpu._best() == (-1 if best is None else cpu.INSTRUCTION_SETS.index(best))
+
+
+def test_the_library_of_a_tree_has_the_instruction_sets_of_its_machine():
+    library = cpu._library()
+    if library is None or platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists():
+        pytest.skip("not Linux on x86-64 with CPU kernels")
+    assert hasattr(library, "quantize_v3")
+    assert hasattr(library, "quantize_v4") == ("avx512vl" in Path("/proc/cpuinfo").read_text())
