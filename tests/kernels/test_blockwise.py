@@ -25,6 +25,7 @@ TRIED = (
     (torch.float16, 256),
     (torch.bfloat16, 256),
 )
+SHARES = 5  # of all cases; each has every size and every block
 DRAWS = philox.RandomBits(7, torch.tensor(3))
 UNDITHERED = [name for name, form in FORMATS.items() if not form.dithered]
 # Each has code of its own.
@@ -124,11 +125,13 @@ def in_rows(
         for name in FORMATS
     ],
 )
-@pytest.mark.parametrize("share", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2))])
+@pytest.mark.parametrize(
+    "share", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in range(1, SHARES))]
+)
 def test_kernels_equal_the_definition(share, format):
     pairs = itertools.cycle([(False, False), (True, True), (False, True), (True, False)])
-    # Every third has every size and every block.
-    cases = [*itertools.product(TRIED, SIZES)][(share + list(FORMATS).index(format)) % 3 :: 3]
+    first = (share + list(FORMATS).index(format)) % SHARES
+    cases = [*itertools.product(TRIED, SIZES)][first::SHARES]
     # More than the emulator's grid, in which teams of warps take several turns.
     for (dtype, block), n in (*cases, ((torch.float32, 2048), 40_001)):
         if block >= FORMATS[format].unit:
