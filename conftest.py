@@ -108,7 +108,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """Cases stay to the end: a ``gc.collect()`` need not go through thousands of them."""
-    gc.collect()
     gc.freeze()
     gc.set_threshold(20_000)  # 700 took a thirtieth of all tests' time
     gc.enable()
