@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from commhooks.errors import MissingPackageError
-from experiments.quality.page import HOME, pages_with
+from experiments.quality.page import ADVISED, HOME, pages_with
 from experiments.quality.plots import draw_forest, draw_predictors
 from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
 from experiments.quality.setups import BASE, SETUPS, Setup, small
@@ -76,11 +76,9 @@ def _file(out: Path, task: str) -> Path:
 
 
 def judged(out: Path = OUT) -> dict[str, pd.DataFrame]:
-    """Returns the table of each task of which a folder has runs."""
-    paths = {name: _file(out, name) for name in SETUPS}
-    return {
-        name: summary(SETUPS[name], read(path)) for name, path in paths.items() if path.exists()
-    }
+    """Returns the table of each task that a folder has judged: some arm has run twice."""
+    tables = {name: summary(setup, read(_file(out, name))) for name, setup in SETUPS.items()}
+    return {name: table for name, table in tables.items() if len(table)}
 
 
 def _report(out: Path) -> None:
@@ -95,9 +93,9 @@ def _report(out: Path) -> None:
         shown["verdict"] = table.verdict
         typer.echo(shown.to_string(index=False, float_format="{:.3f}".format))
         correlations = predictors(setup, table)
-        typer.echo(sentence(correlations))
-        if correlations:
-            picture = out / f"predictors_{setup.name.replace(' ', '_')}.png"
+        if setup.name == ADVISED and correlations:
+            typer.echo(sentence(correlations))
+            picture = out / "predictors.png"
             draw_predictors(comparable(setup, table), correlations, picture)
     if not tables:
         typer.echo(f"no runs in {out}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,16 +9,23 @@ import pandas as pd
 
 from commhooks.predict._quality import Gap
 from experiments.quality.setups import BASE, SETUPS, Setup
-from experiments.quality.verdicts import comparable
+from experiments.quality.verdicts import comparable, predictors, sentence
 from experiments.tools.schemes import Entry
 from experiments.tools.tables import markdown, replaced
 
-__all__ = ["HOME", "pages_with"]
+__all__ = ["ADVISED", "HOME", "pages_with"]
 
 HOME = Path(__file__).parents[2]
 SCHEMES, RESULTS = "docs/schemes/index.md", "docs/results/quality/README.md"
 PACKAGE = "commhooks/predict/_quality.py"
 ADVISED = "characters"  # the task of which commhooks.predict speaks
+SHOWN = {  # tasks of the index of schemes
+    "characters": "characters",
+    "larger": "larger",
+    "digits": "digits",
+    "lstm": "LSTM",
+    "minilm": "MiniLM",
+}
 
 
 def _interval(row: pd.Series) -> str:
@@ -42,15 +48,46 @@ def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
     return markdown(("arm", "runs", outcome, f"over that of {BASE}, 95 %", "verdict"), rows)
 
 
-def table_of_schemes(setup: Setup, table: pd.DataFrame) -> str:
-    """Returns the schemes of a task, the best first, as Markdown."""
-    compared = comparable(setup, table)
-    compared = compared[compared.role == ""].sort_values("gap")
-    calls = {arm.name: _call(arm.entry) for arm in setup.arms}
+def table_of_schemes(tables: Mapping[str, pd.DataFrame]) -> str:
+    """Returns the schemes with their verdict in each task, the best first, as Markdown."""
+    setup = SETUPS[ADVISED]
+    ordered = comparable(setup, tables[ADVISED]).sort_values("gap")
+    calls = {arm.name: _call(arm.entry) for arm in setup.arms if not arm.role}
     rows = [
-        (calls[row.arm], _runs(row), _interval(row), row.verdict) for row in compared.itertuples()
+        (calls[name], *(_judged(tables[task], name) if task in tables else "" for task in SHOWN))
+        for name in ordered.arm
+        if name in calls
     ]
-    return markdown(("scheme", "runs", f"loss over that of {BASE}", f"keeps {BASE}'s loss"), rows)
+    return markdown(("scheme", *SHOWN.values()), rows)
+
+
+def _judged(table: pd.DataFrame, arm: str) -> str:
+    """Returns interval and verdict of an arm of a task; nothing where it has not run."""
+    rows = list(table[table.arm == arm].itertuples())
+    if not rows:
+        return ""
+    counted = "" if rows[0].runs >= rows[0].planned else f" ({_runs(rows[0])} runs)"
+    return f"{_interval(rows[0])}, {rows[0].verdict}{counted}"
+
+
+def table_of_cost(tables: Mapping[str, pd.DataFrame]) -> str:
+    """Returns the runs of each task, and the hours that they took on two cores, as Markdown."""
+    rows = [
+        (name, f"{table.runs.sum()}", f"{(table.runs * table.cpu_seconds).sum() / 7200:.1f}")
+        for name, table in tables.items()
+    ]
+    return markdown(("task", "runs", "hours on two cores"), rows)
+
+
+def predictions(correlations: Mapping[str, float]) -> str:
+    """Returns the rank correlation of each figure with the gap, as Markdown, and what it says."""
+    norms = {"error": "vNMSE", "worst": "of the worst tensor", "adam": "in Adam's metric"}
+    rows = [
+        (words, *(f"{correlations[f'{kind}_{norm}']:.2f}" for kind in ("step", "sum")))
+        for norm, words in norms.items()
+    ]
+    head = ("error", "of a step", "of the sum of all steps")
+    return f"{markdown(head, rows)}\n{sentence(dict(correlations))}.\n"
 
 
 def _call(entry: Entry) -> str:
@@ -65,8 +102,7 @@ def gaps_as_source(setup: Setup, table: pd.DataFrame) -> str:
     lines = []
     for arm in setup.arms:
         row = rows.get(arm.name)
-        # A single run has no interval.
-        if arm.name in names and row is not None and not arm.role and math.isfinite(row.low):
+        if arm.name in names and row is not None and not arm.role:
             options = ", ".join(f'"{k}": {_literal(v)}' for k, v in arm.entry.options.items())
             figures = f"{100 * row.low:.3g}, {100 * row.high:.3g}, {row.runs}, {row.planned}"
             lines.append(f'    Gap("{arm.entry.scheme}", {{{options}}}, {figures}),\n')
@@ -84,10 +120,13 @@ def pages_with(tables: Mapping[str, pd.DataFrame]) -> dict[Path, str]:
     def put(name: str, marker: str, content: str) -> None:
         texts[HOME / name] = replaced(texts[HOME / name], marker, content)
 
-    for name, table in tables.items():
-        put(RESULTS, name.replace(" ", "-"), table_of_task(SETUPS[name], table))
+    put(RESULTS, "cost", table_of_cost(tables))
+    for name, setup in SETUPS.items():
+        table = table_of_task(setup, tables[name]) if name in tables else ""
+        put(RESULTS, name.replace(" ", "-"), table)
     if ADVISED in tables:
-        setup, table = SETUPS[ADVISED], tables[ADVISED]
-        put(SCHEMES, "quality", table_of_schemes(setup, table))
-        put(PACKAGE, "measured", gaps_as_source(setup, table))
+        put(SCHEMES, "quality", table_of_schemes(tables))
+        if correlations := predictors(SETUPS[ADVISED], tables[ADVISED]):
+            put(RESULTS, "predictors", predictions(correlations))
+        put(PACKAGE, "measured", gaps_as_source(SETUPS[ADVISED], tables[ADVISED]))
     return texts
