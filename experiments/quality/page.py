@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
 from commhooks.predict._quality import Gap
 from experiments.quality.setups import BASE, SETUPS, Setup
-from experiments.quality.verdicts import comparable, predictors, sentence
+from experiments.quality.verdicts import comparable, counted, predictors, sentence
 from experiments.tools.schemes import Entry
 from experiments.tools.tables import markdown, replaced
 
@@ -32,8 +33,9 @@ def _interval(row: pd.Series) -> str:
     return str(Gap("", {}, 100 * row.low, 100 * row.high, 0, 0))
 
 
-def _runs(row: pd.Series) -> str:
-    return str(row.runs) if row.runs >= row.planned else f"{row.runs} of {row.planned}"
+def _verdict(row: Any) -> str:
+    """Returns the verdict of an arm, as a provisional one where runs are missing."""
+    return row.verdict + (" so far" if row.verdict and row.runs < row.planned else "")
 
 
 def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
@@ -43,9 +45,12 @@ def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
         compared = row.arm != row.base
         arm = f"{row.arm} (control)" if row.role == "control" else row.arm
         outcome = f"{row.outcome:.4f} ± {row.outcome_half:.4f}"
-        rows.append((arm, _runs(row), outcome, _interval(row) if compared else "", row.verdict))
-    outcome = "loss" if setup.outcome == "loss" else "share of misses"
-    return markdown(("arm", "runs", outcome, f"over that of {BASE}, 95 %", "verdict"), rows)
+        interval = _interval(row) if compared else ""
+        rows.append((arm, counted(row), outcome, interval, _verdict(row)))
+    words = ("loss", f"over that of {BASE}, 95 %")
+    if setup.outcome == "misses":
+        words = ("share of misses", f"hits lost, of those of {BASE}, 95 %")
+    return markdown(("arm", "runs", *words, "verdict"), rows)
 
 
 def table_of_schemes(tables: Mapping[str, pd.DataFrame]) -> str:
@@ -66,17 +71,17 @@ def _judged(table: pd.DataFrame, arm: str) -> str:
     rows = list(table[table.arm == arm].itertuples())
     if not rows:
         return ""
-    counted = "" if rows[0].runs >= rows[0].planned else f" ({_runs(rows[0])} runs)"
-    return f"{_interval(rows[0])}, {rows[0].verdict}{counted}"
+    runs = "" if rows[0].runs >= rows[0].planned else f" ({counted(rows[0])} runs)"
+    return f"{_interval(rows[0])}, {_verdict(rows[0])}{runs}"
 
 
 def table_of_cost(tables: Mapping[str, pd.DataFrame]) -> str:
-    """Returns the runs of each task, and the hours that they took on two cores, as Markdown."""
+    """Returns the runs of each task, and the hours of two cores that they took, as Markdown."""
     rows = [
         (name, f"{table.runs.sum()}", f"{(table.runs * table.cpu_seconds).sum() / 7200:.1f}")
         for name, table in tables.items()
     ]
-    return markdown(("task", "runs", "hours on two cores"), rows)
+    return markdown(("task", "runs", "processor hours / 2"), rows)
 
 
 def predictions(correlations: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pandas as pd
 
@@ -16,6 +17,7 @@ __all__ = [
     "MARGIN",
     "NARROW",
     "comparable",
+    "counted",
     "gap",
     "predictors",
     "sentence",
@@ -145,6 +147,15 @@ def summary(setup: Setup, runs: pd.DataFrame) -> pd.DataFrame:
     needed = wanted(setup, runs)
     rows = (_row(setup, runs, arm, needed[arm.name]) for arm in setup.arms)
     return pd.DataFrame([row for row in rows if row is not None])
+
+
+def counted(row: Any) -> str:
+    """Returns the number of runs of an arm, and of how many where some are missing.
+
+    Args:
+        row: of ``summary``.
+    """
+    return str(row.runs) if row.runs >= row.planned else f"{row.runs} of {row.planned}"
 
 
 def predictors(setup: Setup, table: pd.DataFrame) -> dict[str, float]:
