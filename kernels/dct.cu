@@ -3,6 +3,16 @@
 // A block of 64 threads works on a tile. Each thread holds a column in registers, and then a row; between
 // the two, entries pass through shared memory. Rows there are 65 places apart, so that the entries of a
 // row or of a column lie in different banks. Loads and stores of a warp are full lines.
+//
+// Encoding is one launch, and coefficients are never in memory:
+// 1. The momentum decays, the gradient is added, and columns and rows are transformed.
+// 2. The k-th largest magnitude is found bit by bit: each turn counts the coefficients that reach a bound, and
+//    ends when exactly k do, usually after 16 of 31 bits. Bounds above the largest magnitude, and, up to k = 64,
+//    bounds that every row of the tile reaches, need no count.
+// 3. Those coefficients are written in the order of their places; all others become zero.
+// 4. Rows and columns are transformed back, and what was sent is subtracted from the momentum, which is computed
+//    once more, from inputs that are still in a cache.
+// Decoding adds up the payloads of all ranks in shared memory, divides, transforms back and takes signs.
 #include "include/dct.h"
 #include "include/tiles.h"
 

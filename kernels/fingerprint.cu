@@ -1,4 +1,10 @@
 // Fingerprints of gradients and parameters on a GPU; the specification is in fingerprint.py.
+//
+// Norms, hash and sketches come from one read: 8 bytes per entry, 16 with error feedback. Entries lie in lines of
+// 64 to 1,024, each line is turned by a hash, and number c of the sketch is the sum of column c, with signs. A warp
+// has the sketches, squares and hash of 32 columns of 32 lines in registers; its loads are consecutive except where
+// a line is turned. A second launch adds up the sums of all warps, in one order. Hashes are sums of integers, whose
+// order is free, so those of parameters are added atomically.
 #include "include/fingerprint.h"
 
 #include "include/cuda.h"

@@ -1,6 +1,7 @@
 // Selects largest entries on a GPU; the specification is in sparse.py.
 //
-// The exact selection takes two launches. `sample` finds a bound that a little more than k entries reach.
+// The exact selection takes two launches. `sample`, one block, finds a bound that a little more than k entries
+// reach, from an entry of each of 2,048 stretches, each at another place so that no period of the gradient misleads.
 // `select` goes through the gradient once and puts those entries into slots; three digits of their
 // magnitudes give the k-th largest, and the result is written in the order of indices. These stages
 // are tasks of one launch, ordered by tickets. If the bound let too few entries through, or too many in
