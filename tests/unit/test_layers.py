@@ -197,9 +197,9 @@ def mapped() -> list[str]:
 
 
 def folders() -> set[str]:
-    """All folders of the packages, and those of the tests, that have files of their own."""
-    paths = {*(ROOT / "tests").glob("*")}
-    for package in ("commhooks", "ddp_core", "kernels"):
+    """All folders with files of their own, but for those of single studies."""
+    paths = {ROOT / "experiments/tools"}
+    for package in ("commhooks", "ddp_core", "kernels", "docs", "tests"):
         paths |= {ROOT / package, *(ROOT / package).rglob("*")}
     return {
         path.relative_to(ROOT).as_posix()
