@@ -173,12 +173,12 @@ def run_all(
     # Spawned: a fork of a process that has used torch's threads may hang in its first kernel.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, _begin, (os.getpid(),))
-    left = list(reversed(runs))
+    waiting = list(reversed(runs))
     under_way: set[Future[dict[str, Any]]] = set()
     try:
-        while left or under_way:
-            while left and len(under_way) < jobs and time.monotonic() + longest < until:
-                under_way.add(pool.submit(_run, setup, left.pop(), device))
+        while waiting or under_way:
+            while waiting and len(under_way) < jobs and time.monotonic() + longest < until:
+                under_way.add(pool.submit(_run, setup, waiting.pop(), device))
             if not under_way:
                 return
             done, under_way = wait(under_way, return_when=FIRST_COMPLETED)
@@ -213,7 +213,7 @@ class Progressed:
         for arm, seconds in zip(rows.arm, rows.seconds, strict=True):
             self._seconds.setdefault(arm, []).append(seconds)
         self._name, self._total, self._jobs, self._console = setup.name, total, jobs, console
-        self._said = 0.0
+        self._printed_at = 0.0
         columns = (TextColumn("{task.description}"), BarColumn(24), MofNCompleteColumn())
         self.bar = Progress(*columns, console=console, disable=not console.is_terminal)
         self._task = self.bar.add_task(self._name, total=total, completed=total - len(left))
@@ -226,8 +226,9 @@ class Progressed:
         text = f"{self._name}: {self.left()} left"
         self.bar.update(self._task, advance=1, description=text)
         now = time.monotonic()
-        if not self._console.is_terminal and (now - self._said > _REPORTED_S or not self._left):
-            self._said = now
+        is_due = now - self._printed_at > _REPORTED_S or not self._left
+        if not self._console.is_terminal and is_due:
+            self._printed_at = now
             done = self._total - len(self._left)
             print(f"{text}, {done} of {self._total} runs, last {row['seconds']:.1f} s", flush=True)
 

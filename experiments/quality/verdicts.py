@@ -188,5 +188,5 @@ def sentence(correlations: dict[str, float]) -> str:
     usual = correlations["step_error"]
     chosen = best if correlations[best] > usual + 0.1 else "step_error"
     verb = "predicts" if correlations[chosen] >= 0.9 else "does not predict"
-    said = f"`{chosen}` {verb} the gap: its rank correlation is {correlations[chosen]:.2f}"
-    return said + (", and no other is 0.1 above it" if chosen == "step_error" else "")
+    words = f"`{chosen}` {verb} the gap: its rank correlation is {correlations[chosen]:.2f}"
+    return words + (", and no other is 0.1 above it" if chosen == "step_error" else "")

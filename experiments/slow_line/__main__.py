@@ -47,17 +47,17 @@ def _rows(
         if source(wanted) != cell:
             continue
         # What a period takes beside its sleeps does not depend on their number.
-        own_s = seconds + periods * (wanted.every - cell.every) * line.compute_s
+        asked_s = seconds + periods * (wanted.every - cell.every) * line.compute_s
         rows.append(
             {
                 **line._asdict(),
                 "plan": wanted.plan,
                 "codec": wanted.codec,
                 "every": wanted.every,
-                "share": share(wanted.every, periods, own_s, line.compute_s),
+                "share": share(wanted.every, periods, asked_s, line.compute_s),
                 "predicted": measured["predicted"][str(wanted.every)],
                 "published": dense_share(line, wanted),
-                "waiting_ms": 1e3 * (own_s / periods - wanted.every * line.compute_s),
+                "waiting_ms": 1e3 * (asked_s / periods - wanted.every * line.compute_s),
                 "outer_ms": 1e3 * measured["outer_s"],
                 "periods": periods,
                 "measured_every": cell.every,

@@ -24,7 +24,7 @@ __all__ = [
     "TinyLayers",
     "characters",
     "digits",
-    "judge",
+    "loss_and_accuracy",
     "lstm",
     "tiny_layers",
 ]
@@ -171,7 +171,7 @@ def digits(world_size: int, *, batch_size: int = 16, seed: int = 0) -> Task:
         with torch.no_grad():
             logits = model(images[:held_out])
         model.train()
-        return judge(logits, labels[:held_out])
+        return loss_and_accuracy(logits, labels[:held_out])
 
     return Task("digits", DigitsCnn, batch, evaluate, lr=0.02)
 
@@ -233,7 +233,7 @@ def characters(
         with torch.no_grad():
             logits = model(x)
         model.train()
-        return judge(logits, target)
+        return loss_and_accuracy(logits, target)
 
     model = partial(CharTransformer, length, width, depth)
     return Task("characters", model, batch, evaluate, lr=2e-3, adam=True)
@@ -247,7 +247,7 @@ def lstm(
     return replace(task, name="lstm", model=CharLstm)
 
 
-def judge(logits: Tensor, target: Tensor) -> tuple[float, float]:
+def loss_and_accuracy(logits: Tensor, target: Tensor) -> tuple[float, float]:
     """Returns the mean cross entropy and the share of right predictions."""
     loss = F.cross_entropy(logits.flatten(0, -2), target.flatten())
     accuracy = (logits.argmax(-1) == target).float().mean()

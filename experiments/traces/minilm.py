@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from commhooks.errors import MissingPackageError
-from experiments.tools.tasks import Batch, Task, judge
+from experiments.tools.tasks import Batch, Task, loss_and_accuracy
 
 __all__ = ["MiniLm", "WordPiece", "minilm", "minilm_folder"]
 
@@ -88,7 +88,7 @@ def minilm(
         count = min(held_out, candidates)
         with torch.no_grad():
             logits = model(torch.stack(pairs[:count], 1))
-        return judge(logits, torch.arange(count))
+        return loss_and_accuracy(logits, torch.arange(count))
 
     def model() -> nn.Module:
         from safetensors.torch import load_file

@@ -198,15 +198,15 @@ def test_padding_does_not_change_a_text(tiny_minilm: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [(["--tasks", "digit"], "is not one of"), (["--stages", "0,x"], "numbers with commas")],
 )
-def test_wrong_settings_are_sentences(arguments: list[str], said: str) -> None:
+def test_wrong_settings_are_sentences(arguments: list[str], message: str) -> None:
     app = typer.Typer()
     app.command()(_traces.main)
     done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert done.exit_code == 2
-    assert said in done.output
+    assert message in done.output
 
 
 def test_pages_get_the_figures_of_their_schemes() -> None:
