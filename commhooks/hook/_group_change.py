@@ -76,7 +76,7 @@ class _RankReport(NamedTuple):
 
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Implements ``HookState.change_group``; the model moves after the hook."""
-    fault = _check_between_steps(hook)
+    fault = _reason_against_change(hook)
     hook.bind()  # a hook that has never run may not know its model
     # First: nothing below needs the former ranks, which may be gone.
     if not fault:
@@ -124,7 +124,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     return change
 
 
-def _check_between_steps(hook: Running) -> str:
+def _reason_against_change(hook: Running) -> str:
     """Returns the reason why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return CLOSED

@@ -81,7 +81,7 @@ class _Script:
     def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
         """Registers the hook on the first model that trains with others; returns whether it did."""
         if comm_hooks(ddp):
-            self.refuse_hook(None, comm_hooks(ddp)[0][0])
+            self.report_own_hook(None, comm_hooks(ddp)[0][0])
         if torch.distributed.get_world_size(ddp.process_group) == 1:
             self.write_status(alone=True)
             if torch.distributed.get_world_size() == 1:
@@ -93,7 +93,7 @@ class _Script:
         except Error as error:
             self.write_status(failed=str(error))
             self.end()
-        ddp.register_comm_hook = self.refuse_hook  # type: ignore[method-assign]
+        ddp.register_comm_hook = self.report_own_hook  # type: ignore[method-assign]
         # The pre-hook that came with the communication hook has not seen the pass that begins now,
         # which no_sync() may be around.
         for key, hook in list(forward_pre_hooks(ddp).items()):
@@ -120,7 +120,7 @@ class _Script:
         print(f"commhooks headroom: {text}", file=sys.stderr, flush=True)
         self.told = now
 
-    def refuse_hook(self, state: Any, hook: Any) -> NoReturn:
+    def report_own_hook(self, state: Any, hook: Any) -> NoReturn:
         """Ends a script that registers its own hook, before the first step or later."""
         self.write_status(own_hook=getattr(hook, "__qualname__", repr(hook)))
         self.end()

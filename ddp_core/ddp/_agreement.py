@@ -19,7 +19,7 @@ from ddp_core.exchange._devices import on_device_of
 from ddp_core.exchange._errors import MismatchError
 from ddp_core.reducer._parameters import Trained
 
-__all__ = ["first_difference", "frozen_facts", "module_facts", "verify_across_ranks"]
+__all__ = ["check_across_ranks", "first_difference", "frozen_facts", "module_facts"]
 
 # Not among them: what decides how gradients lie in memory (gradient_as_bucket_view,
 # batched_grad_copy), and the sizes of buckets, where rank 0's hold.
@@ -108,7 +108,7 @@ def _difference(field: str, values: Sequence[Any], odd: Sequence[int]) -> str:
     )
 
 
-def verify_across_ranks(
+def check_across_ranks(
     trained: Sequence[Trained], facts: Mapping[str, list[str]], group: dist.ProcessGroup
 ) -> None:
     """Raises on every rank if the ranks' parameters differ in number, shape, strides or dtype.
@@ -142,7 +142,7 @@ def verify_across_ranks(
     facts_of_ranks: list[Any] = [None] * group.size()
     with on_device_of(entry.parameter for entry in trained):
         dist.all_gather_object(facts_of_ranks, (forms, dict(facts)), group=group)
-    _compare([theirs for theirs, _ in facts_of_ranks])
+    _check_forms([theirs for theirs, _ in facts_of_ranks])
     text = first_difference([theirs for _, theirs in facts_of_ranks])
     if text is not None:
         raise MismatchError(
@@ -151,7 +151,7 @@ def verify_across_ranks(
         )
 
 
-def _compare(details: Sequence[list[_Fact]]) -> None:
+def _check_forms(details: Sequence[list[_Fact]]) -> None:
     for rank, theirs in enumerate(details):
         if len(theirs) != len(details[0]):
             raise MismatchError(

@@ -177,7 +177,7 @@ class KnownParameters:
                 if isinstance(parameter, nn.Parameter) and id(parameter) not in self._others:
                     self._others[id(parameter)] = parameter, False
                     if name not in self._ignored:
-                        self._refuse_gradient(owner, module, key, parameter, name)
+                        self._watch_gradient(owner, module, key, parameter, name)
         if gone and not strange and not self._may_lack:
             raise self._kind(
                 f"the model has no parameter {listed(gone)} any more (deleted, or tied to another "
@@ -186,7 +186,7 @@ class KnownParameters:
         if not borrowed:
             self._structure.record(owner)
 
-    def _refuse_gradient(
+    def _watch_gradient(
         self, owner: nn.Module, module: nn.Module, key: str, parameter: nn.Parameter, name: str
     ) -> None:
         """Raises when a new parameter gets a gradient, if the model still has it then."""
@@ -194,7 +194,7 @@ class KnownParameters:
             return
         ours, place, kind = weakref.ref(owner), weakref.ref(module), self._kind
 
-        def refuse(came: Tensor) -> None:
+        def check(came: Tensor) -> None:
             owner, module = ours(), place()
             if owner is None or module is None or module._parameters.get(key) is not came:
                 return
@@ -207,7 +207,7 @@ class KnownParameters:
                 f"{_AGAIN}"
             )
 
-        when_accumulated(parameter, refuse)
+        when_accumulated(parameter, check)
 
     def _raise_converted(self, index: int) -> NoReturn:
         parameter, (dtype, device) = self._parameters[index], self._types[index]

@@ -252,7 +252,7 @@ class LocalGradients:
             self._order.pop(index, None)
             self._order[index] = None
             self._block_reason = self._block_reason or _HELD
-        self._refuse_late(index)
+        self._check_late(index)
         # After an error of the same pass (in another thread of autograd) that one counts.
         if self.in_hold or step.ready or not self.is_syncing():
             return
@@ -261,7 +261,7 @@ class LocalGradients:
         elif not self.is_shared(self._parameters[index].parameter):
             raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
 
-    def _refuse_late(self, index: int) -> None:
+    def _check_late(self, index: int) -> None:
         """Raises if a gradient contradicts what ranks agreed on in the last step."""
         landed, name = self._landed, self._parameters[index].name
         if landed is None:
