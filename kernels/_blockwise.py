@@ -266,11 +266,11 @@ def _message_of(caller: str, format: str, block: int, table: Tensor, row: int, n
     return message
 
 
-def _raise_size(caller: str, name: str, before: str, message: Message, got: Tensor) -> None:
+def _raise_size(caller: str, name: str, before: str, message: Message, payloads: Tensor) -> None:
     nbytes = message.layout.bytes
     raise ValueError(
         f"{caller}({name}): shape ({before}{message.rows}, {nbytes}), {nbytes} bytes a row, "
-        f"got {tuple(got.shape)}; see payload_bytes"
+        f"got {tuple(payloads.shape)}; see payload_bytes"
     )
 
 

@@ -182,8 +182,8 @@ class AutoHook(HookState):
 
     def apply_plan(self, plan: str, scheme: str) -> None:
         """Runs the choice of the ranks that this one joins; without a choice all begin anew."""
-        theirs = _read_plan(plan)
-        if theirs.get("undecided"):
+        saved = _read_plan(plan)
+        if saved.get("undecided"):
             self._trials.end("auto: the ranks change.")
             self._replace(make("none"))
             self._begins_anew = True
@@ -192,8 +192,8 @@ class AutoHook(HookState):
         if choice is not None and describe(choice[1]) != describe(unwrap_flush(self.scheme)):
             self._replace(choice[1])
         if not self.decided:
-            what = choice[0] if choice else "the scheme it has"
-            self._trials.end(f"auto runs {what}, as the ranks it joins.")
+            name = choice[0] if choice else "the scheme it has"
+            self._trials.end(f"auto runs {name}, as the ranks it joins.")
 
     def on_group_changed(self) -> None:
         """Begins the trials anew if they were not over: they have measured other ranks."""

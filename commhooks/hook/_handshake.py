@@ -187,11 +187,11 @@ def handshake(
     if waits:
         clear_keys(group)  # after the gather, which no rank passes before all have read the keys
     messages = [message for _, message in everyone]
-    everyone = [theirs for theirs, _ in everyone]
+    everyone = [rank_facts for rank_facts, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     text = first_difference(everyone)
     if text is not None:
-        text = first_difference([_as_typed(theirs) for theirs in everyone])
+        text = first_difference([_as_typed(rank_facts) for rank_facts in everyone])
         differing = (
             field for field in everyone[0] if len({str(t.get(field)) for t in everyone}) > 1
         )

@@ -46,9 +46,9 @@ class Summary(str):
         """Returns the table; notebooks call this."""
         if not self.facts:
             return f"<p>{escape(self)}</p>"
-        left = "style='text-align: left'"
+        align = "style='text-align: left'"
         rows = "".join(
-            f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>"
+            f"<tr><th {align}>{escape(name)}</th><td {align}>{escape(value)}</td></tr>"
             for name, value in self.facts
         )
         return f"<table>{rows}</table>"
@@ -238,8 +238,8 @@ class Ledger:
         self.steps += 1
         # Steps come in order, so the first key is the oldest. Without rows its time is of no use.
         oldest = self._rows[0].step if self._rows else step
-        while (kept := next(iter(self._backward_end))) < oldest:
-            del self._backward_end[kept]
+        while (first_step := next(iter(self._backward_end))) < oldest:
+            del self._backward_end[first_step]
 
     def last_launch_time(self, step: int) -> float:
         """Returns the time at which a step's last bucket was launched; NaN if it is not known."""
@@ -250,8 +250,8 @@ class Ledger:
         """Removes the rows from ``step`` on, from where the run continues; totals stay."""
         # Else one step would have the rows of two: twice the bytes, and waiting of the wrong run.
         self._unsettled.clear()
-        kept = [row for row in self._rows if row.step < step]
-        self._rows = deque(kept, maxlen=self.history)
+        rows = [row for row in self._rows if row.step < step]
+        self._rows = deque(rows, maxlen=self.history)
         self._backward_end = {at: end for at, end in self._backward_end.items() if at < step}
 
     def report(self) -> pd.DataFrame:

@@ -166,8 +166,8 @@ def _lost(scheme: Scheme, world_size: int, steps: int) -> float:
     residual = exact_mean([ranks.memory(rank) for rank in range(world_size)])
     # Rules may give parameters no feedback: what they lose is kept nowhere.
     known = [ranks.engines[0].memory.get(RESIDUAL, name) is not None for name in SHAPES]
-    kept = torch.tensor(known).repeat_interleave(torch.tensor(ranks.layout.sizes))
-    return float(((applied + residual - total) * kept).abs().max() / total.abs().max())
+    mask = torch.tensor(known).repeat_interleave(torch.tensor(ranks.layout.sizes))
+    return float(((applied + residual - total) * mask).abs().max() / total.abs().max())
 
 
 @OF_A_RUN.add("an average is over all ranks, 1 to 8 of them", of_averages=True)

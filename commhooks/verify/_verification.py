@@ -472,10 +472,10 @@ def _worst_of(rows: list[VerifiedRow]) -> str:
     if not known:
         return ""
     worst, median = max(known, key=lambda row: row.error), _median_of(rows)
-    others = "" if median is None else f"; the median of all parameters is {median:.3g}"
+    median_text = "" if median is None else f"; the median of all parameters is {median:.3g}"
     return (
         f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the uncompressed "
-        f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}{others}"
+        f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}{median_text}"
     )
 
 
@@ -526,8 +526,8 @@ def _warn_findings(
         warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
 
-def _count_of(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.ProcessGroup]) -> None:
@@ -540,7 +540,7 @@ def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.Proc
     for group in verdict_groups:
         everyone: list[list[tuple[int, str]]] = [[] for _ in range(group.size())]
         dist.all_gather_object(everyone, messages, group=group)
-        messages = sorted({message for theirs in everyone for message in theirs})
+        messages = sorted({message for rank_messages in everyone for message in rank_messages})
     if messages:
         text = "\n  ".join(text for _, text in messages)
         raise VerificationError(

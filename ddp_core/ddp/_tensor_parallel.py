@@ -205,16 +205,16 @@ def _step_begins(optimizer: Optimizer) -> None:
 def _save_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of an optimizer with DTensors in place of values of shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state, others = dict(saved["state"]), set()
+    state, unlike = dict(saved["state"]), set()
     for number, parameter in enumerate(parameters):
         spec = getattr(parameter, _SPEC, None)
         if spec is None or number not in state:
             continue
         state[number], names = _distributed_state(state[number], parameter.shape, spec)
-        others |= names
-    if others:
+        unlike |= names
+    if unlike:
         warnings.warn(
-            f"{type(optimizer).__name__}.state_dict: {', '.join(sorted(others))} have other shapes "
+            f"{type(optimizer).__name__}.state_dict: {', '.join(sorted(unlike))} have other shapes "
             f"than the parameters. They are of this rank's shards, and "
             f"torch.distributed.checkpoint would keep those of one rank for all ranks of tensor "
             f"parallelism: save this optimizer by torch.save, in a file for each rank",
@@ -228,16 +228,16 @@ def _distributed_state(
     state: Mapping[str, Any], shape: torch.Size, spec: Any
 ) -> tuple[dict[str, Any], set[str]]:
     """Returns an optimizer's state of a shard with DTensors, and the names of what is none."""
-    others: set[str] = set()
+    unlike: set[str] = set()
 
     def distributed(name: str, value: Tensor) -> Any:
         if value.shape == shape:
             return _distributed(value, spec)
         if value.numel() > 1:
-            others.add(name)
+            unlike.add(name)
         return value
 
-    return _with_tensors(state, distributed), others
+    return _with_tensors(state, distributed), unlike
 
 
 def _load_state(optimizer: Optimizer) -> None:

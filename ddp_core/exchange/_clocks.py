@@ -95,8 +95,8 @@ def is_capturing(module: Any) -> bool:
 
     Events of a captured step do not happen in it, and cannot be queried afterwards.
     """
-    asked = getattr(module, "is_current_stream_capturing", None)
-    return asked is not None and asked()
+    query = getattr(module, "is_current_stream_capturing", None)
+    return query is not None and query()
 
 
 HOST, UNKNOWN = Clock(), _Unknown()

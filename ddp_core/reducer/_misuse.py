@@ -149,13 +149,13 @@ def local_error(name: str, landed: bool, wrapper: str = "DistributedDataParallel
         landed: whether a step's gradients were averaged since the latest forward pass.
         wrapper: the class that averages.
     """
-    what = (
+    how = (
         "after this step's gradients were averaged"
         if landed
         else f"without a forward pass of {wrapper}"
     )
     return (
-        f"the gradient of {name} came {what}: it would stay this rank's own, and ranks would drift "
+        f"the gradient of {name} came {how}: it would stay this rank's own, and ranks would drift "
         f"apart. Compute the loss through the wrapper, not through its module; of several losses, "
         f"or of several forward passes, add them and call backward once. Passes that are to stay "
         f"on this rank go within no_sync() or hold()"

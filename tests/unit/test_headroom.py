@@ -126,7 +126,7 @@ def test_a_log_says_now_and_then_which_round_runs(
             warms_up=step < 10, step=step, turns=max(step - 10, 0) // 24, turns_to_come=0
         )
         turns.turns_to_come, turns.steps_to_come = 2 - turns.turns, 58 - step
-        script.tell(turns)
+        script.report_progress(turns)
     lines = capsys.readouterr().err.splitlines()
     assert lines[:2] == [
         "commhooks headroom: 2 rounds, 59 steps in all",
