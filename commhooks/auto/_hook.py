@@ -35,8 +35,8 @@ class AutoHook(HookState):
     """Chooses the scheme of a model by measurement, in its first steps.
 
     Candidates run in turns until differences of 1 % are not due to chance, or for six rounds: 40 to
-    300 steps. The fastest scheme is kept if it saves 2 % of a dense step or more; of those within
-    1 % of it, the one with the smallest error.
+    300 steps. The fastest scheme is kept if it saves 2 % of an uncompressed (dense) step or more;
+    of those within 1 % of it, the one with the smallest error.
 
     Args:
         model: see :class:`commhooks.HookState`.

@@ -133,7 +133,7 @@ def check_placement(
         call: the name of the public call.
         stored: result of :func:`stored_placement`; None: the state names no shards.
         here: this rank's pieces by parameter, of those that are cut.
-        find: tells the name here of a parameter in the state.
+        find: returns the name here of a parameter in the state.
     """
     if stored is None:
         return

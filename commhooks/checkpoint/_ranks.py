@@ -13,7 +13,7 @@ rank within the job: two groups of ranks (shards of a model) have the same ranks
 buckets were full (empty if they are not known, or not final yet), ``arrival`` the names of all
 parameters in the order in which gradients came (empty if that is not known). Where parameters are
 DTensors (tensor parallelism), a rank's part also has ``placement``: which pieces it is of. Without
-it a part is of whole parameters, or was saved in version 2, which does not tell.
+it a part is of whole parameters, or was saved in version 2, which does not record them.
 """
 
 from __future__ import annotations

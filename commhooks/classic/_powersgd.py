@@ -377,7 +377,7 @@ def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wire
     """Returns the model that ``state`` is registered on.
 
     Returns:
-        The model's trained parameters, and by which hook and with which dtypes on the wire the
+        The model's trained parameters, and by which hook and with which dtypes of payloads the
         state is registered; None if it is on no model.
     """
     # torch does not notify a state when it is registered: the hook is first called with a bucket.

@@ -364,10 +364,10 @@ class AttachmentGuard(ForwardGuard):
             )
         if self._state.engine.keeps_memory:
             raise RegistrationError(
-                f"{call} and {self._state.scheme}, which keeps state: a rank without inputs is not "
-                f"told which parameters no rank has used, and would count what it keeps of them as "
-                f"sent. Use ddp_core.DistributedDataParallel (same arguments), which tells it, or "
-                f"find_unused_parameters=False"
+                f"{call} and {self._state.scheme}, which keeps state: a rank without inputs does "
+                f"not learn which parameters no rank has used, and would count what it keeps of "
+                f"them as sent. Use ddp_core.DistributedDataParallel (same arguments), which "
+                f"notifies it, or find_unused_parameters=False"
             )
 
     # A copy or a pickle does not know its module: ``attached_to`` is then False, as it should be,

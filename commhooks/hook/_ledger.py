@@ -61,14 +61,14 @@ def summarise(
     world_size: int,
     exchange: str = "all-reduce",
 ) -> Summary:
-    """Compares the bytes on the wire with a dense exchange, and reports the exposed time.
+    """Compares the bytes sent with an uncompressed exchange, and reports the exposed time.
 
     Args:
         rows: the rows of some steps.
         exposed: returns the seconds that each row keeps its step waiting, by ``id``.
         name: name of the scheme.
         world_size: number of ranks.
-        exchange: name of the dense collective.
+        exchange: name of the uncompressed collective.
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows and world_size == 1:
@@ -365,9 +365,9 @@ class Ledger:
 
         Example:
             >>> print(hook.summary())
-            int8 on 4 ranks, steps 0 to 99: 12.3 MB on the wire per step and rank, where a dense
+            int8 on 4 ranks, steps 0 to 99: 12.3 MB sent per step and rank, where an uncompressed
             all-reduce sends 49.1 MB: a quarter (1/3.99). Of 20.1 ms of communication per step,
-            backward did not hide 3.2 ms.
+            3.2 ms are exposed (not overlapped with backward).
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"summary(steps=...) is a whole number, 1 or more, got {steps!r}")

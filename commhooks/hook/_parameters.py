@@ -83,7 +83,7 @@ def find_ddp(model: object) -> DistributedDataParallel:
 def find_owner(state: object) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel on which ``state`` was registered, or None.
 
-    torch tells a hook its parameters but not its model. The look-up is made once, at the first
+    torch gives a hook its parameters but not its model. The look-up is made once, at the first
     bucket.
     """
     for candidate in ddp_models():

@@ -202,10 +202,10 @@ class InterleavedRun:
         The duration of a step is that of its slowest rank.
 
         Raises:
-            RegistrationError: no turn has ended, or steps have no time of their own.
+            RegistrationError: no round has ended, or steps have no time of their own.
         """
         if not self._turns:
-            raise RegistrationError("headroom: no turn has ended, so there is nothing to compare")
+            raise RegistrationError("headroom: no round has ended, so there is nothing to compare")
         if self._cuda:
             torch.cuda.synchronize()
         local_seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]

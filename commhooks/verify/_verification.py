@@ -52,7 +52,7 @@ _AT_CLOSE = 5.0  # seconds that ``close`` waits for what is under way
 
 
 class Verification:
-    """Compares the scheme's result of some steps with the dense mean, and across ranks.
+    """Compares the result of some steps with the uncompressed (dense) mean, and across ranks.
 
     The ranks exchange sketches after the step, in a process group of its own on Gloo, while
     training continues. The result is judged when a later step begins and its collectives have
@@ -252,9 +252,10 @@ class Verification:
     def report(self) -> pd.DataFrame:
         """Returns a row per verified step, bucket and parameter; waits for collectives under way.
 
-        ``error`` is the norm of the averaged gradient minus the dense mean, over that of the dense
-        mean; ``cosine`` is of the angle between the two; ``norm`` is the dense mean's. With error
-        feedback the error of a step is what later steps send. No finding is raised here.
+        ``error`` is the norm of the averaged gradient minus the uncompressed (dense) mean, over
+        that of the dense mean; ``cosine`` is of the angle between the two; ``norm`` is the dense
+        mean's. With error feedback the error of a step is what later steps send. No finding is
+        raised here.
         """
         with needs("hook.verification.report()", "pandas"):
             import pandas as pd

@@ -147,7 +147,7 @@ def set_time(record: Timed, name: str, now: float | Timestamp) -> None:
 
 
 def event_after(future: Any, device: torch.device) -> Callable[[], bool]:
-    """Returns a function that tells whether a device has done the work of a completed future.
+    """Returns a function that returns whether a device has done the work of a completed future.
 
     Such a future is completed when its work is enqueued; the caller's stream does not wait.
     """

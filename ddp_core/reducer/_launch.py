@@ -416,7 +416,7 @@ class StepEvents:
 
     @property
     def wants_unused(self) -> bool:
-        """Whether the state is told which parameters' gradients were not written."""
+        """Whether the state is notified of parameters whose gradients were not written."""
         return self._gradients_written is not None
 
     def backward_finished(self) -> None:
