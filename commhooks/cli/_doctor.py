@@ -85,8 +85,8 @@ def _facts() -> Table:
     table.add_row("commhooks", __version__)
     table.add_row("Python", f"{platform.python_version()} on {platform.machine()}")
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    there = ", ".join(name for name, present in backends.items() if present)
-    table.add_row("torch", f"{torch.__version__}, back ends: {there}")
+    present_backends = ", ".join(name for name, present in backends.items() if present)
+    table.add_row("torch", f"{torch.__version__}, back ends: {present_backends}")
     reason = cpu.missing()
     table.add_row("CPU kernels", reason or f"built; instruction set {cpu.instruction_set()}")
     reason = cuda.missing()

@@ -227,10 +227,10 @@ class Packing:
     def merge(self, packed: Tensor, exact: Tensor) -> Tensor:
         """Inverts :meth:`select` on the shards of all ranks, a row for each."""
         pieces = {
-            this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=1))
-            for this, rows in ((True, packed), (False, exact))
+            packs: iter(rows.split([n for n, kind in self.runs if kind == packs], dim=1))
+            for packs, rows in ((True, packed), (False, exact))
         }
-        return torch.cat([next(pieces[this]) for _, this in self.runs], dim=1)
+        return torch.cat([next(pieces[packs]) for _, packs in self.runs], dim=1)
 
 
 @dataclass(frozen=True)

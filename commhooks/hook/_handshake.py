@@ -252,10 +252,10 @@ def handshake_fields(
 
 def check_memory_origin(engine: Engine, target: HookTarget) -> None:
     """Raises CheckpointError if a pickled state is another rank's, or of other shards."""
-    whose = _origin(engine, target)
-    if whose != _OWN:
+    origin = _origin(engine, target)
+    if origin != _OWN:
         raise CheckpointError(
-            f"the unpickled HookState holds the state {whose}; this is rank {engine.rank} "
+            f"the unpickled HookState holds the state {origin}; this is rank {engine.rank} "
             f"of {engine.world_size}. Residuals differ per rank: let every rank pickle its own, or "
             f"save hook.state_dict(gather=True), with tensor parallelism once for each shard"
         )

@@ -168,14 +168,14 @@ def localize(module: nn.Module) -> None:
     # checkpointing calls it again in backward.
     owners = dict.fromkeys(place.owner for place in places)
     parts = {owner: [place for place in places if place.owner is owner] for owner in owners}
-    for called, its in {**parts, module: places}.items():
-        hooks = _Distributed(its)
+    for called, used in {**parts, module: places}.items():
+        hooks = _Distributed(used)
         called.register_forward_pre_hook(hooks.before)
         # Also after a forward pass that raised: the next one would find old DTensors otherwise.
         called.register_forward_hook(hooks.after, always_call=True)
-    for owner, its in parts.items():  # a part of the model may be saved without the rest
-        owner.register_state_dict_post_hook(partial(_save, its))
-        owner.register_load_state_dict_pre_hook(partial(_load, its))
+    for owner, owned in parts.items():  # a part of the model may be saved without the rest
+        owner.register_state_dict_post_hook(partial(_save, owned))
+        owner.register_load_state_dict_pre_hook(partial(_load, owned))
     _watch_optimizers()
 
 

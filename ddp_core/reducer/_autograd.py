@@ -70,10 +70,10 @@ class Accumulators:
 
         A parameter has another node if its data had another dtype when it was used.
         """
-        me = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def look(index: int, _: object) -> None:
-            here, node = me(), current_node()
+            here, node = reference(), current_node()
             listener = None if here is None else here._listener()
             if here is not None and listener is not None and node is not here._nodes[index]:
                 listener.arrived_in_full_precision(index)

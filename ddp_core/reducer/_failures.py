@@ -313,14 +313,14 @@ class AbortAgreement:
         if first is None:
             return None
         outcome = point.store.try_call(get_text(f"{point.key}/outcome"), _SOON)
-        (who, aborted), difference = _parse(first), ""
+        (reporter, aborted), difference = _parse(first), ""
         if outcome is None and self._aborted is not None:
             # Launched buckets are settled here; they complete if all ranks launched as many.
             if aborted != self._aborted:
-                difference = self._difference(who, aborted, self._aborted)
+                difference = self._difference(reporter, aborted, self._aborted)
         elif outcome is None and aborted[:2] <= (step - self.first_step, bucket):
             awaited = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
-            difference = f"{self._text(aborted, who)}, rank {self._rank} waits for {awaited}"
+            difference = f"{self._text(aborted, reporter)}, rank {self._rank} waits for {awaited}"
         if difference:
             outcome = point.store.try_call(point.set_outcome(difference), _SOON)
         if outcome is None or outcome == _SAME:
@@ -340,9 +340,9 @@ class AbortAgreement:
             return point.store.call(point.set_outcome(outcome), end - time.monotonic())
 
         text = f"{self._rank} {dropped.step} {dropped.launched} {int(dropped.from_peer)}"
-        who, aborted = _parse(point.store.call(set_once(point.key, text), limit))
+        reporter, aborted = _parse(point.store.call(set_once(point.key, text), limit))
         if aborted != dropped:
-            return decide(self._difference(who, aborted, dropped))
+            return decide(self._difference(reporter, aborted, dropped))
         outcome = point.wait_for_all(_SAME, end)
         if outcome is not None:
             return outcome
@@ -350,8 +350,8 @@ class AbortAgreement:
         missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
         return decide(f"{self._text(dropped, *came)}, {missed}")
 
-    def _difference(self, who: int, aborted: _AbortedStep, dropped: _AbortedStep) -> str:
-        return f"{self._text(aborted, who)}, {self._text(dropped)}"
+    def _difference(self, reporter: int, aborted: _AbortedStep, dropped: _AbortedStep) -> str:
+        return f"{self._text(aborted, reporter)}, {self._text(dropped)}"
 
     def _text(self, dropped: _AbortedStep, *who: int) -> str:
         """Describes the step that ranks have aborted; this rank by default."""
@@ -421,9 +421,9 @@ class DeviceWatchdog:
             self._pending = _Pending(place, thread)
         self._pending.place = place
         if self._thread is None:
-            me = weakref.ref(self)
+            reference = weakref.ref(self)
             self._thread = threading.Thread(
-                target=_watchdog, args=(me,), name="ddp_core-watch", daemon=True
+                target=_watchdog, args=(reference,), name="ddp_core-watch", daemon=True
             )
             self._thread.start()
 
