@@ -70,7 +70,7 @@ def run_compiler(command: list[str], **_: object) -> None:
     if done.returncode == 0:
         sys.stderr.write(done.stderr)
         return
-    file = next((one for one in command if one.endswith(".cpp")), "the library")
+    file = next((argument for argument in command if argument.endswith(".cpp")), "the library")
     last = "\n".join((done.stdout + done.stderr).splitlines()[-SHOWN:])
     raise CompileError(f"{command[0]} failed on {file}, exit {done.returncode}:\n{last}")
 
@@ -115,7 +115,7 @@ class BuildKernels(build_ext):
             extra_postargs=list(FLAGS),
         )
 
-        def compile_one(pair: tuple[str, str]) -> list[str]:
+        def compile_source(pair: tuple[str, str]) -> list[str]:
             name, source = pair
             return self.compiler.compile(
                 [source],
@@ -126,11 +126,13 @@ class BuildKernels(build_ext):
             )
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            made = pool.map(compile_one, product(sets, SOURCES))
+            made = pool.map(compile_source, product(sets, SOURCES))
             objects += chain.from_iterable(made)
         # The folder of the Python that builds is not one to search elsewhere.
         linker = self.compiler.linker_so
-        self.compiler.linker_so = [one for one in linker if not one.startswith("-Wl,-rpath")]
+        self.compiler.linker_so = [
+            argument for argument in linker if not argument.startswith("-Wl,-rpath")
+        ]
         # Linked as C: nothing of the C++ run-time library is used.
         stripped = ["-s"] if sys.platform == "linux" else []
         self.compiler.link_shared_object(objects, library, extra_postargs=stripped)

@@ -246,7 +246,7 @@ def check_message(
     """Raises unless ``payload`` is a message of ``n`` entries, or the row of one."""
     message = _message_of(caller, format, block, table, row, n)
     if payload.shape not in message.shapes:
-        _refuse_size(caller, "payload", "", message, payload)
+        _raise_size(caller, "payload", "", message, payload)
 
 
 def check_messages(
@@ -256,7 +256,7 @@ def check_messages(
     message = _message_of(caller, format, block, table, row, n)
     shape = payloads.shape
     if shape[1:] not in message.shapes or not shape[0]:
-        _refuse_size(caller, "payloads", "1 or more, ", message, payloads)
+        _raise_size(caller, "payloads", "1 or more, ", message, payloads)
 
 
 def _message_of(caller: str, format: str, block: int, table: Tensor, row: int, n: int) -> Message:
@@ -266,11 +266,11 @@ def _message_of(caller: str, format: str, block: int, table: Tensor, row: int, n
     return message
 
 
-def _refuse_size(caller: str, name: str, before: str, message: Message, got: Tensor) -> None:
+def _raise_size(caller: str, name: str, before: str, message: Message, payloads: Tensor) -> None:
     nbytes = message.layout.bytes
     raise ValueError(
         f"{caller}({name}): shape ({before}{message.rows}, {nbytes}), {nbytes} bytes a row, "
-        f"got {tuple(got.shape)}; see payload_bytes"
+        f"got {tuple(payloads.shape)}; see payload_bytes"
     )
 
 

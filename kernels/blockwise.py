@@ -328,8 +328,8 @@ def _quantize_cuda(
     # The block is a template argument, so that a lane's entries stay in registers: an array is kept
     # there only where every index is known to the compiler.
     name = f"quantize<{layout.format.cpp}, {cuda.DTYPES[x.dtype]}, {block}>"
-    there = on_device(table, x.device)
-    arguments = (x, there, row, *rest, aligned(payload), *places)
+    device_table = on_device(table, x.device)
+    arguments = (x, device_table, row, *rest, aligned(payload), *places)
     warps = (layout.n + layout.tails) // warp_entries(block) + 1
     cuda.launch("blockwise.cu", name, x.device, warps, arguments, rows)
 

@@ -226,13 +226,13 @@ def fingerprint_op(
     averaged = torch.zeros_like(flat)
     averaged[begin : begin + mean.numel()] = mean.view(-1).to(flat.dtype)
     old, new = (torch.zeros_like(flat) if x is None else x.view(-1) for x in (before, after))
-    total, ours = flat + old - new, averaged * c_float(factor).value  # as kernels take it
+    total, scaled = flat + old - new, averaged * c_float(factor).value  # as kernels take it
     contributed = flat if keeps else total
     # Norms and the hash.
     row = rows.view(len(ROWS), -1)
     contribution, average, difference, *residuals = (
         places.owned(vector.double().square())
-        for vector in (contributed, averaged, contributed - ours, old, new)
+        for vector in (contributed, averaged, contributed - scaled, old, new)
     )
     row[0], row[1], row[3] = contribution, average, difference
     row[2] = 2 * (residuals[0] + residuals[1])
@@ -242,7 +242,7 @@ def fingerprint_op(
     row[4] = places.counted(hashes.masked_fill(outside, 0)).view(torch.float64)
     # Sketches.
     if sketches is not None:
-        vectors = [total - ours] * keeps + [contributed - ours, ours]
+        vectors = [total - scaled] * keeps + [contributed - scaled, scaled]
         for sketch, vector in zip(sketches.view(len(vectors), -1), vectors, strict=True):
             sketch.copy_(places.sketch(vector))
 

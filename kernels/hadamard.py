@@ -187,10 +187,10 @@ def _hadamard_cpu(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any)
 @hadamard_op.kernel("cuda")
 def _hadamard_cuda(x: Tensor, out: Tensor, block: int, inverse: bool, *rest: Any) -> None:
     *key, table, row, accumulate = rest
-    n, there, rows = x.numel(), None, 1
+    n, device_table, rows = x.numel(), None, 1
     if table is not None:
-        segments, there = segments_of(table, "hadamard"), on_device(table, x.device)
+        segments, device_table = segments_of(table, "hadamard"), on_device(table, x.device)
         n, rows = segments.slots, len(segments.rows) if row < 0 else 1
-    arguments = (x, n, block**-0.5, inverse, *key, there, row, accumulate, out)
+    arguments = (x, n, block**-0.5, inverse, *key, device_table, row, accumulate, out)
     warps = n // max(block, 256) + 1
     cuda.launch("hadamard.cu", f"hadamard<{block}>", x.device, warps, arguments, rows)

@@ -40,7 +40,7 @@ _IN_PLACE = [("x", "total"), ("residual", "total")]
 # values.
 
 
-def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **others: Entries) -> dict[str, Rule]:
+def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **rules: Entries) -> dict[str, Rule]:
     """Returns the checks of an op's tensors: of its bucket, of the factors, and of others."""
     return {
         "table": matrices_of,
@@ -48,7 +48,7 @@ def _takes(bucket: str, dtypes: tuple[torch.dtype, ...], **others: Entries) -> d
         bucket: Entries(dtypes),
         "left": Entries(wide(bucket), n="table.left_numel"),
         "right": Entries(wide(bucket), n="table.right_numel"),
-        **others,
+        **rules,
     }
 
 

@@ -153,7 +153,7 @@ def _launch(kernel: str, *arguments: Tensor) -> None:
     # A block per matrix: each row depends on the rows before it.
     *factors, table = arguments
     device = factors[0].device
-    there = on_device(table, device)
-    warps = _SUMS // 32 * there.matrices
-    places = (there.table, there.matrices)
+    device_matrices = on_device(table, device)
+    warps = _SUMS // 32 * device_matrices.matrices
+    places = (device_matrices.table, device_matrices.matrices)
     cuda.launch("orthonormal.cu", kernel, device, warps, (*places, *factors), threads=_SUMS)

@@ -45,7 +45,7 @@ def gather_random(
     """Writes ``values.numel()`` random entries of ``x``, or of ``x + residual``.
 
     NaN is written in place of an entry whose stratum has one that is not finite, drawn or not: so a
-    sum of the values of all ranks tells whether every entry of every rank is finite.
+    sum of the values of all ranks shows whether every entry of every rank is finite.
 
     Args:
         x: float32, float16 or bfloat16, contiguous, fewer than 2^31 entries.

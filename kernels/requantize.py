@@ -157,8 +157,8 @@ def _requantize_cuda(
 ) -> None:
     layout, *_, places = message_of(table, "requantize", format, block, row)
     name = f"requantize<{layout.format.cpp}, {block}>"
-    there = on_device(table, payloads.device)
-    source = (aligned(payloads), payloads.stride(0), payloads.shape[0], factor, there, row)
+    device_table = on_device(table, payloads.device)
+    source = (aligned(payloads), payloads.stride(0), payloads.shape[0], factor, device_table, row)
     arguments = (*source, *rest, aligned(payload), *places)
     warps = (layout.n + layout.tails) // warp_entries(block) + 1
     cuda.launch("blockwise.cu", name, payloads.device, warps, arguments)

@@ -35,8 +35,8 @@ class AutoHook(HookState):
     """Chooses the scheme of a model by measurement, in its first steps.
 
     Candidates run in turns until differences of 1 % are not due to chance, or for six rounds: 40 to
-    300 steps. The fastest scheme is kept if it saves 2 % of a dense step or more; of those within
-    1 % of it, the one with the smallest error.
+    300 steps. The fastest scheme is kept if it saves 2 % of an uncompressed (dense) step or more;
+    of those within 1 % of it, the one with the smallest error.
 
     Args:
         model: see :class:`commhooks.HookState`.
@@ -182,8 +182,8 @@ class AutoHook(HookState):
 
     def apply_plan(self, plan: str, scheme: str) -> None:
         """Runs the choice of the ranks that this one joins; without a choice all begin anew."""
-        theirs = _read_plan(plan)
-        if theirs.get("undecided"):
+        saved = _read_plan(plan)
+        if saved.get("undecided"):
             self._trials.end("auto: the ranks change.")
             self._replace(make("none"))
             self._begins_anew = True
@@ -192,8 +192,8 @@ class AutoHook(HookState):
         if choice is not None and describe(choice[1]) != describe(unwrap_flush(self.scheme)):
             self._replace(choice[1])
         if not self.decided:
-            what = choice[0] if choice else "the scheme it has"
-            self._trials.end(f"auto runs {what}, as the ranks it joins.")
+            name = choice[0] if choice else "the scheme it has"
+            self._trials.end(f"auto runs {name}, as the ranks it joins.")
 
     def on_group_changed(self) -> None:
         """Begins the trials anew if they were not over: they have measured other ranks."""

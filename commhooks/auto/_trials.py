@@ -231,7 +231,7 @@ class Trials:
             everyone: list[Any] = [None] * group.size()
             with hook.target.on_device():
                 dist.all_gather_object(everyone, values, group=group)
-            values = [value for theirs in everyone for value in theirs]
+            values = [value for rank_values in everyone for value in rank_values]
         return values
 
 

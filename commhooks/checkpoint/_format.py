@@ -84,9 +84,9 @@ def digest(plain: object, tensors: Mapping[tuple[str, ...], Tensor]) -> str:
     """Returns the SHA-256 of plain values and of named tensors' dtypes, shapes and bytes."""
     sha256 = hashlib.sha256()
 
-    def add(what: object) -> None:
+    def add(value: object) -> None:
         # As JSON, in which tuples are lists and keys are sorted: a file may have changed both.
-        sha256.update(json.dumps(what, sort_keys=True).encode() + b"\n")
+        sha256.update(json.dumps(value, sort_keys=True).encode() + b"\n")
 
     add(plain)
     for path in sorted(tensors):

@@ -72,8 +72,8 @@ def _unlike(value: Tensor, first: Tensor, parameter: torch.Size, same_settings: 
     # With other settings a value may have another shape (PowerSGD of another rank). The bounds
     # refuse the values of damaged files, such as a factor of no rows or of 500.
     most = max(first.numel(), parameter.numel())
-    other = value.shape != first.shape
-    if other and (same_settings or not 0 < value.numel() <= most):
+    reshaped = value.shape != first.shape
+    if reshaped and (same_settings or not 0 < value.numel() <= most):
         return f"has shape {tuple(value.shape)}, not {tuple(first.shape)}"
     return None
 

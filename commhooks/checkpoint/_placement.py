@@ -105,11 +105,11 @@ def stored_placement(pieces: Mapping[str, str]) -> list[list[str]]:
     return list(names.values())
 
 
-def read_placement(stored: object, what: str) -> dict[str, str]:
+def read_placement(stored: object, subject: str) -> dict[str, str]:
     """Inverts :func:`stored_placement`: returns shards by parameter.
 
     Args:
-        what: begins the message of an error.
+        subject: begins the message of an error.
 
     Raises:
         CheckpointError: ``stored`` is something else.
@@ -118,7 +118,7 @@ def read_placement(stored: object, what: str) -> dict[str, str]:
         type(entry) is list and entry and all(type(text) is str for text in entry)
         for entry in stored
     ):
-        raise CheckpointError(f"{what} is a list of lists of text; the file is damaged")
+        raise CheckpointError(f"{subject} is a list of lists of text; the file is damaged")
     # Earlier releases wrote them in the order of the mesh.
     ordered = [(_in_order(re.split(", (?=piece )", piece)), names) for piece, *names in stored]
     return {name: piece for piece, names in ordered for name in names}
@@ -133,7 +133,7 @@ def check_placement(
         call: the name of the public call.
         stored: result of :func:`stored_placement`; None: the state names no shards.
         here: this rank's pieces by parameter, of those that are cut.
-        find: tells the name here of a parameter in the state.
+        find: returns the name here of a parameter in the state.
     """
     if stored is None:
         return

@@ -13,7 +13,7 @@ rank within the job: two groups of ranks (shards of a model) have the same ranks
 buckets were full (empty if they are not known, or not final yet), ``arrival`` the names of all
 parameters in the order in which gradients came (empty if that is not known). Where parameters are
 DTensors (tensor parallelism), a rank's part also has ``placement``: which pieces it is of. Without
-it a part is of whole parameters, or was saved in version 2, which does not tell.
+it a part is of whole parameters, or was saved in version 2, which does not record them.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def with_local_shards(
     saved: Saved,
     here: Mapping[str, str],
     find: Callable[[str], str],
-    kept: Mapping[int, Collection[str]] | None = None,
+    names_of_ranks: Mapping[int, Collection[str]] | None = None,
 ) -> Saved:
     """Returns a state with the parts of ranks that had the same tensor-parallel shards.
 
@@ -156,24 +156,24 @@ def with_local_shards(
     Args:
         here: this rank's shards of cut parameters, by name; see :class:`Part`.
         find: returns this model's name of a parameter in the state.
-        kept: names of values by global rank; None: those in the parts.
+        names_of_ranks: names of values by global rank; None: those in the parts.
 
     Raises:
         CheckpointError: there are no such parts.
     """
-    others, fitting = [], []
+    unlike, fitting = [], []
     for part in saved.parts:
         values = (name for of_key in part.memory.values() for name in of_key)
-        names = values if kept is None else kept[part.global_rank]
+        names = values if names_of_ranks is None else names_of_ranks[part.global_rank]
         wholes = dict.fromkeys(find(parameter_name(name)) for name in names)
-        pieces = {find(name): its for name, its in (part.placement or {}).items()}
-        other = [name for name in wholes if pieces.get(name, "") != here.get(name, "")]
-        if other and part.placement is not None:
-            others.append((pieces.get(other[0]) or "all of it", other[0]))
+        pieces = {find(name): piece for name, piece in (part.placement or {}).items()}
+        differing = [name for name in wholes if pieces.get(name, "") != here.get(name, "")]
+        if differing and part.placement is not None:
+            unlike.append((pieces.get(differing[0]) or "all of it", differing[0]))
         else:
             fitting.append(part)
     if not fitting:
-        piece, name = others[0]
+        piece, name = unlike[0]
         raise CheckpointError(
             f"load_state_dict: the state is of another part of the model: of {name!r} it has "
             f"{piece}, and this rank trains {here.get(name) or 'all of it'}. Give each rank what "

@@ -53,9 +53,9 @@ def set_seed(hook: HookState, seed: int) -> None:
 def continue_from(hook: HookState, before: HookState) -> None:
     """Moves the step count and the memory of ``before`` to ``hook``, and closes ``before``."""
     # Its pickled form holds copies, so that closing ``before`` takes nothing away from ``hook``.
-    kept = before.__getstate__()
-    memory_of(hook).load(kept["memory"])
-    set_step(hook, kept["step"])
+    pickled = before.__getstate__()
+    memory_of(hook).load(pickled["memory"])
+    set_step(hook, pickled["step"])
     before.close()
 
 

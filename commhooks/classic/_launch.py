@@ -100,7 +100,7 @@ def _on_fsdp1(name: str, classic: Classic, group: Any, gradient: Tensor, shard: 
     scheme = getattr(classic.launch, "args", (None,))[0]
     if not isinstance(scheme, Scheme) or not isinstance(group, dist.ProcessGroup):
         raise RegistrationError(
-            f"FSDP1 cannot run {name} with a state of {type(group).__name__}, since it tells hooks "
+            f"FSDP1 cannot run {name} with a state of {type(group).__name__}, since it gives hooks "
             f"neither parameters nor ranks: model.register_comm_hook(process_group, hook) takes "
             f"allreduce_hook, fp16_compress_hook and bf16_compress_hook, with a process group such "
             f"as torch.distributed.group.WORLD; all schemes run by commhooks.register(model, "

@@ -135,7 +135,7 @@ class PostLocalSGDState:
         model = hooked_model(bucket.parameters())
         if model not in self._iters:
             # A model that was wrapped again, with more trained parameters, continues its count.
-            counts = [count for other, count in self._iters.items() if model.extends(other)]
+            counts = [count for earlier, count in self._iters.items() if model.extends(earlier)]
             self._iters[model] = max(counts, default=self._initial_iter)
         step = self._iters[model]
         group, scheme = self.process_group, cast_payloads(DENSE, wire_dtypes)
@@ -167,7 +167,7 @@ def _same_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     this_host = hosts[group.rank()]
     subgroup: dist.ProcessGroup | None = None
     for host in [this_host] if is_subset else sorted(set(hosts)):
-        on_host = [rank for rank, other in zip(ranks, hosts, strict=True) if other == host]
+        on_host = [rank for rank, rank_host in zip(ranks, hosts, strict=True) if rank_host == host]
         make = partial(dist.new_group, on_host, use_local_synchronization=is_subset)
         host_group: dist.ProcessGroup = make_with_timeout(group, make)
         subgroup = host_group if host == this_host else subgroup

@@ -245,9 +245,9 @@ class PowerSGDState(CompressionStats):
 
     def _copied(self, call: str, *keys: str) -> Mapping[str, Tensor]:
         inner = self._on_models.only(call)
-        kept = memory_of(inner.hook).items() if inner is not None else ()
+        values = memory_of(inner.hook).items() if inner is not None else ()
         # Read-only: a script for torch's state that writes here would lose it without a word.
-        return MappingProxyType({name: value.clone() for key, name, value in kept if key in keys})
+        return MappingProxyType({name: value.clone() for key, name, value in values if key in keys})
 
     # ---- copies
 
@@ -377,7 +377,7 @@ def _registration_of(state: PowerSGDState) -> tuple[Sequence[Tensor], Kind, Wire
     """Returns the model that ``state`` is registered on.
 
     Returns:
-        The model's trained parameters, and by which hook and with which dtypes on the wire the
+        The model's trained parameters, and by which hook and with which dtypes of payloads the
         state is registered; None if it is on no model.
     """
     # torch does not notify a state when it is registered: the hook is first called with a bucket.

@@ -330,8 +330,8 @@ class OnModels:
             set_step(hook, self.first_iter)
         # The same model over another group, or wrapped again with more trained parameters: memory
         # is keyed by parameter name, so it moves.
-        for other in [known for known in self.inners if known is model or model.extends(known)]:
-            continue_from(hook, self.inners.pop(other).hook)
+        for earlier in [known for known in self.inners if known is model or model.extends(known)]:
+            continue_from(hook, self.inners.pop(earlier).hook)
         new = self.inners[model] = Inner(hook, group, made_from(settings, kind, wire_dtypes))
         return new
 

@@ -34,7 +34,7 @@ from commhooks.wrappers._feedback import has_feedback
 
 __all__ = ["CANDIDATES", "advise_on"]
 
-_MOST_TIMES = 20  # as long as computing alone: what is longer is not told as a ratio
+_MOST_TIMES = 20  # as long as computing alone: what is longer is not written as a ratio
 _ABOUT = 1.1  # times as long as the fastest: predictions claim a tenth
 _WORTH_A_TRIAL = 0.1  # share of the step that an unproved scheme has to save to be named
 _TIMES = ("step_s", "exposed_s", "wire_s", "codec_s")
@@ -142,7 +142,8 @@ def _table(options: Sequence[Option], beyond: Sequence[Option], max_error: float
             )
         table.add_section()
     table.caption = (
-        "speed-up: over bf16. error: relative squared error of one exchange of normal entries"
+        "exposed: not overlapped with backward. speed-up: over bf16. "
+        "error: relative squared error of one exchange of normal entries"
         + (f"; below the line: over {max_error:g}." if beyond else ".")
     )
     table.caption_justify = "left"
@@ -167,7 +168,7 @@ def _by_size(option: Option, options: Sequence[Option]) -> str:
 
 
 def _size_matters(option: Option, options: Sequence[Option]) -> bool:
-    """Whether the bucket size changes the step with a scheme by as much as is told."""
+    """Whether the bucket size changes the step with a scheme by as much as is reported."""
     steps = [each.step.step_s for each in _sizes(option.name, options)]
     return max(steps) > (1 + MARGIN) * min(steps)
 
@@ -220,7 +221,7 @@ def _advice(
 
 
 def _saves(option: Option, over: Option, share: float = MARGIN) -> bool:
-    """Whether the step with an option is shorter by as much as is told."""
+    """Whether the step with an option is shorter by as much as is reported."""
     return option.step.step_s < (1 - share) * over.step.step_s
 
 

@@ -253,7 +253,7 @@ def _one_pass(
                 f"--timeline {timeline}: no such file; commhooks.predict.save_workload writes one"
             )
         return load_workload(timeline), "the recorded batch"
-    source = model(name) if name in MODELS else _own(name or "")
+    source = model(name) if name in MODELS else _model_of_file(name or "")
     if isinstance(source, Workload):
         return source, f"the batch of {name}"
     if math.isnan(device.flops):
@@ -285,7 +285,7 @@ def short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f}"
 
 
-def _own(target: str) -> Model | Workload:
+def _model_of_file(target: str) -> Model | Workload:
     """Returns the model or workload that ``FILE.py:FUNCTION`` makes."""
     path, colon, name = target.rpartition(":")
     if not colon or not path.endswith(".py"):

@@ -101,8 +101,8 @@ def _listed(width: int, yours: Sequence[str] = ()) -> Table:
         table.add_column(column, no_wrap=True)
     names = scheme_names()
     known = [name for group in _ORDER for name in group]
-    others = [name for name in names if name not in known]
-    for group in [yours] if yours else [*_ORDER, others]:
+    unlisted = [name for name in names if name not in known]
+    for group in [yours] if yours else [*_ORDER, unlisted]:
         for name in (name for name in group if yours or name in names):
             mark = " <- begin here" if name == _FIRST else ""
             row = {"name": name + mark, **_facts_of(name)}
@@ -271,20 +271,20 @@ def _example(
     text: str,
     options: Mapping[str, Any],
     needed: Sequence[str],
-    asked: Mapping[str, Any],
+    chosen: Mapping[str, Any],
 ) -> Sequence[str]:
     """Returns the docstring's example if it makes the scheme by name; else one with an option.
 
     Args:
-        asked: options that were given, which the example has instead.
+        chosen: options that were given, which the example has instead.
     """
     _, _, rest = text.partition("\nExample:\n")
     lines = [line.strip()[4:] for line in rest.partition("\n\n")[0].splitlines()]
     # An example with the class, or with another name of the same class, says nothing on this name.
-    if not asked and any(f'"{name}"' in line for line in lines):
+    if not chosen and any(f'"{name}"' in line for line in lines):
         return [re.sub(r"\b(?<!\.)register\(", "commhooks.register(", line) for line in lines]
     usual = [f"{key}={value!r}" for key, value in options.items() if value is not None][:1]
-    given = [f"{key}={value!r}" for key, value in asked.items()]
+    given = [f"{key}={value!r}" for key, value in chosen.items()]
     given = [*(f"{option}=..." for option in needed), *given] or usual
     arguments = ", ".join(["ddp_model", f'"{name}"', *given])
     return [f"hook = commhooks.register({arguments})".replace("'", '"')]

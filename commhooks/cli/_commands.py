@@ -141,9 +141,9 @@ def check(target: str) -> int:
     Returns:
         1 if a law is broken, else 0.
     """
-    asked, added = split([target])
+    named, added = split([target])
     broken = 0
-    for word in asked or added:
+    for word in named or added:
         name, options = settings_of(word)
         factory_of(name)  # raises for an unknown name, with a suggestion
         scheme = made(word)
@@ -199,9 +199,9 @@ def tradeoff(
         What was measured.
     """
     known = set(scheme_names())
-    asked, added = split(which)
-    some = list(dict.fromkeys([*asked, *added]))  # a scheme of a file may be named, too
-    compared = some if asked else _comparable(scheme_names(), added)
+    named, added = split(which)
+    some = list(dict.fromkeys([*named, *added]))  # a scheme of a file may be named, too
+    compared = some if named else _comparable(scheme_names(), added)
     # All names are checked before the first measurement, which takes seconds per scheme.
     for name in compared:
         factory_of(settings_of(name)[0])

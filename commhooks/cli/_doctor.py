@@ -85,8 +85,8 @@ def _facts() -> Table:
     table.add_row("commhooks", __version__)
     table.add_row("Python", f"{platform.python_version()} on {platform.machine()}")
     backends = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
-    there = ", ".join(name for name, present in backends.items() if present)
-    table.add_row("torch", f"{torch.__version__}, back ends: {there}")
+    present_backends = ", ".join(name for name, present in backends.items() if present)
+    table.add_row("torch", f"{torch.__version__}, back ends: {present_backends}")
     reason = cpu.missing()
     table.add_row("CPU kernels", reason or f"built; instruction set {cpu.instruction_set()}")
     reason = cuda.missing()
@@ -107,12 +107,14 @@ def _facts() -> Table:
 def _operations(device: str) -> str:
     """Counts the ops that have a kernel, and names those that run without one."""
     answers = kernels.implementations(device)
-    others = [name for name, answer in answers.items() if answer != "kernel"]
-    kernels_run = len(answers) - len(others)
+    without_kernel = [name for name, answer in answers.items() if answer != "kernel"]
+    kernels_run = len(answers) - len(without_kernel)
     count = f"{kernels_run} of {len(answers)} ops: {device.upper()} kernel"
-    if not others:
+    if not without_kernel:
         return count
-    return f"{count}; PyTorch fallback (computes the same, more slowly): {', '.join(others)}"
+    return (
+        f"{count}; PyTorch fallback (computes the same, more slowly): {', '.join(without_kernel)}"
+    )
 
 
 def one_launch(device: str = "cuda") -> str:

@@ -33,6 +33,6 @@ def tracked(items: Iterable[T], title: str, total: int) -> Iterator[T]:
         yield value
         now = time.monotonic()
         if now - last >= EVERY_S and done + 1 < total:
-            left = (now - begin) / (done + 1) * (total - done - 1)
-            typer.echo(f"{title}: {done + 1} of {total}, about {left:.0f} s to go", err=True)
+            remaining_s = (now - begin) / (done + 1) * (total - done - 1)
+            typer.echo(f"{title}: {done + 1} of {total}, about {remaining_s:.0f} s to go", err=True)
             last = now

@@ -150,7 +150,8 @@ def simulate(options: Options) -> None:
             console.print(note, highlight=False)
     between = not all(one_node)
     console.print(
-        f"\nspeed-up: over bf16. sent: by each rank{', and by a node to other nodes' * between}.\n"
+        f"\nexposed: not overlapped with backward. speed-up: over bf16.\n"
+        f"sent: by each rank{', and by a node to other nodes' * between}.\n"
         f"faster than bf16: by {100 * MARGIN:.0f} % of a step or more"
         f"{', at these bandwidths between nodes' * between}.",
         highlight=False,
@@ -173,7 +174,7 @@ def _table(rows: Iterable[Row], one_node: bool) -> Table:
     table.add_column("ranks", justify="right")
     table.add_column("scheme", no_wrap=True)
     columns = ["step|[ms]", "exposed|[ms]", "speed-up|", "sent|[MB]"]
-    for column in columns + ([] if one_node else ["by node|[MB]", "faster|than bf16|[Gbit/s]"]):
+    for column in columns + ([] if one_node else ["by node|[MB]", "faster|than|bf16 at|[Gbit/s]"]):
         table.add_column(column.replace("|", "\n"), justify="right", no_wrap=True)
     before = None
     for row in rows:

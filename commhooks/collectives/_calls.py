@@ -20,7 +20,7 @@ from commhooks.core._scheme import Scheme, slots_of
 from commhooks.core._settings import from_json, is_shape
 from commhooks.core._slot import Slot, number_of
 from commhooks.errors import CheckpointError, RegistrationError
-from commhooks.hook._capture import refuse_cuda_graph
+from commhooks.hook._capture import check_cuda_graph
 from commhooks.hook._engine import Engine
 from commhooks.hook._exchanges import ExchangeLauncher, Step
 from commhooks.hook._parameters import Parameter, Parameters
@@ -413,7 +413,7 @@ class CollectiveState(HookState):
         if not call.input.numel():  # empty on every rank, so that no rank waits
             return completed(call.output)
         if not call.is_plain(self.scheme):
-            refuse_cuda_graph(device, self.scheme, agreed=self.has_compared)
+            check_cuda_graph(device, self.scheme, agreed=self.has_compared)
         if not self.has_compared:
             self.target.exchange_device = device
             text = f"{self._called}.{call.kind}, the first call or the first after loading"

@@ -120,16 +120,16 @@ class Bucket(StepInfo):
                 f"Bucket.replace: no attribute {', '.join(sorted(unknown))}; there are "
                 f"{', '.join(sorted(_ATTRIBUTES))}"
             )
-        other = object.__new__(type(self))
-        other.__dict__.update(self.__dict__)
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
         if changes.keys() & {"raw", "residual", "unsent"}:
-            other._sum = []  # another sum: no longer shared
+            copy._sum = []  # another sum: no longer shared
         if "layout" in changes:
-            other._layout = changes.pop("layout")
+            copy._layout = changes.pop("layout")
         for name, value in changes.items():
-            setattr(other, name, value)
-        other._check()
-        return other
+            setattr(copy, name, value)
+        copy._check()
+        return copy
 
     # ---- the gradient, and the tensors that are kept
 

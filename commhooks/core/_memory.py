@@ -154,7 +154,7 @@ class Memory:
     """Holds tensors by key ("residual", "powersgd.q") and parameter name."""
 
     def __init__(self) -> None:
-        self._kept = FlatValues()
+        self._committed = FlatValues()
         self._staged: dict[Place, Tensor | None] = {}
         self._notes: dict[Place, Tensor] = {}
         # Of one old tensor, values go to several buckets, exchanged on several streams.
@@ -182,23 +182,23 @@ class Memory:
             dtype: dtype of values that are made here.
             initial: returns the value of a parameter that has none of this shape; None: zeros.
         """
-        flat = self._kept.flat.get((key, layout))
+        flat = self._committed.flat.get((key, layout))
         if flat is not None and flat.device == device:
             return flat
         with self._moves.turn(device):
             flat = torch.zeros(layout.numel, device=device, dtype=dtype)
-            self._kept.collect(key, layout, flat, initial)
+            self._committed.collect(key, layout, flat, initial)
             # Kept, although this is no commit: the values are the same, in the layout in use.
-            self._kept.put(key, layout, flat)
+            self._committed.put(key, layout, flat)
         return flat
 
     def has(self, key: str) -> bool:
         """Whether any parameter has a committed value of ``key``."""
-        return self._kept.has(key)
+        return self._committed.has(key)
 
     def get(self, key: str, name: str) -> Tensor | None:
         """Returns the committed value of one parameter, or None."""
-        return self._kept.get(key, name)
+        return self._committed.get(key, name)
 
     def scratch(self, key: str, layout: Layout, like: Tensor) -> Tensor:
         """Returns a flat tensor to fill and then ``write``: the one that the last commit freed.
@@ -206,8 +206,8 @@ class Memory:
         A new one if that does not fit.
         """
         # New pages cost the CPU more than the addition that fills them.
-        self._kept.reused.add(key)
-        spare = self._kept.spare.pop((key, layout), None)
+        self._committed.reused.add(key)
+        spare = self._committed.spare.pop((key, layout), None)
         if spare is not None and spare.device == like.device and spare.dtype == like.dtype:
             return spare
         return torch.empty_like(like)
@@ -240,7 +240,7 @@ class Memory:
         part = self.for_step()
         part._notes = self._notes
         for place, flat in self._staged.items():
-            held = self._kept.flat.get(place) if flat is None else flat
+            held = self._committed.flat.get(place) if flat is None else flat
             if held is None or held.device == device:
                 part._staged[place] = flat
         return part
@@ -265,7 +265,7 @@ class Memory:
                 (key, layout): [
                     name
                     for name in layout.names
-                    if name in unused and self._kept.get(key, name) is None
+                    if name in unused and self._committed.get(key, name) is None
                 ]
                 for key, layout in staged
             }
@@ -277,17 +277,17 @@ class Memory:
         # On the host the verdict decides here; on a GPU a kernel chooses between old and new.
         on_host = good.device.type == "cpu"
         if on_host and not good.item():
-            _spare(self._kept, staged)
+            _spare(self._committed, staged)
             return
         for (key, layout), values in notes.items():
-            self._kept.put(key, layout, values)
+            self._committed.put(key, layout, values)
         changes: list[tuple[Place, Tensor | None, Tensor | None]] = []
         replaced: list[tuple[Tensor, Tensor]] = []
         for (key, layout), flat in staged.items():
             # The device chooses later, so the old values have to be in this layout now.
             if not on_host and flat is not None:
                 self.read(key, layout, device=flat.device, dtype=flat.dtype)
-            old = self._kept.flat.get((key, layout))
+            old = self._committed.flat.get((key, layout))
             if not on_host and old is not None:
                 flat = torch.zeros_like(old) if flat is None else flat  # None: a removal
                 if not share_storage(flat, old):  # else a scheme wrote what it had read
@@ -300,34 +300,34 @@ class Memory:
         # Keep the new values, and the old tensors for the next step.
         for (key, layout), flat, old in changes:
             if flat is None:
-                self._kept.remove(key, layout)
+                self._committed.remove(key, layout)
                 continue
-            self._kept.put(key, layout, flat)
+            self._committed.put(key, layout, flat)
             fits = old is not None and old.shape == flat.shape and not share_storage(flat, old)
             # On a GPU the caching allocator reuses what is freed.
-            if on_host and key in self._kept.reused and old is not None and fits:
-                self._kept.spare[key, layout] = old
+            if on_host and key in self._committed.reused and old is not None and fits:
+                self._committed.spare[key, layout] = old
             if new := absent.get((key, layout)):
-                self._kept.forget(key, layout, new)
+                self._committed.forget(key, layout, new)
 
     # ---- saving and loading
 
     def items(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yields all committed values as (key, parameter name, tensor)."""
-        return self._kept.items()
+        return self._committed.items()
 
     def load(self, values: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Replaces all values by ``values``: key, then parameter name."""
-        self._kept = FlatValues(values)
+        self._committed = FlatValues(values)
         self._staged, self._notes = {}, {}
 
     def drop(self, key: str) -> None:
         """Removes every value of ``key``."""
-        self._kept.drop(key)
+        self._committed.drop(key)
 
     def nbytes(self) -> int:
         """Returns the number of bytes held, spare buffers included."""
-        return self._kept.nbytes()
+        return self._committed.nbytes()
 
     # ---- inside
 
@@ -341,13 +341,13 @@ class Memory:
         if not any(name in unused for name in layout.names):
             return flat
         if flat is None:  # a removal (of a flushed residual): the others become zeros
-            before = self._kept.flat.get((key, layout))
+            before = self._committed.flat.get((key, layout))
             if before is None:
                 return None
             flat = torch.zeros_like(before)
         for name, view in zip(layout.names, layout.views(flat), strict=True):
             if name in unused:
-                old = self._kept.get(key, name)
+                old = self._committed.get(key, name)
                 view.zero_() if old is None else view.copy_(old)
         return flat
 
@@ -359,7 +359,7 @@ def staged_in(memory: Memory, key: str) -> Iterator[tuple[Layout, Tensor | None,
     """
     for place, flat in list(memory._staged.items()):  # at once: threads may add more
         if place[0] == key:
-            yield place[1], memory._kept.flat.get(place), flat
+            yield place[1], memory._committed.flat.get(place), flat
 
 
 def share_storage(flat: Tensor, other: Tensor | None) -> bool:
@@ -369,10 +369,10 @@ def share_storage(flat: Tensor, other: Tensor | None) -> bool:
     return flat.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
-def _spare(kept: FlatValues, staged: Mapping[Place, Tensor | None]) -> None:
+def _spare(committed: FlatValues, staged: Mapping[Place, Tensor | None]) -> None:
     """Returns the tensors of a dropped step to the next one, unless a scheme wrote what it read."""
     for place, flat in staged.items():
-        if flat is None or place[0] not in kept.reused:
+        if flat is None or place[0] not in committed.reused:
             continue
-        if not share_storage(flat, kept.flat.get(place)):
-            kept.spare[place] = flat
+        if not share_storage(flat, committed.flat.get(place)):
+            committed.spare[place] = flat

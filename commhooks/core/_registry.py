@@ -201,10 +201,10 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     known = options_of(factory)
     if known is not None:
         every = [*known, *wrapper_options]
-        other = _BY_BITS.get(str(options.get("bits")))
-        if "bits" not in every and other not in (None, name):
+        scheme_of_bits = _BY_BITS.get(str(options.get("bits")))
+        if "bits" not in every and scheme_of_bits not in (None, name):
             raise OptionError(
-                f"scheme {name!r} has no option 'bits': {other!r} is a scheme of its own. "
+                f"scheme {name!r} has no option 'bits': {scheme_of_bits!r} is a scheme of its own. "
                 f"Options: {', '.join(every)}"
             )
         check_known(f"scheme {name!r}", options, every)
@@ -232,12 +232,13 @@ def build(name: str, options: Mapping[str, Any], *, wrapper_options: Sequence[st
     return built
 
 
-def check_known(what: str, options: Iterable[str], every: Sequence[str]) -> None:
-    """Raises OptionError unless all ``options`` of ``what`` are among ``every``."""
+def check_known(owner: str, options: Iterable[str], every: Sequence[str]) -> None:
+    """Raises OptionError unless all ``options`` of ``owner`` are among ``every``."""
     for option in options:
         if option not in every:
             raise OptionError(
-                f"{what} has no option {option!r}{_hint(option, every)} Options: {', '.join(every)}"
+                f"{owner} has no option {option!r}{_hint(option, every)} "
+                f"Options: {', '.join(every)}"
             )
 
 

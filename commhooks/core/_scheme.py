@@ -223,10 +223,10 @@ def checked_payload(codec: Codec, payload: Any) -> dict[str, Tensor]:
 def check_decoded(codec: Codec, decoded: Any, like: Tensor) -> None:
     """Raises ``SchemeError`` where ``decode`` returned no tensor of the bucket's shape."""
     if not isinstance(decoded, Tensor) or decoded.shape != like.shape:
-        what = f"shape {tuple(decoded.shape)}" if isinstance(decoded, Tensor) else shown(decoded)
+        form = f"shape {tuple(decoded.shape)}" if isinstance(decoded, Tensor) else shown(decoded)
         raise SchemeError(
             f"{type(codec).__name__}.decode returns a tensor of the bucket's shape "
-            f"{tuple(like.shape)}, got {what}"
+            f"{tuple(like.shape)}, got {form}"
         )
 
 

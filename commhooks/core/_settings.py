@@ -264,9 +264,9 @@ def _fit(value: Any, kind: Any) -> Any:
     if kind is float:
         return _number(value, endless=False)
     if kind is None:
-        return _need(value, value is None)
+        return _check_fits(value, value is None)
     if isinstance(kind, type) and get_origin(kind) is None and kind is not Any:
-        return _need(value, isinstance(value, kind))
+        return _check_fits(value, isinstance(value, kind))
     return _fit_generic(value, kind)
 
 
@@ -279,7 +279,7 @@ def _fit_generic(value: Any, kind: Any) -> Any:
     if origin is Literal:
         # By type, too: True == 1, and 1.0 == 1.
         same = [choice for choice in arguments if type(choice) is type(value) and choice == value]
-        return _need(value, bool(same))
+        return _check_fits(value, bool(same))
     if origin in (Union, types.UnionType):
         for argument in arguments:
             try:
@@ -288,11 +288,11 @@ def _fit_generic(value: Any, kind: Any) -> Any:
                 continue
         raise _Unfit
     if isinstance(origin, type) and origin.__module__ == "os":  # os.PathLike[str]
-        return _need(value, isinstance(value, origin))
+        return _check_fits(value, isinstance(value, origin))
     return value  # containers: what is in them is for the class to check
 
 
-def _need(value: Any, holds: bool) -> Any:
+def _check_fits(value: Any, holds: bool) -> Any:
     if not holds:
         raise _Unfit
     return value
@@ -302,23 +302,23 @@ def _flag(value: Any) -> bool:
     # NumPy's bool registers with no abstract class of ``numbers``: its name decides.
     kind = type(value)
     of_numpy = kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
-    _need(value, isinstance(value, bool) or of_numpy)
+    _check_fits(value, isinstance(value, bool) or of_numpy)
     return bool(value)
 
 
 def _whole(value: Any) -> int:
     # bool is an Integral in Python; ``rank=True`` is a mistake.
-    _need(value, isinstance(value, numbers.Integral) and not isinstance(value, bool))
+    _check_fits(value, isinstance(value, numbers.Integral) and not isinstance(value, bool))
     return operator.index(value)
 
 
 def _number(value: Any, *, endless: bool) -> float:
-    _need(value, isinstance(value, numbers.Real) and not isinstance(value, bool))
+    _check_fits(value, isinstance(value, numbers.Real) and not isinstance(value, bool))
     try:
         number = float(value)
     except OverflowError:
         raise _Unfit from None
-    _need(value, math.isfinite(number) or (endless and not math.isnan(number)))
+    _check_fits(value, math.isfinite(number) or (endless and not math.isnan(number)))
     return number
 
 

@@ -160,8 +160,8 @@ class Slot:
 @lru_cache(maxsize=1024)  # several times per bucket and step
 def _layout_of(slot: Slot, layout: Layout) -> Layout:
     shapes = zip(layout.names, map(slot.shape, layout.shapes), strict=True)
-    kept = [(name, shape) for name, shape in shapes if shape is not None]
-    return Layout([name for name, _ in kept], [shape for _, shape in kept])
+    tensors = [(name, shape) for name, shape in shapes if shape is not None]
+    return Layout([name for name, _ in tensors], [shape for _, shape in tensors])
 
 
 @dataclass(frozen=True)

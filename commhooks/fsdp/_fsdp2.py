@@ -358,12 +358,12 @@ def warn_of_others(model: nn.Module, fsdp2_model: FSDP2Model) -> None:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     }
-    others = [name for name, identity in trained.items() if identity not in sharded]
-    if others:
+    unsharded = [name for name, identity in trained.items() if identity not in sharded]
+    if unsharded:
         warnings.warn(
-            f"register: {listed(others)}: in no FSDP2 module, so nothing averages their gradients, "
-            f"and ranks drift apart. Call fully_shard(model) before register; average parameters "
-            f"that you left out on purpose (ignored_params)",
+            f"register: {listed(unsharded)}: in no FSDP2 module, so nothing averages their "
+            f"gradients, and ranks drift apart. Call fully_shard(model) before register; average "
+            f"parameters that you left out on purpose (ignored_params)",
             RuntimeWarning,
             stacklevel=user_stacklevel(),
         )
@@ -498,17 +498,19 @@ def register_on_fsdp2(
     )
 
     # Compare settings with the other ranks, and chain the hooks within and between nodes.
-    other = other_kind.hook_of(fsdp2_model.modules[0].group)
+    other_hook = other_kind.hook_of(fsdp2_model.modules[0].group)
     hook.target.verdict_groups = (
-        _other_nodes(fsdp2_model, other) if replicate_group is None else _other_shards(fsdp2_model)
+        _other_nodes(fsdp2_model, other_hook)
+        if replicate_group is None
+        else _other_shards(fsdp2_model)
     )
     facts = {
         "host": f"FSDP2 {kind.attribute}",
-        "other place": None if other is None else describe(other.scheme),
+        "other place": None if other_hook is None else describe(other_hook.scheme),
     }
     hook.agree("commhooks.register", facts, HANDSHAKE_LIMIT)
-    if other is not None:
-        inside, outside = (hook, other) if replicate_group is None else (other, hook)
+    if other_hook is not None:
+        inside, outside = (hook, other_hook) if replicate_group is None else (other_hook, hook)
         inside.target.verdict_groups[:] = _other_nodes(fsdp2_model, outside)
         inside.runner.chain_to(outside.runner)
 

@@ -227,10 +227,10 @@ class Packing:
     def merge(self, packed: Tensor, exact: Tensor) -> Tensor:
         """Inverts :meth:`select` on the shards of all ranks, a row for each."""
         pieces = {
-            this: iter(rows.split([n for n, kind in self.runs if kind == this], dim=1))
-            for this, rows in ((True, packed), (False, exact))
+            packs: iter(rows.split([n for n, kind in self.runs if kind == packs], dim=1))
+            for packs, rows in ((True, packed), (False, exact))
         }
-        return torch.cat([next(pieces[this]) for _, this in self.runs], dim=1)
+        return torch.cat([next(pieces[packs]) for _, packs in self.runs], dim=1)
 
 
 @dataclass(frozen=True)
@@ -260,8 +260,10 @@ class GatherPacked(CollectiveCall):
         exchange = CollectiveCall("all_gather", packed, into).exchange(
             engine, layout, number, agree=agree
         )
-        others = yield from _append_exact(exchange, exact)
-        write_into(self.output, packing.merge(into.view(ranks, -1), others).view(self.output.shape))
+        exact_rows = yield from _append_exact(exchange, exact)
+        write_into(
+            self.output, packing.merge(into.view(ranks, -1), exact_rows).view(self.output.shape)
+        )
         return self.output
 
 
@@ -280,9 +282,9 @@ def _append_exact(exchange: Exchange, exact: Tensor) -> Generator[Collective, Te
     with closing(exchange):  # also where the collective fails
         message = next(exchange).tensor
         arrived: Tensor = yield AllGather(torch.cat([as_bytes(message), as_bytes(exact)]))
-        rows, others = arrived.split([message.nbytes, exact.nbytes], dim=1)
+        rows, exact_bytes = arrived.split([message.nbytes, exact.nbytes], dim=1)
         # Copies: a row may begin at an address that no wider dtype can be viewed at.
-        exact_rows: Tensor = others.contiguous().view(exact.dtype)
+        exact_rows: Tensor = exact_bytes.contiguous().view(exact.dtype)
         try:
             exchange.send(rows.contiguous().view(message.dtype).view(-1, *message.shape))
         except StopIteration:

@@ -89,16 +89,16 @@ class CallMonitor:
         self._pending_error: str | None = None
         self._calls_at_forward, self._last_pass_lacked_call = 0, False
 
-    def warn_at_exit(self, state: object, what: str, advice: str = _ADVICE) -> None:
+    def warn_at_exit(self, state: object, name: str, advice: str = _ADVICE) -> None:
         """Warns when ``state`` is deleted, or at exit, if it was never called.
 
         Args:
             state: the state of the hook.
-            what: name of the state in the warning.
+            name: name of the state in the warning.
             advice: possible causes, for the warning.
         """
         # A finalizer also runs at exit. It must not hold the state, which would never be deleted.
-        weakref.finalize(state, self._warn_if_not_called, what, advice)
+        weakref.finalize(state, self._warn_if_not_called, name, advice)
 
     def observe(
         self,
@@ -214,7 +214,7 @@ class CallMonitor:
             return
         raise HookNotAttachedError(local_error(self._names[place], landed=self.calls > 0))
 
-    def _warn_if_not_called(self, what: str, advice: str) -> None:
+    def _warn_if_not_called(self, name: str, advice: str) -> None:
         # With a model: warn if the model was trained. Without: a state that was neither called nor
         # used otherwise deserves a warning only where there are other ranks to average with.
         if self.calls or (not self._trained if self.knows_model else self.suppressed):
@@ -223,7 +223,7 @@ class CallMonitor:
             return
         trained = ", though its model was trained" if self._trained else ""
         warnings.warn(
-            f"{what} was never called{trained}: no gradient was averaged by it. {advice}",
+            f"{name} was never called{trained}: no gradient was averaged by it. {advice}",
             RuntimeWarning,
             stacklevel=1,
         )
@@ -364,10 +364,10 @@ class AttachmentGuard(ForwardGuard):
             )
         if self._state.engine.keeps_memory:
             raise RegistrationError(
-                f"{call} and {self._state.scheme}, which keeps state: a rank without inputs is not "
-                f"told which parameters no rank has used, and would count what it keeps of them as "
-                f"sent. Use ddp_core.DistributedDataParallel (same arguments), which tells it, or "
-                f"find_unused_parameters=False"
+                f"{call} and {self._state.scheme}, which keeps state: a rank without inputs does "
+                f"not learn which parameters no rank has used, and would count what it keeps of "
+                f"them as sent. Use ddp_core.DistributedDataParallel (same arguments), which "
+                f"notifies it, or find_unused_parameters=False"
             )
 
     # A copy or a pickle does not know its module: ``attached_to`` is then False, as it should be,

@@ -14,10 +14,10 @@ from commhooks.wrappers._base import Coalesced
 from commhooks.wrappers._cast import Cast
 from commhooks.wrappers._make import short_repr
 
-__all__ = ["refuse_cuda_graph", "refuse_python_reducer"]
+__all__ = ["check_cuda_graph", "check_is_bucket"]
 
 
-def refuse_python_reducer(bucket: Any) -> None:
+def check_is_bucket(bucket: Any) -> None:
     """Raises if torch.compile calls a hook with a tuple in place of a bucket."""
     if isinstance(bucket, tuple):
         raise HookNotAttachedError(
@@ -27,7 +27,7 @@ def refuse_python_reducer(bucket: Any) -> None:
         )
 
 
-def refuse_cuda_graph(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
+def check_cuda_graph(device: torch.device, scheme: Scheme, *, agreed: bool) -> None:
     """Raises while a CUDA graph is captured on ``device``, unless replays repeat the step exactly.
 
     A replay runs the same kernels with the same arguments. The number of the step, from which

@@ -79,8 +79,10 @@ def load_dcp(
         ) from missing
     paths = _paths(stored, key)
     if not paths:
-        there = sorted({name.partition(".")[0] for name in stored.state_dict_metadata})
-        raise CheckpointError(f"load_dcp: nothing was saved under {key!r}, but under {there[:8]}")
+        stored_keys = sorted({name.partition(".")[0] for name in stored.state_dict_metadata})
+        raise CheckpointError(
+            f"load_dcp: nothing was saved under {key!r}, but under {stored_keys[:8]}"
+        )
     # Plain values first: they say whose parts this rank needs, which may be few of many.
     tensors = [name for name in paths if hasattr(stored.state_dict_metadata[name], "chunks")]
     flat: dict[str, Any] = {name: "" for name in paths if name not in tensors}

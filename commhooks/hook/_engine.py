@@ -97,11 +97,11 @@ class ExactParameters:
 
     def exchange(self, scheme: Scheme, bucket: Bucket) -> SchemeExchange:
         """Exchanges a bucket in two parts: exact parameters, and the others by ``scheme``."""
-        exact, others = self._split(bucket.layout)
+        exact, compressed = self._split(bucket.layout)
         dense = with_flush(Dense())  # sends what another scheme has kept of them
-        if not exact or not others:
+        if not exact or not compressed:
             return (yield from (dense if exact else scheme).exchange(bucket))
-        parts = parts_of(bucket, [(dense, exact), (scheme, others)])
+        parts = parts_of(bucket, [(dense, exact), (scheme, compressed)])
         for part in parts:
             part.result = yield from part.exchange
         return join_parts(parts, bucket)
@@ -110,10 +110,10 @@ class ExactParameters:
         """Returns the positions of the exact parameters, and of the others."""
         if layout not in self._positions:
             exact: list[int] = []
-            others: list[int] = []
+            compressed: list[int] = []
             for position, name in enumerate(layout.names):
-                (exact if name in self._names else others).append(position)
-            self._positions[layout] = exact, others
+                (exact if name in self._names else compressed).append(position)
+            self._positions[layout] = exact, compressed
         return self._positions[layout]
 
 
@@ -174,10 +174,10 @@ class Engine:
 
     def at(self, step: int) -> Engine:
         """Returns an engine for one step of parameters that no other engine has at that time."""
-        other = copy.copy(self)
-        other.step, other.skipped, other.observer = step, 0, None
-        other._lock, other._open = threading.Lock(), None
-        return other
+        engine = copy.copy(self)
+        engine.step, engine.skipped, engine.observer = step, 0, None
+        engine._lock, engine._open = threading.Lock(), None
+        return engine
 
     @property
     def under_way(self) -> bool:
@@ -392,11 +392,11 @@ def _measure(
     """Begins to measure a bucket, if an observer wants that."""
     if not observer.wants(engine.step, engine.scheme):
         return None
-    what = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
+    arguments = (number, bucket.layout, bucket.raw, engine.scheme, engine.step)
     measurement = (
-        Measurement(*what)
+        Measurement(*arguments)
         if bucket.shards is None
-        else ShardMeasurement(*what, bucket.shards, engine.rank)
+        else ShardMeasurement(*arguments, bucket.shards, engine.rank)
     )
     # In the order of launches, which is the same on all ranks; exchanges may end in another.
     step.measured.append(measurement)

@@ -76,7 +76,7 @@ class _RankReport(NamedTuple):
 
 def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     """Implements ``HookState.change_group``; the model moves after the hook."""
-    fault = _check_between_steps(hook)
+    fault = _reason_against_change(hook)
     hook.bind()  # a hook that has never run may not know its model
     # First: nothing below needs the former ranks, which may be gone.
     if not fault:
@@ -109,13 +109,13 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
         change = _describe(ranks, source, stayed)
 
         # Exchange the memory that is shared or averaged. The order of ranks does not matter.
-        others = bool(change.joined or change.lost or change.before != change.world_size)
-        if others:
+        ranks_change = bool(change.joined or change.lost or change.before != change.world_size)
+        if ranks_change:
             change = change._replace(dropped=_dropped(hook))
-        received = _exchange(hook, group, change, stayed, carries_over=others)
+        received = _exchange(hook, group, change, stayed, carries_over=ranks_change)
 
     # From here on nothing fails: change memory, counters and group.
-    if others:
+    if ranks_change:
         _carry_over(hook, group.rank(), change, this_rank.world_size, stayed, received)
     elif change.stale_ranks:
         memory = {**_own_memory(hook), **received[source]["memory"]}
@@ -124,7 +124,7 @@ def change_group(hook: Running, group: dist.ProcessGroup) -> GroupChange:
     return change
 
 
-def _check_between_steps(hook: Running) -> str:
+def _reason_against_change(hook: Running) -> str:
     """Returns the reason why a hook cannot change its ranks now; empty if it can."""
     if hook._closed:
         return CLOSED
@@ -148,7 +148,7 @@ def _surviving_ranks(ranks: Sequence[_RankReport]) -> tuple[int, list[int]]:
     def same_run(of: _RankReport) -> list[int]:
         # The run before as well: a rank may have missed the end of a change that was broken off.
         names = set(of.run) - {""}
-        return [rank for rank, other in enumerate(ranks) if names & set(other.run)]
+        return [rank for rank, report in enumerate(ranks) if names & set(report.run)]
 
     # The run that most ranks come from, not the largest step: a rank that joins may have loaded a
     # state of any step.
@@ -175,8 +175,8 @@ def _describe(ranks: Sequence[_RankReport], source: int, stayed: Sequence[int]) 
     first = ranks[source]
     joined = tuple(rank for rank in range(len(ranks)) if rank not in stayed)
     known = {ranks[rank].rank for rank in stayed if ranks[rank].run == first.run}
-    others = sum(ranks[rank].run != first.run for rank in stayed)
-    lost = max(0, first.world_size - len(known) - others)
+    from_other_runs = sum(ranks[rank].run != first.run for rank in stayed)
+    lost = max(0, first.world_size - len(known) - from_other_runs)
     return GroupChange(
         first.step,
         first.world_size,
@@ -252,8 +252,10 @@ def _carry_over(
     for number in stayed:
         memory = dict(received[number]["memory"])
         if number == rank:
-            kept = _own_memory(hook)
-            memory |= {key: kept[key] for key in kept if key not in shared and key not in memory}
+            present = _own_memory(hook)
+            memory |= {
+                key: present[key] for key in present if key not in shared and key not in memory
+            }
         parts.append(Part(number, number, 0, memory))
     memory = merged(parts, rank, saved_size, change.world_size, resizes)
     if change.lost:

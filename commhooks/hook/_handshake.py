@@ -187,11 +187,11 @@ def handshake(
     if waits:
         clear_keys(group)  # after the gather, which no rank passes before all have read the keys
     messages = [message for _, message in everyone]
-    everyone = [theirs for theirs, _ in everyone]
+    everyone = [rank_facts for rank_facts, _ in everyone]
     # ``call`` is the first field: of ranks in different calls, nothing else is compared.
     text = first_difference(everyone)
     if text is not None:
-        text = first_difference([_as_typed(theirs) for theirs in everyone])
+        text = first_difference([_as_typed(rank_facts) for rank_facts in everyone])
         differing = (
             field for field in everyone[0] if len({str(t.get(field)) for t in everyone}) > 1
         )
@@ -252,10 +252,10 @@ def handshake_fields(
 
 def check_memory_origin(engine: Engine, target: HookTarget) -> None:
     """Raises CheckpointError if a pickled state is another rank's, or of other shards."""
-    whose = _origin(engine, target)
-    if whose != _OWN:
+    origin = _origin(engine, target)
+    if origin != _OWN:
         raise CheckpointError(
-            f"the unpickled HookState holds the state {whose}; this is rank {engine.rank} "
+            f"the unpickled HookState holds the state {origin}; this is rank {engine.rank} "
             f"of {engine.world_size}. Residuals differ per rank: let every rank pickle its own, or "
             f"save hook.state_dict(gather=True), with tensor parallelism once for each shard"
         )

@@ -46,9 +46,9 @@ class Summary(str):
         """Returns the table; notebooks call this."""
         if not self.facts:
             return f"<p>{escape(self)}</p>"
-        left = "style='text-align: left'"
+        align = "style='text-align: left'"
         rows = "".join(
-            f"<tr><th {left}>{escape(name)}</th><td {left}>{escape(value)}</td></tr>"
+            f"<tr><th {align}>{escape(name)}</th><td {align}>{escape(value)}</td></tr>"
             for name, value in self.facts
         )
         return f"<table>{rows}</table>"
@@ -61,14 +61,14 @@ def summarise(
     world_size: int,
     exchange: str = "all-reduce",
 ) -> Summary:
-    """Compares the bytes on the wire with a dense exchange, and reports the exposed time.
+    """Compares the bytes sent with an uncompressed exchange, and reports the exposed time.
 
     Args:
         rows: the rows of some steps.
         exposed: returns the seconds that each row keeps its step waiting, by ``id``.
         name: name of the scheme.
         world_size: number of ranks.
-        exchange: name of the dense collective.
+        exchange: name of the uncompressed collective.
     """
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     if not rows and world_size == 1:
@@ -238,8 +238,8 @@ class Ledger:
         self.steps += 1
         # Steps come in order, so the first key is the oldest. Without rows its time is of no use.
         oldest = self._rows[0].step if self._rows else step
-        while (kept := next(iter(self._backward_end))) < oldest:
-            del self._backward_end[kept]
+        while (first_step := next(iter(self._backward_end))) < oldest:
+            del self._backward_end[first_step]
 
     def last_launch_time(self, step: int) -> float:
         """Returns the time at which a step's last bucket was launched; NaN if it is not known."""
@@ -250,8 +250,8 @@ class Ledger:
         """Removes the rows from ``step`` on, from where the run continues; totals stay."""
         # Else one step would have the rows of two: twice the bytes, and waiting of the wrong run.
         self._unsettled.clear()
-        kept = [row for row in self._rows if row.step < step]
-        self._rows = deque(kept, maxlen=self.history)
+        rows = [row for row in self._rows if row.step < step]
+        self._rows = deque(rows, maxlen=self.history)
         self._backward_end = {at: end for at, end in self._backward_end.items() if at < step}
 
     def report(self) -> pd.DataFrame:
@@ -365,9 +365,9 @@ class Ledger:
 
         Example:
             >>> print(hook.summary())
-            int8 on 4 ranks, steps 0 to 99: 12.3 MB on the wire per step and rank, where a dense
+            int8 on 4 ranks, steps 0 to 99: 12.3 MB sent per step and rank, where an uncompressed
             all-reduce sends 49.1 MB: a quarter (1/3.99). Of 20.1 ms of communication per step,
-            backward did not hide 3.2 ms.
+            3.2 ms are exposed (not overlapped with backward).
         """
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"summary(steps=...) is a whole number, 1 or more, got {steps!r}")

@@ -83,7 +83,7 @@ def find_ddp(model: object) -> DistributedDataParallel:
 def find_owner(state: object) -> DistributedDataParallel | None:
     """Returns the DistributedDataParallel on which ``state`` was registered, or None.
 
-    torch tells a hook its parameters but not its model. The look-up is made once, at the first
+    torch gives a hook its parameters but not its model. The look-up is made once, at the first
     bucket.
     """
     for candidate in ddp_models():
@@ -313,7 +313,7 @@ def _aliases(model: nn.Module, names: Mapping[int, str]) -> dict[str, str]:
     """Returns the names of shared parameters by their other names."""
     every = _inner(model).named_parameters(remove_duplicate=False)
     pairs = [(plain_name(name), names[id(value)]) for name, value in every if id(value) in names]
-    return {other: first for other, first in pairs if other != first}
+    return {alias: name for alias, name in pairs if alias != name}
 
 
 def reduced(model: nn.Module) -> dict[str, nn.Parameter]:

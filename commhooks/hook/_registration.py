@@ -142,9 +142,9 @@ def register(
             shape, all vectors together), or a function of name and parameter; None: any.
         seed: base of the scheme's random draws, the same on every rank.
         history: rows kept for ``report``, one per bucket and round; totals count all rows.
-        verify: number of steps after which the result is compared with the dense mean and across
-            ranks; what is wrong is a warning. A :class:`commhooks.Verification` can raise instead.
-            None: never. Not for ``replicate()``.
+        verify: number of steps after which the result is compared with the uncompressed (dense)
+            mean and across ranks; what is wrong is a warning. A :class:`commhooks.Verification` can
+            raise instead. None: never. Not for ``replicate()``.
         replicate_group: for FSDP2: replicas to average over after FSDP2 has reduced within a node
             (HSDP), a process group or a mesh of one dimension; any scheme.
         options: options of the scheme, see :func:`commhooks.make`.

@@ -22,7 +22,7 @@ from commhooks.core._scheme import Scheme
 from commhooks.core._user_line import user_stacklevel
 from commhooks.errors import RegistrationError
 from commhooks.hook._attachment import AttachmentGuard, CallMonitor
-from commhooks.hook._capture import refuse_cuda_graph, refuse_python_reducer
+from commhooks.hook._capture import check_cuda_graph, check_is_bucket
 from commhooks.hook._engine import Engine, ExactParameters, replicated_parameters
 from commhooks.hook._exchanges import HookBucket, Step
 from commhooks.hook._handshake import check_memory_origin, handshake, handshake_fields
@@ -209,10 +209,10 @@ class Running:
         if self._closed:
             raise RegistrationError(f"the model still trains with its hook, and {CLOSED}")
         if not isinstance(bucket, HookBucket):
-            refuse_python_reducer(bucket)
+            check_is_bucket(bucket)
             bucket = HookBucket.of(bucket, self.target)
         if not bucket.gradient.is_cpu:
-            refuse_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.has_compared)
+            check_cuda_graph(bucket.gradient.device, self.scheme, agreed=self.has_compared)
         self.compare_ranks()
         if not self.call_monitor.calls:
             self._guard_model()  # after the handshake, which finds the model

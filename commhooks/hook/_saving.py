@@ -110,11 +110,11 @@ def to_bucket_layout(hook: Running, scheme: Scheme, memory: MemoryDict) -> Memor
     }
 
 
-def needs_reshard(hook: Running, scheme: Scheme, kept: Iterable[SavedValue], leader: int) -> bool:
+def needs_reshard(hook: Running, scheme: Scheme, values: Iterable[SavedValue], leader: int) -> bool:
     """Whether a state has shards of parameters that are cut differently here.
 
     Args:
-        kept: descriptions of all values of the state.
+        values: descriptions of all values of the state.
         leader: the smallest global rank of the hook's group.
     """
     whole, here = portable_keys(hook, scheme), hook.parameters.shapes
@@ -123,7 +123,7 @@ def needs_reshard(hook: Running, scheme: Scheme, kept: Iterable[SavedValue], lea
         here = {}
     pieces = [
         piece
-        for piece in kept
+        for piece in values
         if piece.key in whole and split_shard_name(piece.name)[1] is not None
     ]
     if len({piece.leader for piece in pieces}) > 1:
@@ -148,13 +148,13 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
         CheckpointError: pieces are missing.
     """
     known, whole = hook.parameters, portable_keys(hook, scheme)
-    kept = (
+    saved_values = (
         SavedValue(part.leader, key, name, value.shape)
         for part in saved.parts
         for key, values in part.memory.items()
         for name, value in values.items()
     )
-    if needs_reshard(hook, scheme, kept, leader):
+    if needs_reshard(hook, scheme, saved_values, leader):
         saved = merge_shard_groups(saved, known.saved_shapes, whole)
     here = set(map(parameter_name, known.shapes))
     names: dict[str, set[str]] = {}
@@ -164,8 +164,8 @@ def resharded(hook: Running, scheme: Scheme, saved: Saved, leader: int) -> tuple
             names.setdefault(key, set()).update(saved_names)
     foreign = {
         key
-        for key, theirs in names.items()
-        if not known.accepts_names(theirs) and set(map(parameter_name, theirs)) <= here
+        for key, saved_names in names.items()
+        if not known.accepts_names(saved_names) and set(map(parameter_name, saved_names)) <= here
     }
     if foreign:
         _warn_foreign(hook, sorted(foreign))
@@ -250,15 +250,16 @@ def gather_states(
 
     # Send the values, rank after rank.
     whole = dict(common)
-    for source, (theirs, rest, keys, what) in enumerate(everyone):
+    for source, (source_field, fields, keys, source_specs) in enumerate(everyone):
         values_here = [value for _, _, value in tensors] if source == group.rank() else None
-        arrived = _send(what, values_here, source, dst, group)  # on every rank, in the same order
+        # On every rank, in the same order.
+        arrived = _send(source_specs, values_here, source, dst, group)
         if dst not in (None, group.rank()):
             continue
         memory: dict[str, dict[str, Tensor]] = {key: {} for key in keys}
-        for (key, name, _, _), value in zip(what, arrived, strict=True):
+        for (key, name, _, _), value in zip(source_specs, arrived, strict=True):
             memory[key][name] = value
-        whole[theirs] = {**rest, "memory": memory}
+        whole[source_field] = {**fields, "memory": memory}
     return whole if dst in (None, group.rank()) else {}
 
 
@@ -480,8 +481,8 @@ def _declared(hook: Running, scheme: Scheme, step: int, make: MakeInitial) -> Me
     for name, shape, dtype, _ in hook.parameters:
         now = hook.engine.step_info(dtype, step)
         for slot in scheme.begins_with(name, shape, dtype, step):
-            kept = slot.shape(shape)
-            first = None if kept is None else make(slot, name, torch.Size(kept), now)
+            kept_shape = slot.shape(shape)
+            first = None if kept_shape is None else make(slot, name, torch.Size(kept_shape), now)
             if first is not None:
                 values.setdefault(slot.key, {})[name] = first
     return values
@@ -665,13 +666,13 @@ def needed_fields(
     saved = with_local_shards(saved, placement, find, names)
     leader, engine = _rank_ids(hook)[2], hook.engine
     leaders = {f"rank{part.global_rank}": part.leader for part in saved.parts}
-    kept = [
+    saved_values = [
         SavedValue(leaders[field], key, name, shape)
         for (field, key, name), shape in shapes.items()
         if field in leaders
     ]
     held = saved.parts  # a rank's pieces may be in the parts of several groups
-    if not needs_reshard(hook, hook.scheme, kept, leader):
+    if not needs_reshard(hook, hook.scheme, saved_values, leader):
         held = list(parts_of_group(saved.parts, leader).values())
     needed = needed_ranks(saved, engine.rank, engine.world_size, resizes_of(hook.scheme))
     # If no part in particular is needed, any part has the values that all ranks share.

@@ -151,13 +151,13 @@ class ShardedParameters(Parameters):
         return saved
 
     def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = {}
+        bucket_values = {}
         for name, value in values.items():
             if is_padding(name):
                 continue
             parameter = self._sharded.get(name)
             if parameter is None or value.shape != parameter.shape:
-                kept[name] = value  # of another model: what checks the state says so
+                bucket_values[name] = value  # of another model: what checks the state says so
                 continue
             dim = parameter.dim
             size = self._piece(parameter, 0).shape[dim]
@@ -168,8 +168,8 @@ class ShardedParameters(Parameters):
                 rest = value.new_zeros(shape)
             pieces = torch.cat([value, rest], dim=dim).split(size, dim=dim)
             for rank in self._ranks():
-                kept[self._name(name, rank)] = pieces[rank].contiguous()
-        return kept
+                bucket_values[self._name(name, rank)] = pieces[rank].contiguous()
+        return bucket_values
 
     def _name(self, name: str, rank: int) -> str:
         return name if self._world_size == 1 else piece_name(name, rank)
@@ -238,14 +238,14 @@ class FlatParameters(Parameters):
         return len(self._trained)
 
     def to_bucket_layout(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        kept = super().to_bucket_layout(values)
+        bucket_values = super().to_bucket_layout(values)
         for piece in self._trained:
             if is_padding(piece.name):
                 saved = values.get(piece.name)
                 if saved is None or saved.shape != piece.shape:  # of another number of ranks
                     saved = torch.zeros(piece.shape, dtype=torch.float32, device="cpu")
-                kept[piece.name] = saved
-        return kept
+                bucket_values[piece.name] = saved
+        return bucket_values
 
 
 # ---- schemes

@@ -258,7 +258,7 @@ class SchemeGroup(dist.ProcessGroup):
         # An entry may be a list: the parts of all ranks.
         flat = [tensor for given in tensors for tensor in ([given] if _is_tensor(given) else given)]
         numel = sum(tensor.numel() for tensor in flat if _is_real(tensor))
-        averages = not any(op == other for other in _OTHER_OPS)
+        averages = not any(op == other_op for other_op in _OTHER_OPS)
         is_quiet = type(self._scheme) is Dense or call in self._warned_calls
         if is_quiet or not averages or numel < self.least:
             return

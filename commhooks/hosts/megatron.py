@@ -56,8 +56,8 @@ class ReduceScatter:
                 f"eden, fp16 and bf16 do neither, nor does int4 with error_feedback=False"
             )
         self._call_monitor = CallMonitor()
-        what = f"commhooks.hosts.megatron.ReduceScatter({describe(self._scheme)})"
-        self._call_monitor.warn_at_exit(self, what, _ADVICE)
+        name = f"commhooks.hosts.megatron.ReduceScatter({describe(self._scheme)})"
+        self._call_monitor.warn_at_exit(self, name, _ADVICE)
 
     def __call__(
         self,
@@ -94,11 +94,11 @@ def _outside_coalescing(group: dist.ProcessGroup | None) -> Iterator[None]:
     The manager would hold sums of the group back until its end, and return a handle that cannot be
     waited for.
     """
-    kept: Any = coalesced_calls()
+    calls: Any = coalesced_calls()
     of: Any = group or dist.group.WORLD
-    coalesced = kept.pop(of, None)
+    coalesced = calls.pop(of, None)
     try:
         yield
     finally:
         if coalesced is not None:
-            kept[of] = coalesced
+            calls[of] = coalesced

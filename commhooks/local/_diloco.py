@@ -193,7 +193,7 @@ def _check_arriving(arriving: object, fragments: Mapping[int, Fragment], every: 
         _check_tensor(f"the mean arriving of fragment {number}", saved["mean"], torch.Size([numel]))
 
 
-def _check_tensor(what: str, value: object, shape: torch.Size) -> None:
+def _check_tensor(subject: str, value: object, shape: torch.Size) -> None:
     error = tensor_error(value)
     if error is None:
         assert isinstance(value, Tensor)
@@ -202,13 +202,15 @@ def _check_tensor(what: str, value: object, shape: torch.Size) -> None:
         elif value.shape != shape:
             error = f"has shape {tuple(value.shape)}, not {tuple(shape)}"
     if error is not None:
-        raise _load_error(f"{what} {error}; is the checkpoint another model's?")
+        raise _load_error(f"{subject} {error}; is the checkpoint another model's?")
 
 
 def _checksum(state: Mapping[str, Any]) -> str:
     """Returns the checksum of all but the hook's part, which has one."""
     tensors: dict[tuple[str, ...], Tensor] = {
-        (what, name): value for what in ("outer", "momentum") for name, value in state[what].items()
+        (field, name): value
+        for field in ("outer", "momentum")
+        for name, value in state[field].items()
     }
     arriving = []
     for saved in state["arriving"]:
@@ -455,10 +457,10 @@ class DiLoCo:
         _checkpoint_hook.apply(self.hook, loaded)
         self.steps, self.outer_steps = state["steps"], state["outer_steps"]
         for fragment in fragments.values():
-            for what in ("outer", "momentum"):
-                for name, value in zip(fragment.names, getattr(fragment, what), strict=True):
+            for field in ("outer", "momentum"):
+                for name, value in zip(fragment.names, getattr(fragment, field), strict=True):
                     # detach: a saved nn.Parameter would put the copy into an autograd graph.
-                    value.copy_(state[what][name].detach())
+                    value.copy_(state[field][name].detach())
         self._pending = []
         for saved in state["arriving"]:
             fragment = fragments[saved["fragment"]]
@@ -480,12 +482,12 @@ def _arriving(pending: Pending) -> dict[str, Any]:
     return {"fragment": pending.fragment.number, "mean": mean, "left": pending.steps_left}
 
 
-def _copies(fragments: list[Fragment], what: str) -> dict[str, Tensor]:
+def _copies(fragments: list[Fragment], field: str) -> dict[str, Tensor]:
     """Returns copies of the outer parameters ("outer") or of their momenta, by parameter name."""
     return {
         name: value.clone()
         for fragment in fragments
-        for name, value in zip(fragment.names, getattr(fragment, what), strict=True)
+        for name, value in zip(fragment.names, getattr(fragment, field), strict=True)
     }
 
 

@@ -119,11 +119,13 @@ def shared_seconds(
 def _without_overlap(fabric: Fabric) -> Fabric:
     """Returns the fabric without the latency that messages share."""
 
-    def own(link: Link) -> Link:
+    def without_shared_latency(link: Link) -> Link:
         return replace(link, latency=(1 - fabric.overlap) * link.latency)
 
-    inside = None if fabric.inside is None else own(fabric.inside)
-    return replace(fabric, between=own(fabric.between), inside=inside, overlap=0.0)
+    inside = None if fabric.inside is None else without_shared_latency(fabric.inside)
+    return replace(
+        fabric, between=without_shared_latency(fabric.between), inside=inside, overlap=0.0
+    )
 
 
 def _ring(sizes: Seconds, members: _Ranks, fabric: Fabric, *, share: float, turns: int) -> Seconds:

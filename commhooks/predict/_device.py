@@ -169,8 +169,9 @@ class _Side:
 
 def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device) -> float:
     """Measures the contention of two streams."""
+    step_stream = module.current_stream(device)
     # Of high priority, as those of exchanges (ddp_core.exchange._streams).
-    here, other = module.current_stream(device), module.Stream(device=device, priority=-1)
+    side_stream = module.Stream(device=device, priority=-1)
 
     def seconds(stream: Any, *enqueue: _Work) -> float:
         begin, end = (module.Event(enable_timing=True) for _ in range(2))
@@ -182,24 +183,24 @@ def _share_on_gpu(step: _Work, side: _Work, *, module: Any, device: torch.device
         module.synchronize(device)
         return float(begin.elapsed_time(end)) / 1e3
 
-    def on_other(calls: int) -> None:
-        with module.stream(other):
+    def on_side(calls: int) -> None:
+        with module.stream(side_stream):
             _repeat(side, calls)
 
     for _ in range(2):  # libraries and kernels are loaded
-        step_s, side_s = seconds(here, step), seconds(other, lambda: on_other(1))
+        step_s, side_s = seconds(step_stream, step), seconds(side_stream, lambda: on_side(1))
     calls = max(4, round(_STEP_S / step_s))
     # The side is over before the step. Some of the step is enqueued first: its stream would be idle
     # while the host enqueues the side.
     side_calls, first = max(1, round(calls * step_s / side_s / 2)), calls // 4
     shares = []
     for _ in range(_TURNS):
-        alone_s = seconds(here, lambda: _repeat(step, calls))
-        side_s = seconds(other, lambda: on_other(side_calls))
+        alone_s = seconds(step_stream, lambda: _repeat(step, calls))
+        side_s = seconds(side_stream, lambda: on_side(side_calls))
         took_s = seconds(
-            here,
+            step_stream,
             lambda: _repeat(step, first),
-            lambda: on_other(side_calls),
+            lambda: on_side(side_calls),
             lambda: _repeat(step, calls - first),
         )
         shares.append(_share(took_s - alone_s, side_s))
@@ -310,10 +311,10 @@ def _moments(engine: Engine, gradient: Tensor, layout: Layout) -> Iterator[tuple
 def _leaving(device: torch.device) -> Callable[[], float]:
     """Returns a function that leaves caches and memory as backward does, and returns the time."""
     now, trim = _clock(device), _trim(device)
-    other = torch.empty(_CACHE // 4, device=device)
+    memory = torch.empty(_CACHE // 4, device=device)
 
     def leave() -> float:
-        other.zero_()
+        memory.zero_()
         trim(0)
         return now()
 

@@ -123,9 +123,11 @@ class Headroom:
     """Holds what compression could save; ``print`` it for a report.
 
     Attributes:
-        dense, bf16, one_value, noop: step times with a dense all-reduce, a bf16 all-reduce, one
-            value per bucket, and no communication. A step takes as long as its slowest rank.
-        exposed: ``dense - noop``: the time that communication adds.
+        dense, bf16, one_value, noop: step times with an uncompressed (dense) all-reduce, a bf16
+            all-reduce, one value per bucket, and no communication. A step takes as long as its
+            slowest rank.
+        exposed: ``dense - noop``: the time that communication adds, since it does not overlap with
+            backward.
         savable_over_dense: ``dense - one_value``: the most that compression can save over a dense
             all-reduce. The rest of ``exposed`` is latency, and waiting for other ranks.
         savable_over_bf16: ``bf16 - one_value``: the most that compression can save over bf16.
@@ -180,7 +182,7 @@ class Headroom:
 
     @property
     def best(self) -> StepTimes:
-        """Returns the faster of dense and bf16, which a scheme has to beat."""
+        """Returns the faster of uncompressed (dense) and bf16, which a scheme has to beat."""
         return min(self.dense, self.bf16, key=lambda kind: kind.median_s)
 
     @property
@@ -267,7 +269,7 @@ class Headroom:
 
 
 def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:
-    """Measures what compression could save, with dense, bf16 and no communication in turn.
+    """Measures what compression could save: uncompressed (dense), bf16, no communication in turn.
 
     All ranks call it with equal arguments. Without communication the ranks' parameters drift
     apart: build model and optimizer anew afterwards, and save nothing of these. The model keeps the
@@ -336,7 +338,8 @@ def _answer(headroom: Headroom) -> list[str]:
     over_dense = _shown(headroom.savable_over_dense, headroom.dense)
     over_bf16 = _shown(headroom.savable_over_bf16, headroom.bf16)
     lines = [
-        f"Exposed communication:               {exposed}",
+        "Exposed communication",
+        f"(not overlapped with backward):      {exposed}",
         f"The most that compression can save:  {over_dense}",
         f"The same, if bf16 is used already:   {over_bf16}",
         "",

@@ -27,7 +27,7 @@ from commhooks.predict._headroom_steps import InterleavedRun, steps_needed
 __all__ = ["ORDER", "ddp_built", "fsdp_built"]
 
 ORDER = "COMMHOOKS_HEADROOM"  # the environment variable with what is asked for, as JSON
-_TOLD_EVERY_S = 10.0  # between two lines that say how far the measurement is
+_REPORT_EVERY_S = 10.0  # between two lines that say how far the measurement is
 _MAX_EXITS = 3  # a script that catches SystemExit so often is ended at once
 
 
@@ -43,7 +43,7 @@ class _Script:
         self.ends = 0
         self.rank = 0  # of the measured model; the script may destroy its group before it ends
         self.began_at = (0.0, 0)  # time and step of the first of a turn
-        self.told = 0.0  # time of the last line
+        self.reported_at = 0.0  # time of the last line
 
     def write_status(self, **facts: Any) -> None:
         """Writes facts for the command that started this script; one rank per machine does."""
@@ -73,7 +73,7 @@ class _Script:
             try:
                 if self.turns.step_begins():
                     self.report(self.turns)
-                self.tell(self.turns)
+                self.report_progress(self.turns)
             except Error as error:
                 self.write_status(failed=str(error))
                 self.end()
@@ -81,7 +81,7 @@ class _Script:
     def begin(self, ddp: DistributedDataParallel, inputs: Any) -> bool:
         """Registers the hook on the first model that trains with others; returns whether it did."""
         if comm_hooks(ddp):
-            self.refuse_hook(None, comm_hooks(ddp)[0][0])
+            self.report_own_hook(None, comm_hooks(ddp)[0][0])
         if torch.distributed.get_world_size(ddp.process_group) == 1:
             self.write_status(alone=True)
             if torch.distributed.get_world_size() == 1:
@@ -93,7 +93,7 @@ class _Script:
         except Error as error:
             self.write_status(failed=str(error))
             self.end()
-        ddp.register_comm_hook = self.refuse_hook  # type: ignore[method-assign]
+        ddp.register_comm_hook = self.report_own_hook  # type: ignore[method-assign]
         # The pre-hook that came with the communication hook has not seen the pass that begins now,
         # which no_sync() may be around.
         for key, hook in list(forward_pre_hooks(ddp).items()):
@@ -103,10 +103,10 @@ class _Script:
         self.write_status(begun=time.time(), needed=steps_needed(self.steps))
         return True
 
-    def tell(self, turns: InterleavedRun) -> None:
+    def report_progress(self, turns: InterleavedRun) -> None:
         """Writes now and then, on rank 0, which round runs and how long the rest takes."""
         now = time.monotonic()
-        if self.rank or turns.warms_up or now - self.told < _TOLD_EVERY_S:
+        if self.rank or turns.warms_up or now - self.reported_at < _REPORT_EVERY_S:
             return
         rounds = turns.turns + turns.turns_to_come
         if not self.began_at[1]:
@@ -115,12 +115,12 @@ class _Script:
         if turns.step == first:
             text = f"{rounds} rounds, {steps_needed(self.steps)} steps in all"
         else:
-            left = (now - since) / (turns.step - first) * turns.steps_to_come
-            text = f"round {turns.turns + 1} of {rounds}, about {left:.0f} s to go"
+            remaining_s = (now - since) / (turns.step - first) * turns.steps_to_come
+            text = f"round {turns.turns + 1} of {rounds}, about {remaining_s:.0f} s to go"
         print(f"commhooks headroom: {text}", file=sys.stderr, flush=True)
-        self.told = now
+        self.reported_at = now
 
-    def refuse_hook(self, state: Any, hook: Any) -> NoReturn:
+    def report_own_hook(self, state: Any, hook: Any) -> NoReturn:
         """Ends a script that registers its own hook, before the first step or later."""
         self.write_status(own_hook=getattr(hook, "__qualname__", repr(hook)))
         self.end()

@@ -202,10 +202,10 @@ class InterleavedRun:
         The duration of a step is that of its slowest rank.
 
         Raises:
-            RegistrationError: no turn has ended, or steps have no time of their own.
+            RegistrationError: no round has ended, or steps have no time of their own.
         """
         if not self._turns:
-            raise RegistrationError("headroom: no turn has ended, so there is nothing to compare")
+            raise RegistrationError("headroom: no round has ended, so there is nothing to compare")
         if self._cuda:
             torch.cuda.synchronize()
         local_seconds = [_seconds(begin, end) for begin, end in itertools.pairwise(self._marks)]
@@ -213,11 +213,13 @@ class InterleavedRun:
         travel, dense_nbytes = _travel(self._hook)
         self._store.set(f"times of {rank}", json.dumps([local_seconds, travel]))
         if rank == 0:
-            everyone = [json.loads(self._store.get(f"times of {other}")) for other in range(size)]
+            everyone = [json.loads(self._store.get(f"times of {number}")) for number in range(size)]
             slowest = [
                 max(step) for step in zip(*(seconds[0] for seconds in everyone), strict=True)
             ]
-            travels = [[BucketTransfer(*fields) for fields in theirs] for _, theirs in everyone]
+            travels = [
+                [BucketTransfer(*fields) for fields in transfers] for _, transfers in everyone
+            ]
             self._store.set("result", json.dumps([slowest, _of_all(travels)]))
         slowest, agreed = json.loads(self._store.get("result"))
         facts = Facts(
@@ -235,8 +237,8 @@ class InterleavedRun:
         rank, size = self._hook.rank, self._hook.world_size
         self._hook.close()
         self._store.set(f"rank {rank} parts", "")
-        for other in range(size) if rank == 0 else ():
-            self._store.get(f"rank {other} parts")
+        for number in range(size) if rank == 0 else ():
+            self._store.get(f"rank {number} parts")
 
 
 def _schedule(turns: int) -> Scheme:

@@ -410,14 +410,14 @@ def link_report(
         ) from error
 
 
-def _device(group: dist.ProcessGroup, asked: str | None) -> torch.device:
+def _device(group: dist.ProcessGroup, name: str | None) -> torch.device:
     cuda = torch.device("cuda")
     has_nccl = torch.cuda.is_available() and not is_gloo(backend_for(group, cuda))
-    if asked is None:
-        asked = "cuda" if has_nccl and backend_for(group, cuda) is not None else "cpu"
-    if asked == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+    if name is None:
+        name = "cuda" if has_nccl and backend_for(group, cuda) is not None else "cpu"
+    if name == "cuda" and not (torch.cuda.is_available() and dist.is_nccl_available()):
         raise ValueError("measure_link(device='cuda'): there is no GPU here, or no NCCL")
-    return torch.device(asked)
+    return torch.device(name)
 
 
 class _PartGroup(NamedTuple):

@@ -203,8 +203,8 @@ def compare(
         )
     if not fabrics:
         raise ValueError("compare(fabrics=...): one or more, got none")
-    asked = tuple(dict.fromkeys(ranks))
-    sizes = tuple(sorted({*asked, *WORLD_SIZES}))
+    requested = tuple(dict.fromkeys(ranks))
+    sizes = tuple(sorted({*requested, *WORLD_SIZES}))
     compared = {BASELINE: make(BASELINE)} | dict(schemes)
     made = list(compared.values())
     scaled = [
@@ -225,12 +225,12 @@ def compare(
     return Comparison(
         workload,
         compared,
-        asked,
+        requested,
         sizes,
         tuple(fabrics),
         steps=predicted(sizes, fabrics),
-        by_bandwidth=predicted(asked, scaled),
-        link_nbytes=predicted(asked, counting).wire_s,
+        by_bandwidth=predicted(requested, scaled),
+        link_nbytes=predicted(requested, counting).wire_s,
     )
 
 
@@ -298,26 +298,28 @@ def draw(comparison: Comparison, path: Path) -> None:
     middle = len(comparison.ranks) // 2  # of the numbers of ranks that were asked for
     over_ranks, over_bandwidth = comparison.speedup, comparison.speedup_by_bandwidth
     for f, fabric in enumerate(comparison.fabrics):
-        left, right = panels[f]
-        _lines(comparison, left, np.array(comparison.sizes), over_ranks[:, :, f])
-        left.set(xscale="log", xlabel="ranks", title=fabric.name)
-        left.set_xticks([4**power for power in range(1, 8)])
-        left.set_xticklabels([f"{4**power:,}" for power in range(1, 8)])
-        left.minorticks_off()
+        by_ranks, by_bandwidth = panels[f]
+        _lines(comparison, by_ranks, np.array(comparison.sizes), over_ranks[:, :, f])
+        by_ranks.set(xscale="log", xlabel="ranks", title=fabric.name)
+        by_ranks.set_xticks([4**power for power in range(1, 8)])
+        by_ranks.set_xticklabels([f"{4**power:,}" for power in range(1, 8)])
+        by_ranks.minorticks_off()
         gbit = 8 * BANDWIDTHS / 1e9
-        _lines(comparison, right, gbit, over_bandwidth[:, middle, f])
+        _lines(comparison, by_bandwidth, gbit, over_bandwidth[:, middle, f])
         gigabits = 8 * fabric.between.bandwidth / 1e9
-        right.set_ylabel(_SPEED_UP)
-        right.axvline(gigabits, color=_GREY, linewidth=0.8, linestyle=":")
-        right.annotate(
+        by_bandwidth.set_ylabel(_SPEED_UP)
+        by_bandwidth.axvline(gigabits, color=_GREY, linewidth=0.8, linestyle=":")
+        by_bandwidth.annotate(
             f"{fabric.name}", (gigabits, 0.99), xycoords=("data", "axes fraction"),
             xytext=(3, 0), textcoords="offset points", va="top", fontsize=8, color=_GREY,
         )  # fmt: skip
         count = comparison.ranks[middle]
-        right.set(xscale="log", xlim=(gbit[0], gbit[-1]), xlabel="bandwidth between nodes [Gbit/s]")
-        right.xaxis.set_major_formatter("{x:,g}")
-        right.set_title(f"{count:,} ranks, latency as on {fabric.name}")
-        left.set_ylabel(_SPEED_UP)
+        by_bandwidth.set(
+            xscale="log", xlim=(gbit[0], gbit[-1]), xlabel="bandwidth between nodes [Gbit/s]"
+        )
+        by_bandwidth.xaxis.set_major_formatter("{x:,g}")
+        by_bandwidth.set_title(f"{count:,} ranks, latency as on {fabric.name}")
+        by_ranks.set_ylabel(_SPEED_UP)
     handles, labels = panels[0][0].get_legend_handles_labels()
     figure.suptitle(f"{comparison.workload.name}: speed-up over bf16 (predicted)")
     figure.legend(handles, labels, loc="outside lower center", ncols=min(5, len(labels)))

@@ -142,8 +142,8 @@ def _events(steps: Mapping[int, Sequence[RoundRecord]], rank: int) -> Iterator[d
             }
 
 
-def _named(what: str, rank: int, track: int, name: str) -> dict[str, object]:
-    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
+def _named(event: str, rank: int, track: int, name: str) -> dict[str, object]:
+    return {"ph": "M", "name": event, "pid": rank, "tid": track, "args": {"name": name}}
 
 
 def _ranges(steps: Sequence[int]) -> str:

@@ -24,11 +24,11 @@ __all__ = [
     "Laws",
     "MakeScheme",
     "begun",
+    "check_law",
     "exact_mean",
     "from_step",
     "gradients",
     "in_words",
-    "need",
     "normal",
     "ranks_of",
 ]
@@ -94,7 +94,7 @@ class Laws(dict[str, Law]):
         return decorate
 
 
-def need(holds: bool | Tensor, message: str) -> None:
+def check_law(holds: bool | Tensor, message: str) -> None:
     """Raises ``LawBroken`` with ``message`` unless ``holds``."""
     if not holds:
         raise LawBroken(message)

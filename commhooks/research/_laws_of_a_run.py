@@ -15,10 +15,10 @@ from commhooks.research._laws import (
     SHAPES,
     Laws,
     MakeScheme,
+    check_law,
     exact_mean,
     gradients,
     in_words,
-    need,
     normal,
     ranks_of,
 )
@@ -39,7 +39,9 @@ def _bias(make: MakeScheme) -> None:
         grads = gradients(2, 0)
         exact = exact_mean(grads)
         lost = float((ranks_of(scheme, 2).step(grads)[0] - exact).norm() / exact.norm())
-        need(lost <= 1.0 + 1e-6, f"loses {lost:.3f} of |x|: not a contraction, feedback diverges")
+        check_law(
+            lost <= 1.0 + 1e-6, f"loses {lost:.3f} of |x|: not a contraction, feedback diverges"
+        )
         return
     # The projection of the error on one direction has a far smaller standard error than its norm,
     # so a bias of 1/4096 shows. Rounding to 16 bits adds up to less over this many entries.
@@ -59,7 +61,7 @@ def _bias(make: MakeScheme) -> None:
         size = float(exact.abs() @ direction.abs())
         text = f"{name}: the mean of {draws} draws is off by {off / size:.3g}, relative"
         text = f"{text}; its error is {spread / size:.3g}. {_UNBIASED}"
-        need(off <= 5 * spread + 2.0**-12 * size, text)
+        check_law(off <= 5 * spread + 2.0**-12 * size, text)
     # A bias along any other direction shows in the norm: without one, its square is the squared
     # standard error in expectation, and varies little over this many entries.
     bias = float(total.norm()) / draws
@@ -68,7 +70,7 @@ def _bias(make: MakeScheme) -> None:
     noise = math.sqrt(max(0.0, variance) / draws)
     text = f"the mean of {draws} draws is off by {bias:.3g}, its standard error is {noise:.3g}"
     text = f"{text}. {_UNBIASED}"
-    need(bias <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
+    check_law(bias <= 1.25 * noise + float(exact.norm()) * 2.0**-8, text)
 
 
 def _directions(x: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -95,7 +97,7 @@ def _variance(make: MakeScheme) -> None:
         # Every round may round once more, and factors of 1 + variance multiply. A tenth more: the
         # mean of 16 draws is a random number.
         bound = ((1 + allowed) ** scheme.traits.rounds - 1) * 1.1 + 2.0**-14
-        need(measured <= bound, f"{measured:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
+        check_law(measured <= bound, f"{measured:.3g} |x|^2 on {name}, variance = {allowed:.3g}")
 
 
 def _shapes_of_entries(numel: int) -> Iterator[tuple[str, Tensor]]:
@@ -128,7 +130,7 @@ def _conservation(make: MakeScheme) -> None:
         steps = 5 if world_size == 3 else 2
         error = _lost(scheme, world_size, steps)
         text = f"{in_words(world_size)}: off by {error:.3g} of the largest sum after {steps} steps"
-        need(
+        check_law(
             error < (2.0**-7 if narrow else 2.0**-12),
             f"{text}: Result(mean, sent=...) says what this rank has sent, and bucket.gradient "
             f"keeps its entries (an all-reduce overwrites its tensor)",
@@ -150,7 +152,7 @@ def _conservation_in_16_bits(make: MakeScheme) -> None:
         f"off by {error:.3g} of the largest sum in bf16: what was sent is in request.sent "
         f"after the yield, where it is not None"
     )
-    need(error < 2.0**-12, text)
+    check_law(error < 2.0**-12, text)
 
 
 def _lost(scheme: Scheme, world_size: int, steps: int) -> float:
@@ -164,8 +166,8 @@ def _lost(scheme: Scheme, world_size: int, steps: int) -> float:
     residual = exact_mean([ranks.memory(rank) for rank in range(world_size)])
     # Rules may give parameters no feedback: what they lose is kept nowhere.
     known = [ranks.engines[0].memory.get(RESIDUAL, name) is not None for name in SHAPES]
-    kept = torch.tensor(known).repeat_interleave(torch.tensor(ranks.layout.sizes))
-    return float(((applied + residual - total) * kept).abs().max() / total.abs().max())
+    mask = torch.tensor(known).repeat_interleave(torch.tensor(ranks.layout.sizes))
+    return float(((applied + residual - total) * mask).abs().max() / total.abs().max())
 
 
 @OF_A_RUN.add("an average is over all ranks, 1 to 8 of them", of_averages=True)
@@ -180,7 +182,9 @@ def _all_ranks(make: MakeScheme) -> None:
         size = float(means.mean(0) @ exact / (exact @ exact))
         # The mean of 16 draws is off by 0.04 at most, even for a variance of 11. A rank that is
         # left out makes a difference of 1 / 8 or more.
-        need(abs(size - 1) < 0.1, f"{in_words(world_size)}: {size:.3g} times the average comes out")
+        check_law(
+            abs(size - 1) < 0.1, f"{in_words(world_size)}: {size:.3g} times the average comes out"
+        )
 
 
 @OF_A_RUN.add("the last entry is averaged, whatever the size", of_averages=True)
@@ -197,7 +201,7 @@ def _last_entry(make: MakeScheme) -> None:
         arrived = sum(float(ranks.step([grad] * 3)[0][-1]) for _ in range(steps))
         held = float(exact_mean([ranks.memory(rank) for rank in range(3)])[-1]) if keeps else 0.0
         share = (arrived + held) / steps
-        need(abs(share - 1) < 0.3, f"of {numel} entries {share:.3g} of the last one comes out")
+        check_law(abs(share - 1) < 0.3, f"of {numel} entries {share:.3g} of the last one comes out")
 
 
 @OF_A_RUN.add("residuals stay bounded", guide="What a scheme declares", of_averages=True)
@@ -212,7 +216,9 @@ def _bounded(make: MakeScheme) -> None:
     # By step 100 a bounded residual has its size. One that grows with the square root of the steps,
     # as a sum of random draws does, is 2.8 times as large at step 800.
     early, late = max(sizes[75:100]), max(sizes[750:])
-    need(late <= 1.5 * early + 1e-6, f"|e| is {early:.3g} after 100 steps, {late:.3g} after 800")
+    check_law(
+        late <= 1.5 * early + 1e-6, f"|e| is {early:.3g} after 100 steps, {late:.3g} after 800"
+    )
 
 
 @OF_A_RUN.add(
@@ -237,7 +243,7 @@ def _round_trip(make: MakeScheme) -> None:
             mean = _moved(moved, shuffled, layout)
         else:
             mean = resumed.step(grads)[0]
-        need(
+        check_law(
             torch.equal(expected, mean),
             f"differs in step {step}, {step - 2} after loading: is something kept outside of "
             f"Slots, or by bucket?",
@@ -274,4 +280,4 @@ def _convergence(make: MakeScheme) -> None:
         grads = [2 * scale * (x @ a)[:, None] * a + x / 2 for a in nodes]
         x = x - rate * ranks.step([grad.flatten() for grad in grads])[0].view(copies, 3)
     share = float(x.norm() / begin)
-    need(share < 0.1, f"|x| is {share:.3g} of what it was after {steps} steps of {rate}")
+    check_law(share < 0.1, f"|x| is {share:.3g} of what it was after {steps} steps of {rate}")

@@ -21,10 +21,10 @@ from commhooks.research._laws import (
     Laws,
     MakeScheme,
     begun,
+    check_law,
     exact_mean,
     gradients,
     in_words,
-    need,
     normal,
     ranks_of,
 )
@@ -53,8 +53,8 @@ def _sizes(make: MakeScheme) -> None:
             ranks = begun(Simulation(make(), {"p": shape}, world_size=3))
             for step in range(2):  # the second step reads what the first has written
                 for mean in ranks.step(gradients(3, step, numel), buckets=[layout]):
-                    need(mean.shape == (numel,), f"shape {shape} gives a mean of {mean.shape}")
-                    need(mean.isfinite().all(), f"shape {shape}: the mean is not finite")
+                    check_law(mean.shape == (numel,), f"shape {shape} gives a mean of {mean.shape}")
+                    check_law(mean.isfinite().all(), f"shape {shape}: the mean is not finite")
 
 
 @OF_A_STEP.add(
@@ -68,7 +68,7 @@ def _agreement(make: MakeScheme) -> None:
         for step in range(3):
             means = ranks.step(gradients(world_size, step))
             for rank in range(1, world_size):
-                need(
+                check_law(
                     torch.equal(means[0], means[rank]),
                     f"{in_words(world_size)}, step {step}: ranks 0 and {rank} differ in "
                     f"{_unequal(means[0], means[rank])}; the average may depend only on what "
@@ -93,7 +93,7 @@ def _same_on_all_ranks(make: MakeScheme) -> None:
         for rank, other in enumerate(others, 1):
             for name in SHAPES:
                 a, b = first.get((key, name)), other.get((key, name))
-                need(
+                check_law(
                     _same_bits(a, b),
                     f'Slot({key!r}, resize="same"): ranks 0 and {rank} of 3 keep other values of '
                     f'{name!r}; where ranks keep values of their own, resize is "sum", "mean" or '
@@ -134,7 +134,7 @@ def _watched(codec: Codec, encode: Any, gradient: Tensor, bucket: Bucket) -> Any
     """Encodes, and raises ``LawBroken`` if that has changed the gradient."""
     before = gradient.clone()
     payload = encode(codec, gradient, bucket)
-    need(
+    check_law(
         torch.equal(before, gradient),
         f"encode changed its input, of {gradient.dtype}, in step {bucket.step}; work on a copy "
         f"of it",
@@ -153,9 +153,13 @@ def _payload_sizes(make: MakeScheme) -> None:
         ranks = ranks_of(scheme, 3)
         ranks.step([grad * factor for grad in gradients(3, 0)])
         sent.append(ranks.requests)
-    need(sent[0] == sent[1] == sent[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {sent}")
+    check_law(
+        sent[0] == sent[1] == sent[2], f"sizes differ for zeros, N(0, 1), 1e20 N(0, 1): {sent}"
+    )
     rounds = len(sent[0])
-    need(rounds <= scheme.traits.rounds, f"{rounds} collectives, rounds = {scheme.traits.rounds}")
+    check_law(
+        rounds <= scheme.traits.rounds, f"{rounds} collectives, rounds = {scheme.traits.rounds}"
+    )
 
 
 @OF_A_STEP.add("two runs are equal bit for bit", guide="Several collectives per bucket")
@@ -163,7 +167,7 @@ def _determinism(make: MakeScheme) -> None:
     first, second = ranks_of(make(), 3), ranks_of(make(), 3)
     for step in range(3):
         a, b = (ranks.step(gradients(3, step))[0] for ranks in (first, second))
-        need(
+        check_law(
             torch.equal(a, b),
             f"step {step} differs between two runs: draw from bucket.generator(name), and not from "
             f"torch's generator",
@@ -176,7 +180,7 @@ def _zero(make: MakeScheme) -> None:
         ranks = ranks_of(make(), 3)
         for _ in range(2):
             mean = ranks.step([torch.zeros(NUMEL, dtype=dtype)] * 3)[0]
-            need(not mean.any(), f"zeros of {dtype} become {mean.abs().max().item()}")
+            check_law(not mean.any(), f"zeros of {dtype} become {mean.abs().max().item()}")
 
 
 @OF_A_STEP.add(
@@ -193,7 +197,7 @@ def _zero_parameter(make: MakeScheme) -> None:
             for grad in grads:
                 _part(grad, index).zero_()
             most = float(_part(ranks.step(grads)[0], index).abs().max())
-            need(most == 0.0, f"zeros of {name!r} become {most:.3g} in step {step}")
+            check_law(most == 0.0, f"zeros of {name!r} become {most:.3g} in step {step}")
 
 
 @OF_A_STEP.add(
@@ -207,7 +211,7 @@ def _zero_entries(make: MakeScheme) -> None:
     for step in range(3):
         grads = [grad.masked_fill(zeros, 0.0) for grad in gradients(3, step)]
         most = float(ranks.step(grads)[0][zeros].abs().max())
-        need(most == 0.0, f"zeros between other entries become {most:.3g} in step {step}")
+        check_law(most == 0.0, f"zeros between other entries become {most:.3g} in step {step}")
 
 
 @OF_A_STEP.add(
@@ -231,7 +235,7 @@ def _neighbours(make: MakeScheme) -> None:
                 total += float((mean - exact).norm() / exact.norm()) / 4
             errors[factor] = total
         text = ", ".join(f"{factor:g}: {error:.3g}" for factor, error in errors.items())
-        need(
+        check_law(
             max(errors.values()) <= 1.5 * errors[1.0] + 1e-6,
             f"relative errors of {name!r}, whose gradient is times {text}",
         )
@@ -257,7 +261,7 @@ def _homogeneity(make: MakeScheme) -> None:
             errors[factor] = float((mean - exact).norm() / exact.norm())
     worst, best = max(errors.values()), min(errors.values())
     text = ", ".join(f"{factor:g}: {error:.3g}" for factor, error in errors.items())
-    need(worst <= 1.5 * best + 1e-2, f"relative errors for positive entries times {text}")
+    check_law(worst <= 1.5 * best + 1e-2, f"relative errors for positive entries times {text}")
 
 
 @OF_A_STEP.add("gradients keep their dtype")
@@ -266,8 +270,8 @@ def _dtypes(make: MakeScheme) -> None:
         ranks = ranks_of(make(), 2)
         for step in range(2):
             mean = ranks.step([grad.to(dtype) for grad in gradients(2, step)])[0]
-            need(mean.dtype == dtype, f"{dtype} becomes {mean.dtype}")
-            need(mean.isfinite().all(), f"{dtype}: the mean is not finite")
+            check_law(mean.dtype == dtype, f"{dtype} becomes {mean.dtype}")
+            check_law(mean.isfinite().all(), f"{dtype}: the mean is not finite")
 
 
 @OF_A_STEP.add("the results do not depend on torch's default dtype")
@@ -283,7 +287,7 @@ def _default_dtype(make: MakeScheme) -> None:
         finally:
             torch.set_default_dtype(usual)
         for step, (expected, mean) in enumerate(zip(results[0], results[-1], strict=True)):
-            need(torch.equal(expected, mean), f"{dtype} changes the average of step {step}")
+            check_law(torch.equal(expected, mean), f"{dtype} changes the average of step {step}")
 
 
 @OF_A_STEP.add(
@@ -294,7 +298,7 @@ def _overflow(make: MakeScheme) -> None:
     # not, nor do sums of four entries within a rank.
     ranks = ranks_of(make(), 4, 36)
     for mean in ranks.step([torch.full((36,), 20000.0, dtype=torch.float16)] * 4):
-        need((mean.abs() <= 50000.0).all(), "four ranks' 20000 in float16 are too large a sum")
+        check_law((mean.abs() <= 50000.0).all(), "four ranks' 20000 in float16 are too large a sum")
 
 
 class _Sums(Simulation):
@@ -344,12 +348,12 @@ def _integer_sums(make: MakeScheme) -> None:
         for name, grad in steps:
             ranks.of_integers = False
             mean = ranks.step([grad] * world_size)[0]
-            need(not ranks.too_large, ranks.too_large)
+            check_law(not ranks.too_large, ranks.too_large)
             text = f"{in_words(world_size)}: the mean of {name} is"
             if ranks.of_integers:
-                need(mean.isfinite().all(), f"{text} not finite; do levels remain on so many?")
+                check_law(mean.isfinite().all(), f"{text} not finite; do levels remain on so many?")
             if ranks.of_integers and name == "ones" and make().traits.returns == "mean":
-                need((mean != 0).any(), f"{text} zero; do levels remain on so many?")
+                check_law((mean != 0).any(), f"{text} zero; do levels remain on so many?")
         if not ranks.has_summed and world_size > 2:  # some sum on many ranks only
             return
 
@@ -384,8 +388,10 @@ def _not_finite(make: MakeScheme) -> None:
             grads = gradients(3, 50)
             grads[1][place] = bad
             for rank, mean in enumerate(ranks.step(grads)):
-                need(not mean[place].isfinite(), f"{bad} at {place} is finite on rank {rank}")
-            need(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes the state")
+                check_law(not mean[place].isfinite(), f"{bad} at {place} is finite on rank {rank}")
+            check_law(_same_memory(ranks, clean), f"{bad} at {place} of one rank changes the state")
             counts = [engine.skipped for engine in ranks.engines]
             averages = ranks.engines[0].traits.averages
-            need(counts == [int(averages)] * 3, f"{bad} at {place}: skipped steps are {counts}")
+            check_law(
+                counts == [int(averages)] * 3, f"{bad} at {place}: skipped steps are {counts}"
+            )

@@ -66,7 +66,7 @@ def average_factor(
     *,
     total: Tensor,
     local_copy: Tensor | None,
-    other: Tensor,
+    other_factor: Tensor,
     is_left: bool,
 ) -> Generator[Collective, Tensor, Tensor]:
     """Averages a payload: a factor of each matrix, and the tail.
@@ -76,7 +76,7 @@ def average_factor(
     Args:
         total: the sum of gradient and residual.
         local_copy: a copy of this rank's factor; None without feedback.
-        other: the second factor of each matrix, the same on every rank.
+        other_factor: the second factor of each matrix, the same on every rank.
         is_left: the payload has left factors.
     """
     request, unsent = AllReduce(payload), bucket.unsent
@@ -87,7 +87,7 @@ def average_factor(
         factor, tail = local_copy, None  # None: all of the tail
         if request.sent is not None:
             factor, tail = request.sent.split((local_copy.numel(), plan.tail_numel))
-        left, right = (factor, other) if is_left else (other, factor)
+        left, right = (factor, other_factor) if is_left else (other_factor, factor)
         subtract_low_rank(plan.matrices, total, left, right, unsent, tail=plan.with_tail(tail))
 
     return (yield from overlapped(request, keep_unsent))

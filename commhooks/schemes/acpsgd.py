@@ -101,7 +101,11 @@ class ACPSGD(Scheme):
             tail=plan.with_tail(tail),
         )
         payload = yield from average_factor(
-            *(bucket, plan, payload), total=total, local_copy=local_copy, other=fixed, is_left=even
+            *(bucket, plan, payload),
+            total=total,
+            local_copy=local_copy,
+            other_factor=fixed,
+            is_left=even,
         )
         new, tail = payload.split(sizes)
         finite = all_finite(payload)  # of the mean: the same on every rank

@@ -19,7 +19,7 @@ __all__ = ["TwoPhaseCast", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class TwoPhaseCast(PackedCodec):
-    """Averages with 16 bits per entry on the wire and 32 in the sum.
+    """Averages with 16 bits per entry sent and 32 in the sum.
 
     Each rank sums one shard of the bucket: all-to-all of the cast gradient, sum in float32,
     all-gather of the cast mean. The error is two roundings on any number of ranks; a 16-bit ring

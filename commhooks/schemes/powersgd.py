@@ -145,7 +145,11 @@ def power_iteration(bucket: Bucket, plan: Plan, keeps: Sequence[Slot]) -> Scheme
     # The residual is M - P Q_i with this rank's own Q_i. The distance to the mean would collect
     # what other ranks sent, and only its sum over ranks would be bounded.
     payload = yield from average_factor(
-        *(bucket, plan, payload), total=total, local_copy=local_copy, other=left, is_left=False
+        *(bucket, plan, payload),
+        total=total,
+        local_copy=local_copy,
+        other_factor=left,
+        is_left=False,
     )
     # One check covers both payloads: an entry of P that is not finite makes a whole row of Q
     # NaN (docs/design/kernels.md).

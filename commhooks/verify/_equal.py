@@ -155,8 +155,8 @@ def check_equal(
     """
     everyone = gather(message=_described(compared))
     wrong = []
-    for name in dict.fromkeys(name for theirs in everyone for name in theirs):
-        values = [theirs.get(name, "nothing") for theirs in everyone]
+    for name in dict.fromkeys(name for rank_values in everyone for name in rank_values):
+        values = [rank_values.get(name, "nothing") for rank_values in everyone]
         if which := minority_ranks(values):
             wrong.append((name, which, values))
     if not wrong:

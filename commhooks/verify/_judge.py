@@ -120,7 +120,7 @@ def error_bound_of(scheme: Scheme, world_size: int, step: int = 0) -> ErrorBound
         name = _name_of.__wrapped__(scheme)
     scheme = running_at(scheme, step)
     traits, inside = scheme.traits, list(walk(scheme))
-    others = any(
+    has_other_feedback = any(
         isinstance(part, Feedback) and not isinstance(part, ErrorFeedback) for part in inside
     )
     narrow = any(isinstance(part, (Cast, TwoPhaseCast)) for part in inside)
@@ -129,7 +129,7 @@ def error_bound_of(scheme: Scheme, world_size: int, step: int = 0) -> ErrorBound
     averages = traits.returns == "mean"
     without = list(_without_residual(scheme))
     variances = [_variance(part, world_size) for part in without]
-    bounded = averages and not others and None not in variances
+    bounded = averages and not has_other_feedback and None not in variances
     return ErrorBound(
         name=name,
         averages=averages,
@@ -197,8 +197,8 @@ def judge(
             find(position, "not finite", which, "the gradient is not finite there before averaging")
     if bound.agrees:
         for position, which in _differing_averages(ranks, mean):
-            others = describe_others(which, len(ranks))
-            reason = f"the average of {bound.name} has other bits here than on {others}"
+            other_ranks = describe_others(which, len(ranks))
+            reason = f"the average of {bound.name} has other bits here than on {other_ranks}"
             find(position, "ranks differ", which, reason)
     if not bound.averages:
         return [], findings
@@ -346,10 +346,11 @@ def _exceeded_bound(
     if total <= allowed:
         return None
     size = float(sizes.mean())
-    what = "what the ranks have sent" if bound.residual else "the uncompressed mean"
+    reference = "what the ranks have sent" if bound.residual else "the uncompressed mean"
     return (
-        f"the average of {bound.name} differs from {what} by {total / size:.3g} of the bucket's "
-        f"gradients, of which most is in this parameter; its traits allow {allowed / size:.3g}"
+        f"the average of {bound.name} differs from {reference} by {total / size:.3g} of the "
+        f"bucket's gradients, of which most is in this parameter; its traits allow "
+        f"{allowed / size:.3g}"
         if size
         else f"the average of {bound.name} has a norm of {total:.3g}, though all gradients are zero"
     )

@@ -181,14 +181,14 @@ def _norms(sketches: Tensor, sizes: Sequence[int]) -> Tensor:
     return dots_of(sketches, sketches, sizes).sqrt()
 
 
-def dots_of(sketches: Tensor, others: Tensor, sizes: Sequence[int]) -> Tensor:
+def dots_of(sketches: Tensor, other_sketches: Tensor, sizes: Sequence[int]) -> Tensor:
     """Returns the scalar products of vectors by their sketches, in float64, on the CPU.
 
     Args:
-        sketches, others: sketches of :func:`fingerprint`, or sums of them.
+        sketches, other_sketches: sketches of :func:`fingerprint`, or sums of them.
         sizes: numbers of entries of the vectors.
     """
-    products = sketches.double() * others.double()
+    products = sketches.double() * other_sketches.double()
     # Not differences of one running sum, in which small products behind large ones are lost.
     widths = torch.tensor([sketch_width(size) for size in sizes], device="cpu")
     owners = torch.arange(len(sizes), device="cpu").repeat_interleave(widths)

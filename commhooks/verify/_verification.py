@@ -52,7 +52,7 @@ _AT_CLOSE = 5.0  # seconds that ``close`` waits for what is under way
 
 
 class Verification:
-    """Compares the scheme's result of some steps with the dense mean, and across ranks.
+    """Compares the result of some steps with the uncompressed (dense) mean, and across ranks.
 
     The ranks exchange sketches after the step, in a process group of its own on Gloo, while
     training continues. The result is judged when a later step begins and its collectives have
@@ -252,9 +252,10 @@ class Verification:
     def report(self) -> pd.DataFrame:
         """Returns a row per verified step, bucket and parameter; waits for collectives under way.
 
-        ``error`` is the norm of the averaged gradient minus the dense mean, over that of the dense
-        mean; ``cosine`` is of the angle between the two; ``norm`` is the dense mean's. With error
-        feedback the error of a step is what later steps send. No finding is raised here.
+        ``error`` is the norm of the averaged gradient minus the uncompressed (dense) mean, over
+        that of the dense mean; ``cosine`` is of the angle between the two; ``norm`` is the dense
+        mean's. With error feedback the error of a step is what later steps send. No finding is
+        raised here.
         """
         with needs("hook.verification.report()", "pandas"):
             import pandas as pd
@@ -472,10 +473,10 @@ def _worst_of(rows: list[VerifiedRow]) -> str:
     if not known:
         return ""
     worst, median = max(known, key=lambda row: row.error), _median_of(rows)
-    others = "" if median is None else f"; the median of all parameters is {median:.3g}"
+    median_text = "" if median is None else f"; the median of all parameters is {median:.3g}"
     return (
         f", the last is {worst.step}. Its largest error is {worst.error:.3g} of the uncompressed "
-        f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}{others}"
+        f"mean, of {worst.parameter!r}, at a cosine of {worst.cosine:.5g}{median_text}"
     )
 
 
@@ -526,8 +527,8 @@ def _warn_findings(
         warnings.warn(f"commhooks: {first}{more}", RuntimeWarning, stacklevel=2)
 
 
-def _count_of(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def _count_of(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.ProcessGroup]) -> None:
@@ -540,7 +541,7 @@ def _raise_findings(wrong: Sequence[Finding], verdict_groups: Sequence[dist.Proc
     for group in verdict_groups:
         everyone: list[list[tuple[int, str]]] = [[] for _ in range(group.size())]
         dist.all_gather_object(everyone, messages, group=group)
-        messages = sorted({message for theirs in everyone for message in theirs})
+        messages = sorted({message for rank_messages in everyone for message in rank_messages})
     if messages:
         text = "\n  ".join(text for _, text in messages)
         raise VerificationError(

@@ -133,11 +133,11 @@ class ErrorFeedback(Feedback):
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         inside = _with_residual(bucket)
         result = checked_result(self.scheme, (yield from self.scheme.exchange(inside)))
-        return _kept(bucket, inside, result)
+        return _store_residual(bucket, inside, result)
 
     def all_gather(self, bucket: Bucket, parts: Sequence[Span]) -> SchemeExchange:
         inside = _with_residual(bucket)
-        return _kept(bucket, inside, (yield from self.scheme.all_gather(inside, parts)))
+        return _store_residual(bucket, inside, (yield from self.scheme.all_gather(inside, parts)))
 
 
 def _with_residual(bucket: Bucket) -> Bucket:
@@ -148,7 +148,7 @@ def _with_residual(bucket: Bucket) -> Bucket:
     return bucket.replace(residual=residual, unsent=unsent)
 
 
-def _kept(bucket: Bucket, inside: Bucket, result: Result) -> Result:
+def _store_residual(bucket: Bucket, inside: Bucket, result: Result) -> Result:
     """Stores what a step did not send as the next residual, and completes the result."""
     result = inside.with_unsent(result)
     assert result.unsent is not None

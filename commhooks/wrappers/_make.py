@@ -287,6 +287,6 @@ def _repr_of(value: object) -> str:
 
 
 def _inside(scheme: Scheme) -> str:
-    """Returns a scheme within others as its name alone, or as its class: options are not told."""
+    """Returns a scheme within others as its name alone, or as its class, without options."""
     typed = as_typed(describe(scheme))
     return typed if typed in scheme_names() else _repr_of(scheme)

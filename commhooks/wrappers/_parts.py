@@ -33,13 +33,13 @@ class Part:
     ) -> None:
         layout = bucket.layout
         self.spans = _spans(layout, positions)
-        kept = bucket.unsent is not None
+        has_unsent = bucket.unsent is not None
         shards = None if bucket.shards is None else _shards_of(self.spans, bucket.shards)
         output = gradient if shards is None else gradient[slice(*shards[bucket.rank])]
         self.bucket = bucket.replace(
             raw=gradient,
             residual=None,
-            unsent=torch.empty_like(gradient, dtype=bucket.wide_dtype) if kept else None,
+            unsent=torch.empty_like(gradient, dtype=bucket.wide_dtype) if has_unsent else None,
             output=torch.empty_like(output, dtype=bucket.output.dtype),
             layout=layout.pick(positions),
             shards=shards,

@@ -214,5 +214,5 @@ def _idle_warning(rule: Rule, names: Sequence[str], is_shadowed: bool) -> str:
     if is_shadowed:
         return f"{which} is never used: earlier rules take all parameters that it matches"
     near = difflib.get_close_matches(rule.name.strip("*"), names, n=3, cutoff=0.4)
-    others = f"the nearest are {', '.join(near)}" if near else f"it has {listed(names)}"
-    return f"{which} matches none of the model's {len(names)} parameters; {others}"
+    choices = f"the nearest are {', '.join(near)}" if near else f"it has {listed(names)}"
+    return f"{which} matches none of the model's {len(names)} parameters; {choices}"

@@ -198,7 +198,9 @@ def check_elementwise(kind: Any, settings: Mapping[str, Any], device: torch.devi
             _step(together, [whole], [gradients.view(8, 8)])
             # One after the other, as buckets: what counts steps of all parameters shows.
             for part, gradient in zip(parts, gradients.split(40), strict=True):
-                _step(apart, parts, [gradient if other is part else None for other in parts])
+                _step(
+                    apart, parts, [gradient if parameter is part else None for parameter in parts]
+                )
         same = torch.allclose(torch.cat([*parts]), whole.view(-1), rtol=1e-4, atol=1e-6)
     except Exception as error:
         raise RegistrationError(

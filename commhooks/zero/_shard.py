@@ -154,7 +154,7 @@ class BucketShard:
         self._before: tuple[Tensor, list[dict[str, Any]]] | None = None
         self._versions: list[int] = []
         self.exact.copy_(self.shared_values())
-        self._left = self.exact  # what all ranks had after the latest step
+        self._shared = self.exact  # what all ranks had after the latest step
 
     @torch.no_grad()
     def shared_values(self) -> Tensor:
@@ -173,7 +173,7 @@ class BucketShard:
         held = self.shared_values()
         # Entry by entry, since the others keep differences that are not sent yet, and not by the
         # versions of parameters, which a write to ``.data`` does not change.
-        self.exact.copy_(torch.where(held == self._left, self.exact, held))
+        self.exact.copy_(torch.where(held == self._shared, self.exact, held))
 
     def settle(self, *, rounded: bool) -> None:
         """Ends a step, after which the parameters are as the optimizer left them.
@@ -182,7 +182,7 @@ class BucketShard:
             rounded: whether ranks have other values than the exact ones.
         """
         self._before, self.gathered, self.dropped = None, None, ()
-        self._left = self.shared_values() if rounded else self.exact
+        self._shared = self.shared_values() if rounded else self.exact
 
     def parts(self, flat: Tensor) -> list[tuple[Piece, Tensor]]:
         """Returns each piece with its part of a flat tensor of this shard."""
@@ -208,8 +208,8 @@ class BucketShard:
 
     def back_up(self, states: MutableMapping[Any, Any]) -> None:
         """Copies the exact values and the optimizer's state, for :meth:`roll_back`."""
-        kept = [copied(states.get(piece.value, {})) for piece in self.pieces]
-        self._before = self.exact.clone(), kept
+        optimizer_states = [copied(states.get(piece.value, {})) for piece in self.pieces]
+        self._before = self.exact.clone(), optimizer_states
         self._versions = self._present_versions()
 
     def check_unwritten(self) -> None:
@@ -245,8 +245,8 @@ class BucketShard:
         if self._before is None:
             return
         self.dropped = parameters
-        exact, kept = self._before
-        for (piece, before), state in zip(self.parts(exact), kept, strict=True):
+        exact, optimizer_states = self._before
+        for (piece, before), state in zip(self.parts(exact), optimizer_states, strict=True):
             if piece.parameter in parameters:
                 piece.value.copy_(before)
                 states.pop(piece.value, None)

@@ -73,10 +73,10 @@ class Gather:
         parameters = [parameter.detach() for parameter in shard.parameters]
         views, packed = views_of(gathered, parameters), self.packs(shard)
         rows = zip(shard.parameters, parameters, views, strict=True)
-        kept = [(into, view) for parameter, into, view in rows if parameter not in shard.dropped]
-        if kept:
+        pairs = [(into, view) for parameter, into, view in rows if parameter not in shard.dropped]
+        if pairs:
             write = foreach_add if packed else foreach_copy
-            write([into for into, _ in kept], [view for _, view in kept])
+            write([into for into, _ in pairs], [view for _, view in pairs])
         shard.settle(rounded=packed or shard.dtype != shard.exact.dtype)
 
 

@@ -19,7 +19,7 @@ from ddp_core.exchange._devices import on_device_of
 from ddp_core.exchange._errors import MismatchError
 from ddp_core.reducer._parameters import Trained
 
-__all__ = ["first_difference", "frozen_facts", "module_facts", "verify_across_ranks"]
+__all__ = ["check_across_ranks", "first_difference", "frozen_facts", "module_facts"]
 
 # Not among them: what decides how gradients lie in memory (gradient_as_bucket_view,
 # batched_grad_copy), and the sizes of buckets, where rank 0's hold.
@@ -82,8 +82,8 @@ def first_difference(everyone: Sequence[Mapping[str, Any]]) -> str | None:
     Args:
         everyone: facts by name, of each rank; a list is compared position by position.
     """
-    for field in dict.fromkeys(field for theirs in everyone for field in theirs):
-        values = [theirs.get(field) for theirs in everyone]
+    for field in dict.fromkeys(field for rank_facts in everyone for field in rank_facts):
+        values = [rank_facts.get(field) for rank_facts in everyone]
         odd = [rank for rank, value in enumerate(values) if value != values[0]]
         if odd:
             return _difference(field, values, odd)
@@ -108,7 +108,7 @@ def _difference(field: str, values: Sequence[Any], odd: Sequence[int]) -> str:
     )
 
 
-def verify_across_ranks(
+def check_across_ranks(
     trained: Sequence[Trained], facts: Mapping[str, list[str]], group: dist.ProcessGroup
 ) -> None:
     """Raises on every rank if the ranks' parameters differ in number, shape, strides or dtype.
@@ -136,14 +136,14 @@ def verify_across_ranks(
     summaries = [torch.empty_like(summary) for _ in range(group.size())]
     dist.all_gather(summaries, summary, group=group)
     if all(
-        torch.equal(other, summary) for other in summaries
+        torch.equal(rank_summary, summary) for rank_summary in summaries
     ):  # equal here on all ranks or on none
         return
     facts_of_ranks: list[Any] = [None] * group.size()
     with on_device_of(entry.parameter for entry in trained):
         dist.all_gather_object(facts_of_ranks, (forms, dict(facts)), group=group)
-    _compare([theirs for theirs, _ in facts_of_ranks])
-    text = first_difference([theirs for _, theirs in facts_of_ranks])
+    _check_forms([rank_facts for rank_facts, _ in facts_of_ranks])
+    text = first_difference([rank_facts for _, rank_facts in facts_of_ranks])
     if text is not None:
         raise MismatchError(
             f"DistributedDataParallel: {text}. Build the same model, with the same arguments, on "
@@ -151,31 +151,31 @@ def verify_across_ranks(
         )
 
 
-def _compare(details: Sequence[list[_Fact]]) -> None:
-    for rank, theirs in enumerate(details):
-        if len(theirs) != len(details[0]):
+def _check_forms(details: Sequence[list[_Fact]]) -> None:
+    for rank, forms in enumerate(details):
+        if len(forms) != len(details[0]):
             raise MismatchError(
                 f"DDP expects same model across all ranks, but Rank 0 has {len(details[0])} "
-                f"params, while rank {rank} has inconsistent {len(theirs)} params. "
-                f"{_first_parameter(details[0], theirs, rank)}"
+                f"params, while rank {rank} has inconsistent {len(forms)} params. "
+                f"{_first_parameter(details[0], forms, rank)}"
             )
-    for rank, theirs in enumerate(details):
-        if [fact[1:] for fact in theirs] != [fact[1:] for fact in details[0]]:
+    for rank, forms in enumerate(details):
+        if [fact[1:] for fact in forms] != [fact[1:] for fact in details[0]]:
             raise MismatchError(
                 f"DDP expects same model across all ranks: "
-                f"{_first_parameter(details[0], theirs, rank)}"
+                f"{_first_parameter(details[0], forms, rank)}"
             )
 
 
-def _first_parameter(reference: list[_Fact], theirs: list[_Fact], rank: int) -> str:
-    for position, (left, right) in enumerate(zip(reference, theirs, strict=False)):
+def _first_parameter(reference: list[_Fact], forms: list[_Fact], rank: int) -> str:
+    for position, (left, right) in enumerate(zip(reference, forms, strict=False)):
         if left[1:] != right[1:]:
             return (
                 f"params[{position}] is {_describe(left)} on rank 0, "
                 f"{_describe(right)} on rank {rank}"
             )
-    longer, owner = (reference, 0) if len(reference) > len(theirs) else (theirs, rank)
-    extra = longer[min(len(reference), len(theirs))]
+    longer, owner = (reference, 0) if len(reference) > len(forms) else (forms, rank)
+    extra = longer[min(len(reference), len(forms))]
     return f"The first that only rank {owner} has is {_describe(extra)}"
 
 

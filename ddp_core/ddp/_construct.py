@@ -19,11 +19,11 @@ from ddp_core.reducer._optimizer import has_optimizer_in_backward
 
 __all__ = [
     "check_hook",
+    "check_no_sync_batch_norm",
     "check_parameters",
     "delayed",
     "process_group",
     "reduced_dtype",
-    "refuse_sync_batch_norm",
     "replica",
     "warn_of_broadcast_buffers",
     "warn_of_check_reduction",
@@ -142,7 +142,7 @@ def reduced_dtype(mixed_precision: Any) -> torch.dtype | None:
     return dtype
 
 
-def refuse_sync_batch_norm(module: nn.Module) -> None:
+def check_no_sync_batch_norm(module: nn.Module) -> None:
     """Raises if a model on the CPU has SyncBatchNorm layers, which do not run there."""
     if any(isinstance(layer, nn.SyncBatchNorm) for layer in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules")

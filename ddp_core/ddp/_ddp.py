@@ -13,7 +13,7 @@ from torch.distributed.algorithms.join import Join, Joinable
 
 from ddp_core._torch import dynamo_disable, dynamo_disable_shallow
 from ddp_core.ddp import _construct as _construct
-from ddp_core.ddp._agreement import frozen_facts, module_facts, verify_across_ranks
+from ddp_core.ddp._agreement import check_across_ranks, frozen_facts, module_facts
 from ddp_core.ddp._compile import splitting_at_buckets
 from ddp_core.ddp._ddp_state import DDPState
 from ddp_core.ddp._delayed import DelayedAllReduce
@@ -152,7 +152,7 @@ class DistributedDataParallel(TorchNames, TorchDDP):
             own_buffers = forward_sync_buffers is None and broadcast_buffers is False
             arguments = [f"takes rank 0's buffers: {not own_buffers}"]
             facts = module_facts(self, taken=not own_buffers, arguments=arguments)
-            verify_across_ranks(trained, facts | frozen_facts(replica), group)
+            check_across_ranks(trained, facts | frozen_facts(replica), group)
             replica.broadcast_from(0, buffers=not own_buffers)
         self._ddp_state.build(self)
         log_recorded_steps(self._ddp_state)

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_core.ddp._construct import refuse_sync_batch_norm
+from ddp_core.ddp._construct import check_no_sync_batch_norm
 from ddp_core.ddp._delayed import DelayedAllReduce
 from ddp_core.ddp._hooks import CommHooks
 from ddp_core.ddp._replica import Buffers, Replica, UnevenInputs, max_candidate_rank
@@ -21,7 +21,7 @@ from ddp_core.reducer._optimizer import (
     has_optimizer_in_backward,
     replace_backward_optimizers,
 )
-from ddp_core.reducer._parameters import refuse_thawed
+from ddp_core.reducer._parameters import watch_frozen
 from ddp_core.reducer._precision import Precision
 
 __all__ = ["DDPState"]
@@ -93,7 +93,7 @@ class DDPState:
     def _make_reducer(self) -> None:
         replica, config = self.replica, self._mixed_precision
         trained = replica.trained()
-        refuse_thawed(replica, replica.ignored)
+        watch_frozen(replica, replica.ignored)
         self.precision = None
         if config is not None:
             self.precision = Precision(config, replica.module, trained, replica.ignored)
@@ -111,9 +111,9 @@ class DDPState:
         unreduced.is_shared = partial(_is_shared, self._model)
         self.hooks.attach(self.reducer)
         if self.precision is not None:
-            self.reducer.accumulators.refuse_other_nodes()
+            self.reducer.accumulators.watch_other_nodes()
         if replica.device.type == "cpu":
-            refuse_sync_batch_norm(replica.module)
+            check_no_sync_batch_norm(replica.module)
 
     def change_group(self, group: dist.ProcessGroup) -> None:
         """Continues with other ranks, from buckets that they agree on anew.

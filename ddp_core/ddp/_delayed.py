@@ -82,10 +82,10 @@ class DelayedAllReduce:
         self._triggered = False
         self._queued_in = NO_BACKWARD  # the pass at whose end `_pass_ended` is called
         self._work: dist.Work | None = None
-        me = weakref.ref(self)  # the parameters hold what is registered on them
+        reference = weakref.ref(self)  # the parameters hold what is registered on them
 
         def arrived(place: int | None, _: Tensor) -> None:
-            delayed = me()
+            delayed = reference()
             if delayed is not None:
                 delayed._gradient_came(place)
 

@@ -109,10 +109,10 @@ def log_recorded_steps(state: DDPState) -> None:
     """Logs every step that is recorded, with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``."""
     if get_debug_level() != DebugLevel.DETAIL or not state.reduces:
         return
-    me = weakref.ref(state)  # which hold the reducer that holds the function
+    state_reference = weakref.ref(state)  # which hold the reducer that holds the function
 
     def log() -> None:
-        alive = me()
+        alive = state_reference()
         if alive is not None:
             _log("DistributedDataParallel runtime statistics", logging_data(alive))
 

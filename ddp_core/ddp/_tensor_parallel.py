@@ -168,14 +168,14 @@ def localize(module: nn.Module) -> None:
     # checkpointing calls it again in backward.
     owners = dict.fromkeys(place.owner for place in places)
     parts = {owner: [place for place in places if place.owner is owner] for owner in owners}
-    for called, its in {**parts, module: places}.items():
-        hooks = _Distributed(its)
+    for called, used in {**parts, module: places}.items():
+        hooks = _Distributed(used)
         called.register_forward_pre_hook(hooks.before)
         # Also after a forward pass that raised: the next one would find old DTensors otherwise.
         called.register_forward_hook(hooks.after, always_call=True)
-    for owner, its in parts.items():  # a part of the model may be saved without the rest
-        owner.register_state_dict_post_hook(partial(_save, its))
-        owner.register_load_state_dict_pre_hook(partial(_load, its))
+    for owner, owned in parts.items():  # a part of the model may be saved without the rest
+        owner.register_state_dict_post_hook(partial(_save, owned))
+        owner.register_load_state_dict_pre_hook(partial(_load, owned))
     _watch_optimizers()
 
 
@@ -205,16 +205,16 @@ def _step_begins(optimizer: Optimizer) -> None:
 def _save_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
     """Returns the state of an optimizer with DTensors in place of values of shards."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state, others = dict(saved["state"]), set()
+    state, unlike = dict(saved["state"]), set()
     for number, parameter in enumerate(parameters):
         spec = getattr(parameter, _SPEC, None)
         if spec is None or number not in state:
             continue
         state[number], names = _distributed_state(state[number], parameter.shape, spec)
-        others |= names
-    if others:
+        unlike |= names
+    if unlike:
         warnings.warn(
-            f"{type(optimizer).__name__}.state_dict: {', '.join(sorted(others))} have other shapes "
+            f"{type(optimizer).__name__}.state_dict: {', '.join(sorted(unlike))} have other shapes "
             f"than the parameters. They are of this rank's shards, and "
             f"torch.distributed.checkpoint would keep those of one rank for all ranks of tensor "
             f"parallelism: save this optimizer by torch.save, in a file for each rank",
@@ -228,16 +228,16 @@ def _distributed_state(
     state: Mapping[str, Any], shape: torch.Size, spec: Any
 ) -> tuple[dict[str, Any], set[str]]:
     """Returns an optimizer's state of a shard with DTensors, and the names of what is none."""
-    others: set[str] = set()
+    unlike: set[str] = set()
 
     def distributed(name: str, value: Tensor) -> Any:
         if value.shape == shape:
             return _distributed(value, spec)
         if value.numel() > 1:
-            others.add(name)
+            unlike.add(name)
         return value
 
-    return _with_tensors(state, distributed), others
+    return _with_tensors(state, distributed), unlike
 
 
 def _load_state(optimizer: Optimizer) -> None:

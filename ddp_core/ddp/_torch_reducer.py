@@ -15,16 +15,16 @@ from ddp_core.reducer._reducer import Reducer
 __all__ = ["TorchReducer", "refusing"]
 
 
-def refusing(what: str, instead: str) -> Callable[..., Any]:
-    """Returns a method that raises and names the call to use instead of ``what``."""
+def refusing(method: str, instead: str) -> Callable[..., Any]:
+    """Returns a method that raises and names the call to use instead of ``method``."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise NotImplementedError(
-            f"{what} is a step within torch's own DistributedDataParallel that ddp_core's does not "
-            f"have: {instead}"
+            f"{method} is a step within torch's own DistributedDataParallel that ddp_core's does "
+            f"not have: {instead}"
         )
 
-    refuse.__name__ = what.rpartition(".")[2]
+    refuse.__name__ = method.rpartition(".")[2]
     return refuse
 
 

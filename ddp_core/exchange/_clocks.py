@@ -95,8 +95,8 @@ def is_capturing(module: Any) -> bool:
 
     Events of a captured step do not happen in it, and cannot be queried afterwards.
     """
-    asked = getattr(module, "is_current_stream_capturing", None)
-    return asked is not None and asked()
+    query = getattr(module, "is_current_stream_capturing", None)
+    return query is not None and query()
 
 
 HOST, UNKNOWN = Clock(), _Unknown()
@@ -147,7 +147,7 @@ def set_time(record: Timed, name: str, now: float | Timestamp) -> None:
 
 
 def event_after(future: Any, device: torch.device) -> Callable[[], bool]:
-    """Returns a function that tells whether a device has done the work of a completed future.
+    """Returns a function that returns whether a device has done the work of a completed future.
 
     Such a future is completed when its work is enqueued; the caller's stream does not wait.
     """

@@ -293,8 +293,8 @@ class AllGather(_Among):
     name = "all_gather"
 
     def wire_nbytes(self, world_size: int) -> float:
-        others = world_size if self.ranks is None else len(set(self.ranks))
-        return self.payload_nbytes * (others - 1)
+        members = world_size if self.ranks is None else len(set(self.ranks))
+        return self.payload_nbytes * (members - 1)
 
     def issue(self, group: dist.ProcessGroup) -> dist.Work | Pairs:
         flat, size = self.tensor.contiguous().view(-1), self._size(group.size())

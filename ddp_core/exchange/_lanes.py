@@ -83,13 +83,13 @@ def _discard(
     lanes: Lanes, discarded: threading.Event, events: queue.SimpleQueue[_Event | None]
 ) -> None:
     """Fails exchanges under way, and drops the groups once their last collectives have ended."""
-    lane_groups, left = list(lanes._lane_groups), lanes._fail_all()
+    lane_groups, pending = list(lanes._lane_groups), lanes._fail_all()
     lanes._lane_groups.clear()
     discarded.set()
     # Whoever drops a group with a collective under way waits for it, until the timeout if another
     # rank is silent. So this thread keeps the lanes, and with them the groups, until then.
-    while left:
-        left -= isinstance(events.get(), tuple)  # and not a ticket with work
+    while pending:
+        pending -= isinstance(events.get(), tuple)  # and not a ticket with work
     for lane_group in lane_groups:
         lane_group.discard()
 

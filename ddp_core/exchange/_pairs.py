@@ -159,10 +159,10 @@ def exchange_pairs(
 
 
 def _message(
-    what: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int
+    op: Callable[..., Any], tensor: Tensor, group: dist.ProcessGroup, peer: int
 ) -> dist.P2POp:
     moved = as_bytes(tensor)  # NCCL has no int16 (DeMo's indices)
-    return dist.P2POp(what, moved, group=group, group_peer=peer, tag=_TAG)
+    return dist.P2POp(op, moved, group=group, group_peer=peer, tag=_TAG)
 
 
 def _real(tensor: Tensor) -> Tensor:

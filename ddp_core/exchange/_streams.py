@@ -186,9 +186,9 @@ class Streams:
         side = self._last[device] = next(self._turns[device])
         side.wait_stream(module.current_stream(device))
         if task.joins:
-            for other in self._streams[device]:
-                if other is not side:
-                    side.wait_stream(other)
+            for stream in self._streams[device]:
+                if stream is not side:
+                    side.wait_stream(stream)
         return self._last_stream(device)
 
     def _last_stream(self, device: torch.device) -> AbstractContextManager[None]:
@@ -203,9 +203,9 @@ class Streams:
         reuses their memory.
         """
         last = self._last[device]
-        for other in self._streams[device]:
-            if other is not last:
-                other.wait_stream(last)
+        for stream in self._streams[device]:
+            if stream is not last:
+                stream.wait_stream(last)
 
     def drop_paused(self) -> None:
         """Issues no second collective of the paused exchange; its future gets an error."""

@@ -48,7 +48,7 @@ class Accumulators:
         self._lock = threading.RLock() if several else None
         self._nodes: list[Any] = []  # a parameter does not keep its node alive
         self._handles: list[Any] = []
-        self._refusals: list[Any] = []
+        self._other_handles: list[Any] = []
         self.watch()
 
     def watch(self) -> None:
@@ -65,26 +65,26 @@ class Accumulators:
             handle.remove()
         self._handles, self._nodes = [], []
 
-    def refuse_other_nodes(self) -> None:
+    def watch_other_nodes(self) -> None:
         """Notifies the listener, from now on, of gradients that another node has written.
 
         A parameter has another node if its data had another dtype when it was used.
         """
-        me = weakref.ref(self)
+        reference = weakref.ref(self)
 
         def look(index: int, _: object) -> None:
-            here, node = me(), current_node()
+            here, node = reference(), current_node()
             listener = None if here is None else here._listener()
             if here is not None and listener is not None and node is not here._nodes[index]:
                 listener.arrived_in_full_precision(index)
 
         for index, parameter in enumerate(self._parameters):
-            self._refusals.append(when_accumulated(parameter, partial(look, index)))
+            self._other_handles.append(when_accumulated(parameter, partial(look, index)))
 
     def close(self) -> None:
         """Removes all hooks for good: each would cost a call in every backward pass."""
         self.unwatch()
-        for handle in self._refusals:
+        for handle in self._other_handles:
             handle.remove()
 
     def out_of_reach(self) -> list[int]:

@@ -129,10 +129,10 @@ class Backward:
             step.hook_calls_left[index] += 1
             step.hook_call_order.append(index)
             return False
-        left = step.hook_calls_left[index] = step.hook_calls_left[index] - 1
-        if left < 0:
+        calls_left = step.hook_calls_left[index] = step.hook_calls_left[index] - 1
+        if calls_left < 0:
             self._errors.changed([index], came=True)
-        return left == 0
+        return calls_left == 0
 
     def _mark_unused(self, step: Step) -> None:
         """Marks the parameters ready that this backward pass will not reach."""

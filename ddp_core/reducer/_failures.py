@@ -176,7 +176,7 @@ def wait_for_future(
 
 
 def failed(
-    error: BaseException, what: str, step: int, bucket: int, report: str | None = None
+    error: BaseException, operation: str, step: int, bucket: int, report: str | None = None
 ) -> CollectiveError:
     """Returns the error for a failed wait, with step, bucket and round.
 
@@ -187,7 +187,7 @@ def failed(
     round = 0 if place not in str(error) else _round_in(str(error))
     reported = "" if report is None or isinstance(error, PeerError) else f". Reported by {report}"
     failure = CollectiveError(
-        f"{what} failed in step {step}, bucket {bucket}, round {round}: {error}{reported}",
+        f"{operation} failed in step {step}, bucket {bucket}, round {round}: {error}{reported}",
         step=step,
         bucket=bucket,
         round=round,
@@ -313,16 +313,16 @@ class AbortAgreement:
         if first is None:
             return None
         outcome = point.store.try_call(get_text(f"{point.key}/outcome"), _SOON)
-        (who, theirs), said = _parse(first), ""
+        (reporter, aborted), difference = _parse(first), ""
         if outcome is None and self._aborted is not None:
             # Launched buckets are settled here; they complete if all ranks launched as many.
-            if theirs != self._aborted:
-                said = self._difference(who, theirs, self._aborted)
-        elif outcome is None and theirs[:2] <= (step - self.first_step, bucket):
+            if aborted != self._aborted:
+                difference = self._difference(reporter, aborted, self._aborted)
+        elif outcome is None and aborted[:2] <= (step - self.first_step, bucket):
             awaited = f"bucket {bucket} of step {step}" if bucket >= 0 else f"ranks in step {step}"
-            said = f"{self._text(theirs, who)}, rank {self._rank} waits for {awaited}"
-        if said:
-            outcome = point.store.try_call(point.set_outcome(said), _SOON)
+            difference = f"{self._text(aborted, reporter)}, rank {self._rank} waits for {awaited}"
+        if difference:
+            outcome = point.store.try_call(point.set_outcome(difference), _SOON)
         if outcome is None or outcome == _SAME:
             return None
         self._error = outcome
@@ -340,9 +340,9 @@ class AbortAgreement:
             return point.store.call(point.set_outcome(outcome), end - time.monotonic())
 
         text = f"{self._rank} {dropped.step} {dropped.launched} {int(dropped.from_peer)}"
-        who, theirs = _parse(point.store.call(set_once(point.key, text), limit))
-        if theirs != dropped:
-            return decide(self._difference(who, theirs, dropped))
+        reporter, aborted = _parse(point.store.call(set_once(point.key, text), limit))
+        if aborted != dropped:
+            return decide(self._difference(reporter, aborted, dropped))
         outcome = point.wait_for_all(_SAME, end)
         if outcome is not None:
             return outcome
@@ -350,8 +350,8 @@ class AbortAgreement:
         missed = f"{ranks_in_words(missing)} did not within {limit:g} s"
         return decide(f"{self._text(dropped, *came)}, {missed}")
 
-    def _difference(self, who: int, theirs: _AbortedStep, dropped: _AbortedStep) -> str:
-        return f"{self._text(theirs, who)}, {self._text(dropped)}"
+    def _difference(self, reporter: int, aborted: _AbortedStep, dropped: _AbortedStep) -> str:
+        return f"{self._text(aborted, reporter)}, {self._text(dropped)}"
 
     def _text(self, dropped: _AbortedStep, *who: int) -> str:
         """Describes the step that ranks have aborted; this rank by default."""
@@ -421,9 +421,9 @@ class DeviceWatchdog:
             self._pending = _Pending(place, thread)
         self._pending.place = place
         if self._thread is None:
-            me = weakref.ref(self)
+            reference = weakref.ref(self)
             self._thread = threading.Thread(
-                target=_watchdog, args=(me,), name="ddp_core-watch", daemon=True
+                target=_watchdog, args=(reference,), name="ddp_core-watch", daemon=True
             )
             self._thread.start()
 
@@ -484,7 +484,7 @@ def _watchdog(watch: weakref.ref[DeviceWatchdog]) -> None:
 
 def _raise_in(thread: int, error: PeerError | None) -> None:
     """Raises an error in another thread, at its next line; None cancels an earlier one."""
-    what: Any = None
+    kind: Any = None
     if error is not None:
         # Python makes the exception from a class, without arguments.
         text = str(error)
@@ -492,7 +492,7 @@ def _raise_in(thread: int, error: PeerError | None) -> None:
         def init(self: PeerError) -> None:
             PeerError.__init__(self, text)
 
-        what = ctypes.py_object(
+        kind = ctypes.py_object(
             type("PeerError", (PeerError,), {"__init__": init, "__module__": PeerError.__module__})
         )
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), what)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), kind)

@@ -94,13 +94,13 @@ class KnownParameters:
         self._turn, self._is_new = 0, False
         # Parameters that are not averaged, and whether they were in the model from the first. Not
         # weakly: torch does not swap a tensor that has weak references.
-        self._others: dict[int, tuple[Tensor, bool]] = {}
+        self._unaveraged: dict[int, tuple[Tensor, bool]] = {}
         averaged = set(map(id, self._parameters))
         for parameter in owner.parameters() if first is None else first:
             if id(parameter) not in averaged:
-                self._others[id(parameter)] = parameter, True
+                self._unaveraged[id(parameter)] = parameter, True
         self._structure = Structure(owner)
-        self._find_others()
+        self._find_unaveraged()
         self._pointers = self._present_pointers()
 
     @property
@@ -112,9 +112,9 @@ class KnownParameters:
         """Whether the model has had the parameter since it was wrapped."""
         return self._was_there(parameter) or any(parameter is known for known in self._parameters)
 
-    def _was_there(self, other: Tensor) -> bool:
+    def _was_there(self, parameter: Tensor) -> bool:
         """Whether the model has had a parameter since it was wrapped that is not averaged."""
-        return self._others.get(id(other), (None, False))[1]
+        return self._unaveraged.get(id(parameter), (None, False))[1]
 
     def check(self) -> None:
         """Checks the model before a forward pass that records a graph.
@@ -125,7 +125,7 @@ class KnownParameters:
         """
         if self._structure.has_changed:
             self._is_new = True
-            self._find_others()
+            self._find_unaveraged()
         if not self._nodes:
             return
         # Another type is other memory. Other memory alone is fine: averages of weights, say.
@@ -154,7 +154,7 @@ class KnownParameters:
     def _present_pointers(self) -> list[int]:
         return list(map(_POINTER, self._in_memory))
 
-    def _find_others(self) -> None:
+    def _find_unaveraged(self) -> None:
         """Compares the model's parameters with the known ones; raises now or keeps the error."""
         owner = self._owner()
         assert owner is not None  # it runs
@@ -174,10 +174,10 @@ class KnownParameters:
                 # Except for torch.func.functional_call, whose tensors replace parameters for now.
                 borrowed |= not isinstance(parameter, nn.Parameter)
                 name = present[id(parameter)].removeprefix(self._prefix)
-                if isinstance(parameter, nn.Parameter) and id(parameter) not in self._others:
-                    self._others[id(parameter)] = parameter, False
+                if isinstance(parameter, nn.Parameter) and id(parameter) not in self._unaveraged:
+                    self._unaveraged[id(parameter)] = parameter, False
                     if name not in self._ignored:
-                        self._refuse_gradient(owner, module, key, parameter, name)
+                        self._watch_gradient(owner, module, key, parameter, name)
         if gone and not strange and not self._may_lack:
             raise self._kind(
                 f"the model has no parameter {listed(gone)} any more (deleted, or tied to another "
@@ -186,16 +186,17 @@ class KnownParameters:
         if not borrowed:
             self._structure.record(owner)
 
-    def _refuse_gradient(
+    def _watch_gradient(
         self, owner: nn.Module, module: nn.Module, key: str, parameter: nn.Parameter, name: str
     ) -> None:
         """Raises when a new parameter gets a gradient, if the model still has it then."""
         if not (parameter.is_floating_point() or parameter.is_complex()):
             return
-        ours, place, kind = weakref.ref(owner), weakref.ref(module), self._kind
+        owner_reference, module_reference = weakref.ref(owner), weakref.ref(module)
+        kind = self._kind
 
-        def refuse(came: Tensor) -> None:
-            owner, module = ours(), place()
+        def check(came: Tensor) -> None:
+            owner, module = owner_reference(), module_reference()
             if owner is None or module is None or module._parameters.get(key) is not came:
                 return
             if has_another_wrapper(owner, came):
@@ -207,24 +208,24 @@ class KnownParameters:
                 f"{_AGAIN}"
             )
 
-        when_accumulated(parameter, refuse)
+        when_accumulated(parameter, check)
 
     def _raise_converted(self, index: int) -> NoReturn:
         parameter, (dtype, device) = self._parameters[index], self._types[index]
         name = self._names[index]
         if (parameter.dtype, parameter.device) != (dtype, device):
-            what = (
+            reason = (
                 f"the parameter {name} is of {parameter.dtype} on {parameter.device} now, and was "
                 f"of {dtype} on {device} when it was wrapped in DistributedDataParallel"
             )
         else:
-            what = (
+            reason = (
                 f"the parameter {name} was of another dtype, or on another device, for a while "
                 f"after it was wrapped in DistributedDataParallel (.double().float()), or a "
                 f"parametrization has replaced its memory (Tensor.set_)"
             )
         raise self._kind(
-            f"{what}: its gradient is accumulated where nothing waits for it, and would not be "
+            f"{reason}: its gradient is accumulated where nothing waits for it, and would not be "
             f"averaged; {_AGAIN}"
         )
 
@@ -247,7 +248,7 @@ def has_another_wrapper(owner: nn.Module, parameter: Tensor) -> bool:
         if candidate is owner or not hasattr(candidate, "module"):
             continue
         # All of them at once: this is called for each of the others with its own gradient.
-        known |= {id(other): weakref.ref(candidate) for other in candidate.module.parameters()}
+        known |= {id(wrapped): weakref.ref(candidate) for wrapped in candidate.module.parameters()}
     return id(parameter) in known
 
 

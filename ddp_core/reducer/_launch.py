@@ -231,7 +231,7 @@ class Launcher:
         beside: AbstractContextManager[object] = module.stream(self._side)
         return beside
 
-    def await_message(self, work: dist.Work, device: torch.device, what: str) -> None:
+    def await_message(self, work: dist.Work, device: torch.device, operation: str) -> None:
         """Waits for a small message of the step; an error names it.
 
         Raises:
@@ -240,7 +240,7 @@ class Launcher:
         try:
             self.await_work(work, device)
         except RuntimeError as error:
-            raise failed(error, what, self.step, 0) from error
+            raise failed(error, operation, self.step, 0) from error
 
     def await_futures(self, futures: list[Any]) -> None:
         """Waits for futures of the buffer hook."""
@@ -416,7 +416,7 @@ class StepEvents:
 
     @property
     def wants_unused(self) -> bool:
-        """Whether the state is told which parameters' gradients were not written."""
+        """Whether the state is notified of parameters whose gradients were not written."""
         return self._gradients_written is not None
 
     def backward_finished(self) -> None:

@@ -149,13 +149,13 @@ def local_error(name: str, landed: bool, wrapper: str = "DistributedDataParallel
         landed: whether a step's gradients were averaged since the latest forward pass.
         wrapper: the class that averages.
     """
-    what = (
+    how = (
         "after this step's gradients were averaged"
         if landed
         else f"without a forward pass of {wrapper}"
     )
     return (
-        f"the gradient of {name} came {what}: it would stay this rank's own, and ranks would drift "
+        f"the gradient of {name} came {how}: it would stay this rank's own, and ranks would drift "
         f"apart. Compute the loss through the wrapper, not through its module; of several losses, "
         f"or of several forward passes, add them and call backward once. Passes that are to stay "
         f"on this rank go within no_sync() or hold()"
@@ -252,7 +252,7 @@ class LocalGradients:
             self._order.pop(index, None)
             self._order[index] = None
             self._block_reason = self._block_reason or _HELD
-        self._refuse_late(index)
+        self._check_late(index)
         # After an error of the same pass (in another thread of autograd) that one counts.
         if self.in_hold or step.ready or not self.is_syncing():
             return
@@ -261,7 +261,7 @@ class LocalGradients:
         elif not self.is_shared(self._parameters[index].parameter):
             raise RuntimeError(local_error(self._parameters[index].name, self._landed is not None))
 
-    def _refuse_late(self, index: int) -> None:
+    def _check_late(self, index: int) -> None:
         """Raises if a gradient contradicts what ranks agreed on in the last step."""
         landed, name = self._landed, self._parameters[index].name
         if landed is None:

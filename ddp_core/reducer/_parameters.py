@@ -18,8 +18,8 @@ from ddp_core.reducer._autograd import when_accumulated
 __all__ = [
     "Trained",
     "broadcast_coalesced",
-    "refuse_thawed",
     "trained_parameters",
+    "watch_frozen",
 ]
 
 
@@ -52,25 +52,25 @@ def trained_parameters(module: nn.Module, ignored: Collection[str] = ()) -> list
     ]
 
 
-def refuse_thawed(owner: Any, ignored: Collection[str]) -> None:
+def watch_frozen(owner: Any, ignored: Collection[str]) -> None:
     """Makes parameters that are frozen now raise when they get a gradient, which nothing averages.
 
     This ends when ``owner``, which has the ``module``, is gone, or another wrapper has the
     parameter. It costs nothing while parameters stay frozen.
     """
     for name, parameter in owner.module.named_parameters():
-        earlier = _refusals.pop(id(parameter), None)
+        earlier = _handles.pop(id(parameter), None)
         if earlier is not None:
             earlier.remove()
         if parameter.requires_grad or name in ignored or not _may_thaw(parameter):
             continue
-        refuse = partial(_thawed, weakref.ref(owner), name)
-        _refusals[id(parameter)] = when_accumulated(parameter, refuse)
+        thawed = partial(_raise_thawed, weakref.ref(owner), name)
+        _handles[id(parameter)] = when_accumulated(parameter, thawed)
 
 
 # Handles by the parameter's identity, not by weak references, with which torch does not swap it.
 # A handle of one that is gone does nothing.
-_refusals: dict[int, Any] = {}
+_handles: dict[int, Any] = {}
 
 
 def _may_thaw(parameter: Tensor) -> bool:
@@ -78,7 +78,7 @@ def _may_thaw(parameter: Tensor) -> bool:
     return type(parameter) is nn.Parameter and kind and not parameter.is_inference()
 
 
-def _thawed(owner: weakref.ref[Any], name: str, _: Tensor) -> None:
+def _raise_thawed(owner: weakref.ref[Any], name: str, _: Tensor) -> None:
     if owner() is None:
         return
     raise RuntimeError(

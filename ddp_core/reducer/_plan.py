@@ -221,7 +221,7 @@ class BucketPlan:
         Args:
             present: indices of the parameters of each present bucket.
         """
-        if not (self._asked or self._by_arrival or self._for_splits):
+        if not (self._change_pending or self._by_arrival or self._for_splits):
             return None
         saved = self._usable_saved()
         if saved is None:
@@ -239,7 +239,7 @@ class BucketPlan:
         return agreed
 
     @property
-    def _asked(self) -> bool:
+    def _change_pending(self) -> bool:
         """Whether a change is pending: other sizes, other groups, or a saved run's buckets."""
         return self._anew or self._saved is not None
 
@@ -255,7 +255,7 @@ class BucketPlan:
 
     def _laid_out(self, present: Sequence[Sequence[int]]) -> tuple[list[int], list[list[int]]]:
         """Returns new buckets, and the order of gradients that they follow."""
-        if self._asked or self._by_arrival:
+        if self._change_pending or self._by_arrival:
             return self.arrival, self._arranged(self.arrival)
         order = self._order or self.arrival  # the splits are all that is new
         if not self.splits.buckets:

@@ -72,7 +72,7 @@ class Precision:
         self._versions: list[int] = []  # of the low copies
         self._changed = ""  # a parameter whose low copy was written to
         self._users: set[int] = set()  # forward passes, and graphs that backward may come to
-        self._kept: list[Use] = []  # of forward passes whose graphs are not known
+        self._graphless: list[Use] = []  # of forward passes whose graphs are not known
         self._numbers = itertools.count()
         self.is_watched = False  # the low-precision parameters' accumulators
         if config.buffer_dtype is not None:
@@ -127,7 +127,7 @@ class Precision:
         if graphs:
             return
         if torch.is_grad_enabled() and not all(isinstance(leaf, _PLAIN) for leaf in leaves):
-            self._kept.append(use)  # an object of the user's may hold a graph
+            self._graphless.append(use)  # an object of the user's may hold a graph
         else:
             use.end()
 
@@ -145,7 +145,7 @@ class Precision:
     def restore(self) -> None:
         """Restores full precision, after backward or a forward pass without one."""
         self._users.clear()
-        self._kept.clear()
+        self._graphless.clear()
         full, self._full = self._full, []
         grads = [parameter.grad for parameter in self._trained]
         if full:

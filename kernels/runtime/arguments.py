@@ -177,8 +177,8 @@ def check(
         )
     if not tensor.is_contiguous():
         # A sparse tensor has no strides; asking for them would raise torch's own error instead.
-        got = f"strides {tensor.stride()}" if tensor.layout == torch.strided else tensor.layout
-        raise ValueError(f"{caller}({name}): contiguous, got {got}")
+        layout = f"strides {tensor.stride()}" if tensor.layout == torch.strided else tensor.layout
+        raise ValueError(f"{caller}({name}): contiguous, got {layout}")
     if n is not None and tensor.numel() != n:
         raise ValueError(f"{caller}({name}): {n} entries, got {tensor.numel()}")
 
@@ -256,8 +256,8 @@ class Form(NamedTuple):
     """Describes calls whose arguments have the same types.
 
     Attributes:
-        tensors, tables, others: pick from the arguments of a call the tensors that are no tables,
-            the tables, and what a check may look at that is no tensor.
+        tensors, tables, non_tensors: pick from the arguments of a call the tensors that are no
+            tables, the tables, and what a check may look at that is no tensor.
         places: which of the tensors an argument is.
         right: what arguments looked like that were found right, and whether they are beyond the
             kernels; with their tables.
@@ -265,7 +265,7 @@ class Form(NamedTuple):
 
     tensors: Pick
     tables: Pick
-    others: Pick
+    non_tensors: Pick
     places: dict[int, int]
     right: dict[tuple[Any, ...], tuple[bool, tuple[Tensor, ...]]]
 
@@ -312,7 +312,7 @@ class Arguments:
         aliases = [argument.alias_info for argument in schema]
         written = [alias is not None and alias.is_write for alias in aliases]
         self._tensors = [i for i, kind in enumerate(self._kinds) if "Tensor" in kind]
-        pairs = [(self.names.index(name), self.names.index(other)) for name, other in same]
+        pairs = [(self.names.index(first), self.names.index(second)) for first, second in same]
         # The last first, so that the places of the others stay as they are when it is left out.
         self._same = sorted(pairs, key=lambda pair: -pair[1])
         # For each pair of which at least one is written to: whether both may be the same tensor.
@@ -346,7 +346,7 @@ class Arguments:
         checked_names = _parameters_of(self._op_check)[0] if self._op_check is not None else []
         tensors: list[int] = []
         tables: list[int] = []
-        others: list[int] = []
+        non_tensors: list[int] = []
         for i, (kind, name) in enumerate(zip(self._kinds, self.names, strict=True)):
             rule = self._takes.get(name)
             if args[i] is None:
@@ -354,11 +354,11 @@ class Arguments:
             if "Tensor" not in kind:
                 # Factors change, and hardly any check sees one.
                 if kind != "float" or name in checked_names:
-                    others.append(i)
+                    non_tensors.append(i)
                 continue
             (tables if callable(rule) else tensors).append(i)
         places = {i: place for place, i in enumerate(tensors)}
-        return Form(_picking(tensors), _picking(tables), _picking(others), places, {})
+        return Form(_picking(tensors), _picking(tables), _picking(non_tensors), places, {})
 
     def check(self, args: tuple[Any, ...], form: Form) -> tuple[bool, bool]:
         """Raises TypeError or ValueError unless the arguments are as the op declares them.
@@ -372,7 +372,7 @@ class Arguments:
             well: if not, ``check_memory`` finds out.
         """
         tensors = form.tensors(args)
-        look: list[Any] = [form.others(args)]
+        look: list[Any] = [form.non_tensors(args)]
         dropped = -1
         for i, j in self._same:
             # Feedback in place is common, and allowed; so is one step for two streams of bits.
@@ -451,8 +451,8 @@ class Arguments:
         self, dtypes: torch.dtype | tuple[torch.dtype, ...] | _DtypeOf, given: dict[str, Any]
     ) -> tuple[torch.dtype, ...]:
         if isinstance(dtypes, _DtypeOf):
-            other = given[dtypes.name].dtype
-            return (torch.float32 if dtypes.is_wide and other != torch.float64 else other,)
+            dtype = given[dtypes.name].dtype
+            return (torch.float32 if dtypes.is_wide and dtype != torch.float64 else dtype,)
         return (dtypes,) if isinstance(dtypes, torch.dtype) else dtypes
 
     def _number(
@@ -517,13 +517,13 @@ class Arguments:
 
     def _check_overlaps(self, spans: list[tuple[int, int, int]], args: tuple[Any, ...]) -> None:
         for k, (begin, end, i) in enumerate(spans):
-            for other, stop, j in spans[k + 1 :]:
-                if other >= end:  # as do all later ones, which begin no earlier
+            for start, stop, j in spans[k + 1 :]:
+                if start >= end:  # as do all later ones, which begin no earlier
                     break
                 may_be_same = self._pairs.get((i, j))
                 if may_be_same is None:  # both are read only
                     continue
-                if may_be_same and (begin, end) == (other, stop) and args[i].dtype == args[j].dtype:
+                if may_be_same and (begin, end) == (start, stop) and args[i].dtype == args[j].dtype:
                     continue
                 rule = "be the same or share no memory" if may_be_same else "share no memory"
                 both = ", ".join(self.names[index] for index in sorted((i, j)))

@@ -152,11 +152,11 @@ def instruction_set() -> str:
     if reason := missing():
         raise RuntimeError(f"commhooks.kernels: {reason}")
     best = INSTRUCTION_SETS[_best()]
-    asked = os.environ.get("COMMHOOKS_CPU", best)
+    chosen = os.environ.get("COMMHOOKS_CPU", best)
     usable = INSTRUCTION_SETS[1 : INSTRUCTION_SETS.index(best) + 1] or ("base",)
-    if asked not in usable:
-        raise ValueError(f"COMMHOOKS_CPU is one of {', '.join(usable)} here, got {asked!r}")
-    return asked
+    if chosen not in usable:
+        raise ValueError(f"COMMHOOKS_CPU is one of {', '.join(usable)} here, got {chosen!r}")
+    return chosen
 
 
 @cache

@@ -65,10 +65,10 @@ def cached_cubin(source: str, name: str, architecture: str) -> Cubin:
     # Without a home directory, or if it cannot be read or written, every process compiles again,
     # which takes a second per kernel.
     with suppress(OSError, RuntimeError):
-        kept = (cache_folder() / f"{key}.cubin").read_bytes()
+        data = (cache_folder() / f"{key}.cubin").read_bytes()
         # After a crash of the machine a file may have its name and none of its bytes.
-        if kept[:_DIGEST] == _digest(kept[_DIGEST:]):
-            lowered, _, code = kept[_DIGEST:].partition(b"\0")
+        if data[:_DIGEST] == _digest(data[_DIGEST:]):
+            lowered, _, code = data[_DIGEST:].partition(b"\0")
             return Cubin(code, {name: lowered.decode()}, "")
     cubin = compile_cubin(source, [name], architecture)
     with suppress(OSError, RuntimeError):

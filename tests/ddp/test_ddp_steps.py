@@ -184,7 +184,7 @@ def test_a_rank_without_inputs_keeps_what_nobody_applies(rank: int, view: bool) 
 def test_torchs_join_with_unused_parameters_and_memory_is_refused(rank: int) -> None:
     model = TorchDDP(Net(), find_unused_parameters=True)
     commhooks.register(model, "topk", ratio=0.1)
-    unaware = "a rank without inputs is not told which parameters no rank has used"
+    unaware = "a rank without inputs does not learn which parameters no rank has used"
     with pytest.raises(RegistrationError, match=unaware), model.join():
         one_step(model, 0, rank)
 

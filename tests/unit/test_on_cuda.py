@@ -12,7 +12,7 @@ import commhooks
 from commhooks.core import Layout, Memory
 from commhooks.errors import RegistrationError
 from commhooks.hook import _running as meeting
-from commhooks.hook._capture import refuse_cuda_graph
+from commhooks.hook._capture import check_cuda_graph
 from commhooks.hook._engine import _verdicts
 from commhooks.hook._ledger import Ledger
 from commhooks.hook._target import HookTarget
@@ -108,13 +108,13 @@ def test_only_what_is_the_same_in_every_step_is_captured(name, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     scheme = commhooks.make(name)
     if name in {"none", "allreduce", "fp16", "bf16", "noop"}:
-        refuse_cuda_graph(GPU, scheme, agreed=True)
+        check_cuda_graph(GPU, scheme, agreed=True)
     else:
         with pytest.raises(RegistrationError):
-            refuse_cuda_graph(GPU, scheme, agreed=True)
-    refuse_cuda_graph(torch.device("cpu"), scheme, agreed=False)
+            check_cuda_graph(GPU, scheme, agreed=True)
+    check_cuda_graph(torch.device("cpu"), scheme, agreed=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    refuse_cuda_graph(GPU, scheme, agreed=False)
+    check_cuda_graph(GPU, scheme, agreed=False)
 
 
 def test_a_call_is_not_captured_either(monkeypatch):

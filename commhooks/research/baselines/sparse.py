@@ -119,8 +119,8 @@ class AlignedTopK(SharedIndices):
         rows = self._rows(bucket.gradient.to(bucket.wide_dtype))
         values = rows[indices].flatten()
         if bucket.unsent is not None:
-            others = rows.index_fill(0, indices, 0.0).view(-1)
-            bucket.unsent.copy_(others[: bucket.unsent.numel()])  # without the padding
+            unsent = rows.index_fill(0, indices, 0.0).view(-1)
+            bucket.unsent.copy_(unsent[: bucket.unsent.numel()])  # without the padding
         return values.add_(nan_unless(finite))
 
     def scatter(
