@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from functools import cache, partial
@@ -37,6 +38,7 @@ from commhooks.research._laws_of_a_run import OF_A_RUN
 from commhooks.research._laws_of_a_step import OF_A_STEP
 from commhooks.research.conformance import check_scheme, laws_of
 from tests.shelf import BASELINES, BUILT_IN
+from tests.tools.command_line import run_cli
 from tests.tools.harness import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -283,6 +285,27 @@ def test_the_table_of_schemes_is_what_the_command_prints(monkeypatch: pytest.Mon
     }
     assert {name: facts for name, facts in printed.items() if name in BUILT_IN} == table
     assert sorted(table) == sorted(BUILT_IN)
+
+
+# What a page shows of a command that measures nothing: the command, and what follows it.
+SHOWN = re.compile(r"^```text\n\$ commhooks ((?:simulate|advise) .*?[^\\])\n(.*?)^```", re.M | re.S)
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        match.groups()
+        for page in PAGES
+        for match in SHOWN.finditer(page.read_text())
+        if ".json" not in match[1]
+    ],
+)
+def test_a_prediction_on_a_page_is_what_the_command_prints(
+    command: str, shown: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # for the files that a command writes
+    printed = run_cli(*shlex.split(command.replace("\\\n", " ")), columns=80)
+    assert " ".join(shown.split()) in " ".join(printed.split())
 
 
 def test_the_options_listed_for_every_scheme_are_those_that_make_takes() -> None:
