@@ -48,7 +48,7 @@ class Given(nn.Module):
         return (self.weight * weight).sum() + (self.bias * bias).sum()
 
 
-def gradients(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def given_gradients(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Numbers with few digits, which no back end rounds on the way."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     weight = torch.randint(-512, 512, (48, 40), generator=generator) / 1024
@@ -58,7 +58,7 @@ def gradients(step: int, rank: int) -> tuple[Tensor, Tensor]:
 def step(model: DistributedDataParallel, number: int, rank: int) -> Tensor:
     """The averages of one step, flat."""
     model.zero_grad()
-    model(*gradients(number, rank)).backward()
+    model(*given_gradients(number, rank)).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
 
 

@@ -20,7 +20,7 @@ from commhooks.errors import CheckpointError
 from commhooks.fsdp import replicate
 from commhooks.wrappers import AveragedFeedback
 from tests.fsdp.test_fsdp1 import unit
-from tests.fsdp.test_fsdp2 import backward, equal, gradients, mean_residual, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, equal, mean_residual, model_of, sharded, take_gradients
 from tests.fsdp.test_hsdp import mesh_of
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
@@ -55,7 +55,7 @@ def train(model: nn.Module, rank: int, steps: range) -> dict[str, Tensor]:
     for step in steps:
         model.zero_grad()
         backward(model, step, rank)
-    return gradients(model)
+    return take_gradients(model)
 
 
 class Saved(NamedTuple):

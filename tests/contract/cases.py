@@ -236,7 +236,7 @@ def normal(numel: int, *seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tensor]:
+def rank_gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tensor]:
     """One flat float32 gradient per rank."""
     return [normal(layout.numel, step, rank) for rank in range(world_size)]
 
@@ -258,7 +258,7 @@ def joined(buckets: Sequence[Layout]) -> Layout:
 def run_split(ranks: Simulation, step: int, split: int = 0) -> list[Tensor]:
     """A step in the given split; gradients in and means out are laid out as ``LAYOUT``."""
     buckets, world_size = SPLITS[split], len(ranks.engines)
-    grads = [permuted(grad, LAYOUT, buckets) for grad in gradients(world_size, step)]
+    grads = [permuted(grad, LAYOUT, buckets) for grad in rank_gradients(world_size, step)]
     means = ranks.step(grads, buckets=buckets)
     return [permuted(mean, joined(buckets), [LAYOUT]) for mean in means]
 

@@ -24,7 +24,7 @@ from commhooks.fsdp import gather_parameters
 from commhooks.fsdp._gather import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
-from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.training import equal_on_all_ranks, relative_error
 
@@ -66,7 +66,7 @@ def _steps(model: nn.Module, rank: int, count: int = 3, passes: int = 1) -> list
             inputs = torch.randn(8, 33, generator=generator)
             model(inputs).float().square().sum().backward()
         optimizer.step()
-        last = gradients(model)
+        last = take_gradients(model)
     return list(last.values())
 
 

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import commhooks
 from commhooks.errors import MismatchError, RegistrationError
 from commhooks.wrappers import _cast as _cast
-from tests.fsdp.test_fsdp2 import backward, gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 
 INT4 = {"block": 64}
@@ -46,7 +46,7 @@ def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -
         weight = torch.ones(6)
         weight[-1] = scale
         (model(torch.rand(8, 257) + 1) * weight).sum().backward()
-        gradients(model)
+        take_gradients(model)
         same = [torch.equal(value, before[name]) for name, value in residuals(inside).items()]
         assert all(same) == (step == 1)
     # What the hook between nodes averages has the draws of the other in it.
@@ -120,7 +120,7 @@ def _units(rank: int, world_size: int, place: str) -> None:
         hook = commhooks.register(model, "topk", ratio=0.1, **options)
         for step in range(2):
             backward(model, step, rank)
-            applied = gradients(model)
+            applied = take_gradients(model)
         kept = {name: value.float() for name, value in residuals(hook).items()}
         # What the factor makes of a mean: it stands for the number of ranks.
         scale = factor / world_size if factor else 1.0

@@ -28,7 +28,7 @@ def normal(numel: int, *seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(number))
 
 
-def gradients(world_size: int, step: int, numel: int) -> list[Tensor]:
+def rank_gradients(world_size: int, step: int, numel: int) -> list[Tensor]:
     return [normal(numel, step, rank) for rank in range(world_size)]
 
 
@@ -162,7 +162,7 @@ def assert_feedback(
     world_size, n = len(ranks.engines), ranks.layout.numel
     e = [torch.zeros(n, dtype=torch.float64) for _ in range(world_size)]
     for step in range(steps):
-        grads = gradients(world_size, step, n)
+        grads = rank_gradients(world_size, step, n)
         expected, e = exchange([g + kept for g, kept in zip(grads, e, strict=True)], step)
         near(all_equal(ranks.step(grads)), expected)
         for rank in range(world_size):

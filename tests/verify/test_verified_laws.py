@@ -25,7 +25,7 @@ from commhooks.wrappers._base import Wrapper
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.contract.cases import make as make_case
 from tests.contract.cases import registered
-from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.training import mlp, row_of
 from tests.verify.test_verify import backward
@@ -110,7 +110,7 @@ def _reports(
         for model in (ours, plain):
             torch.manual_seed(10 * step + rank)
             (model(torch.randn(4, 96)).square().mean() * size).backward()
-        averages, means = gradients(ours), gradients(plain)
+        averages, means = take_gradients(ours), take_gradients(plain)
         for key, mean in means.items():
             rows[step, key.removeprefix("module.")] = row_of(averages[key], mean)
     frame = hook.verification.report()

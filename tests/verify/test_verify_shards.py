@@ -22,7 +22,7 @@ from commhooks.errors import VerificationError
 from commhooks.wrappers import AveragedFeedback, Guard
 from commhooks.wrappers._base import Wrapper
 from tests.fsdp.test_fsdp1 import QUIET, unit
-from tests.fsdp.test_fsdp2 import backward, equal, gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, equal, model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.training import everyone, row_of
 from tests.verify.test_verify import findings
@@ -63,7 +63,7 @@ def _not_accused(rank: int, host: str, names: Iterable[str]) -> None:
             backward(verified[0], step, rank)
             backward(unverified[0], step, rank)
             if host != "fsdp1":
-                equal(gradients(verified[0]), gradients(unverified[0]))
+                equal(take_gradients(verified[0]), take_gradients(unverified[0]))
         frame = verify.report()
         assert set(frame["step"]) == {0, 2, 4}
         assert len(frame) == 3 * 6
@@ -98,7 +98,7 @@ def test_error_cosine_and_norm_are_those_of_whole_parameters(
     hook = commhooks.register(ours, scheme, verify=1)
     backward(exact, 0, rank)
     backward(ours, 0, rank)
-    wanted, averages = gradients(exact), gradients(ours)
+    wanted, averages = take_gradients(exact), take_gradients(ours)
     frame = hook.verification.report().set_index("parameter")
     assert sorted(frame.index) == sorted(wanted)
     assert dict(frame["bucket"]) == {name: int(name[0]) // 2 for name in wanted}
@@ -149,7 +149,7 @@ def _train(model: nn.Module, hook: Any, rank: int) -> list[str]:
         warnings.simplefilter("always")
         for step in range(4):
             backward(model, step, rank)
-            gradients(model)
+            take_gradients(model)
         hook.verification.report()
     texts = [str(each.message) for each in caught]
     return [text for text in texts if "commhooks:" in text]
