@@ -20,7 +20,6 @@ from commhooks.hook import _saving
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import (
-    batch,
     ddp,
     everyone,
     mlp,
@@ -29,6 +28,7 @@ from tests.tools.training import (
     residuals,
     same,
     sealed,
+    train,
 )
 
 DCP_REMARKS = (".*",)  # about its planner and process group
@@ -39,13 +39,6 @@ def trained(this: int, scheme: str, **options: Any) -> tuple[Any, Any]:
     hook = commhooks.register(model, scheme, **options)
     train(model, this, range(3))
     return model, hook
-
-
-def train(model: Any, rank: int, steps: range) -> None:
-    for step in steps:
-        model.zero_grad()
-        inputs = batch(step, rank, 8, 16)
-        (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
 
 
 @on_ranks(3)

@@ -393,13 +393,13 @@ def test_ten_thousand_steps_leak_nothing(rank):
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=0.00005)
     model.timeline.every = 1
 
-    def train(count: int) -> tuple[int, int]:
+    def run_steps(count: int) -> tuple[int, int]:
         for step in range(count):
             step_of(model, step, rank, width=4)
         gc.collect()
         return len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    (objects, memory), (more_objects, more_memory) = train(2000), train(8000)
+    (objects, memory), (more_objects, more_memory) = run_steps(2000), run_steps(8000)
     assert model.reducer.launcher.step == 10_000
     assert more_objects - objects < 100
     assert more_memory - memory < 4096  # KiB in 8,000 steps; half a KiB a step would be seen

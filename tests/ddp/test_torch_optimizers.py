@@ -62,7 +62,7 @@ def returns_another_tensor(model: Any) -> tuple[Any, Any]:
     return None, commhooks.hook.as_hook(hook)
 
 
-def train(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor]:
+def trained_parameters(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor]:
     for number in range(steps):
         model.zero_grad()
         generator = torch.Generator().manual_seed(100 * number + rank)
@@ -80,7 +80,7 @@ def test_a_hook_then_an_optimizer_is_the_optimizer_after_the_hook(rank: int) -> 
             state, hook = choose(after)
             after.register_comm_hook(state, hook)
             optimizer = torch.optim.Adam(after.parameters(), lr=0.01, foreach=False)
-            expected = train(after, rank, optimizer.step)
+            expected = trained_parameters(after, rank, optimizer.step)
 
             chosen = list(within.parameters())
             functional = _FunctionalAdam(chosen, lr=0.01)
@@ -89,7 +89,7 @@ def test_a_hook_then_an_optimizer_is_the_optimizer_after_the_hook(rank: int) -> 
             within.register_comm_hook(state, overlap._hook_then_optimizer(hook, optimizer_state))
             if choose is powersgd:
                 state.state_dict()  # finds its model behind the wrapper
-            results = train(within, rank, lambda: None)
+            results = trained_parameters(within, rank, lambda: None)
             assert all(map(torch.equal, results, expected)), (ddp_class, choose)
 
 
@@ -123,7 +123,7 @@ def zero_overlapped(rank: int, world_size: int) -> Any:
             model.parameters(), _FunctionalSGD, lr=0.01, overlap_with_ddp=True
         )
         model.register_comm_hook(state, make(hook, model, zero))
-        trained.append(train(model, rank, lambda: None, steps=5))
+        trained.append(trained_parameters(model, rank, lambda: None, steps=5))
     return trained
 
 

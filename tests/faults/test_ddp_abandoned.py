@@ -250,13 +250,13 @@ def test_whatever_comes_first_where_ranks_meet_is_an_error(how):
 def test_a_rank_without_inputs_does_not_raise_with_the_others(rank):
     model = wrapped()
 
-    def train() -> None:
+    def train_joined() -> None:
         with model.join():
             for step in range(1 + 3 * rank):
                 with contextlib.suppress(ArithmeticError):
                     backward(model, step, rank, 2 if step == 2 else NOWHERE)
 
-    assert outcome(train)[0] == ("MismatchError" if rank else "CollectiveError")
+    assert outcome(train_joined)[0] == ("MismatchError" if rank else "CollectiveError")
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

@@ -18,7 +18,7 @@ from ddp_core.exchange import _collectives as collectives
 from ddp_core.exchange import _pairs as pairs
 from ddp_core.exchange._pairs import Pairs, on_gloo
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, parameters
+from tests.tools.training import ddp, equal_on_all_ranks, mlp, parameters, train
 
 SHAPES = ((), (0,), (1,), (1001,), (3, 5))
 
@@ -113,12 +113,7 @@ def test_parts_of_the_ranks_exchange_among_themselves(rank: int) -> None:
 def test_two_levels_of_four_ranks_agree_bit_for_bit(rank: int) -> None:
     model = ddp(mlp())
     hook = commhooks.register(model, "sdp4bit", local_size=2, between_block=64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad()
-        x = batch(step, rank, 8, 16)
-        (model(x) - x.roll(1, 1)).square().mean().backward()
-        optimizer.step()
+    train(model, rank, range(6), lr=0.001)
     assert hook.report()["round"].max() == 3
     assert equal_on_all_ranks(parameters(model))
 

@@ -45,7 +45,7 @@ def _build(mesh: Any) -> nn.Module:
     return model
 
 
-def _train(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
+def _trained_parameters(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     replica = mesh["dp"].get_local_rank()
     for step in range(steps):
@@ -62,7 +62,7 @@ def test_shards_are_averaged_and_names_stay(name: str) -> None:
     theirs = TorchDDP(_build(mesh), device_mesh=mesh["dp"])
     ours = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
     hook = commhooks.register(ours, name)
-    wanted, results = _train(theirs, mesh), _train(ours, mesh)
+    wanted, results = _trained_parameters(theirs, mesh), _trained_parameters(ours, mesh)
     assert [key for key, _ in ours.named_parameters()] == NAMES
     assert not any(isinstance(parameter, DTensor) for parameter in ours.parameters())
     assert hook.step == 3

@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -83,10 +84,9 @@ def ddp(module: nn.Module, bucket_kb: float = 2.0, **options: Any) -> Distribute
 
 
 def flat(tensors: Any) -> Tensor:
-    """All tensors one after the other; sparse ones made dense, complex ones as pairs."""
-    parts = [
-        tensor.detach().to_dense() if tensor.is_sparse else tensor.detach() for tensor in tensors
-    ]
+    """All tensors one after the other: this rank's part, sparse as dense, complex as pairs."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    parts = [part.detach().to_dense() if part.is_sparse else part.detach() for part in parts]
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
 
@@ -103,6 +103,20 @@ def gradients(model: nn.Module) -> Tensor:
         for p in model.parameters()
         if p.requires_grad
     )
+
+
+def train(
+    model: nn.Module, rank: int, steps: Iterable[int], *, lr: float = 0.0, width: int = 16
+) -> list[Tensor]:
+    """Returns the gradients of each step, flat; without a rate, parameters stay as they are."""
+    results = []
+    for step in steps:
+        model.zero_grad()
+        model(batch(step, rank, 8, width)).square().sum().backward()
+        results.append(gradients(model))
+        if lr:
+            torch.optim.SGD(model.parameters(), lr=lr).step()
+    return results
 
 
 def residuals(hook: commhooks.HookState, model: nn.Module) -> Tensor:

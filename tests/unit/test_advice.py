@@ -24,7 +24,7 @@ from commhooks.schemes import Blockwise, PowerSGD, SignSGD, TopK
 from commhooks.wrappers import Coalesced, DelayedStart, PeriodicDense
 from commhooks.wrappers._make import as_typed, short_repr
 from ddp_core.exchange._errors import raised_in
-from tests.unit.one_rank import layers, train
+from tests.unit.one_rank import layers, run_steps
 
 # ---- a scheme as it is typed
 
@@ -67,7 +67,7 @@ def test_a_text_that_is_no_description_is_shown_as_it_is(text: str) -> None:
 def test_summary_and_errors_name_the_scheme_as_typed() -> None:
     model = DistributedDataParallel(layers())
     hook = commhooks.register(model, "powersgd", rank=1, start_step=1)
-    train(model, steps=2)
+    run_steps(model, steps=2)
     assert hook.summary().startswith("powersgd, rank=1, start_step=1 on 1 rank, steps 0 to 1")
     other = HookState("int4", layers())
     with pytest.raises(

@@ -58,7 +58,7 @@ class Bucket:
         return self._all[3]
 
 
-def train(
+def bucket_contents(
     machine: LazyDevice,
     name: str,
     options: dict[str, Any],
@@ -144,7 +144,7 @@ def _opened(hook: HookState) -> Verification:
 def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> list[Tensor]:
     torch.manual_seed(0)
     with lazy_device(order) as machine:
-        return train(machine, name, options, **case)
+        return bucket_contents(machine, name, options, **case)
 
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:

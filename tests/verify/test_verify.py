@@ -96,7 +96,7 @@ class Wrong(Wrapper):
 
 
 def _bucket_of(step: int, parameter: str) -> int:
-    """The bucket of a parameter of ``_train``: a layer is a bucket, the last layer the first."""
+    """The bucket of a parameter of ``_verified_steps``: a layer is one, the last layer the first."""
     # Both classes have all parameters in one bucket until the first backward pass is over.
     return 0 if step == 0 else {"4": 0, "2": 1, "0": 2}[parameter[0]]
 
@@ -109,7 +109,7 @@ class Trained(NamedTuple):
     rows: list[tuple[int, int, str]]
 
 
-def _train(rank: int, wrong: Scheme, kind: str, action: Any) -> Trained:
+def _verified_steps(rank: int, wrong: Scheme, kind: str, action: Any) -> Trained:
     torch.manual_seed(0)
     ddp = KINDS[kind](mlp(16, 3), bucket_cap_mb=1088 / 2**20)  # a layer
     hook = commhooks.register(ddp, wrong, verify=Verification(2, action))
@@ -139,7 +139,7 @@ PLANTED: list[tuple[Scheme, str, tuple[str | None, str, tuple[int, ...]]]] = [
 @on_ranks(3)
 def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
     for wrong, kind, (name, expected, on) in PLANTED:
-        named, texts, rows = _train(rank, wrong, kind, "warn")
+        named, texts, rows = _verified_steps(rank, wrong, kind, "warn")
         assert named
         for step, bucket, parameter, text, ranks in named:
             assert (text, ranks) == (expected, on)
@@ -156,14 +156,14 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
 
 @on_ranks(2)
 def test_an_average_that_overflows_is_named_with_its_rank(rank: int) -> None:
-    named = _train(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
+    named = _verified_steps(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
     assert named == [(2, 1, "2.weight", kind, (1,)) for kind in ("ranks differ", "not finite")]
 
 
 @on_ranks(2)
 def test_a_residual_that_is_not_finite_hides_no_average(rank: int) -> None:
     wrong = ErrorFeedback(Wrong(commhooks.make("int4", error_feedback=False), "poisons"))
-    assert _train(rank, wrong, "core", "warn").findings[0] == (
+    assert _verified_steps(rank, wrong, "core", "warn").findings[0] == (
         2,
         1,
         "2.weight",
@@ -175,7 +175,7 @@ def test_a_residual_that_is_not_finite_hides_no_average(rank: int) -> None:
 @on_ranks(2)
 def test_with_raise_every_rank_raises_before_the_next_step(rank: int) -> None:
     with pytest.raises(VerificationError) as caught:
-        _train(rank, Wrong(Dense(), "decodes"), "torch", "raise")
+        _verified_steps(rank, Wrong(Dense(), "decodes"), "torch", "raise")
     text = str(caught.value)
     assert "step 2, rank 1, bucket 1, parameter '2.weight'" in text
     assert everyone(text) == [text] * 2

@@ -143,7 +143,7 @@ class WrongShard(Wrapper):
         return result
 
 
-def _train(model: nn.Module, hook: Any, rank: int) -> list[str]:
+def _run_four_steps(model: nn.Module, hook: Any, rank: int) -> list[str]:
     """Four steps; returns what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -160,7 +160,7 @@ def test_a_shard_that_is_decoded_wrongly_is_named(rank: int) -> None:
     for scheme in (WrongShard(Dense()), commhooks.wrappers.ErrorFeedback(WrongShard(INT4))):
         model = sharded(model_of())
         hook = commhooks.register(model, scheme, verify=2)
-        texts = _train(model, hook, rank)
+        texts = _run_four_steps(model, hook, rank)
         # Modules are buckets, in the order of the model; the last one is reduced first.
         assert findings(hook) == [(2, 2, "4.weight", "error", (1,))]
         if rank == 0:
@@ -239,7 +239,7 @@ def _poisoned(rank: int) -> nn.Sequential:
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank: int) -> None:
     model = sharded(_poisoned(rank))
     hook = commhooks.register(model, "int8", verify=Verification(1, "raise"))
-    texts = _train(model, hook, rank)
+    texts = _run_four_steps(model, hook, rank)
     assert [finding[0] for finding in findings(hook)] == [0, 1, 2, 3]
     assert {finding[2:] for finding in findings(hook)} == {("1.by", "not finite", (1,))}
     assert len(texts) == int(rank in (0, 1))
@@ -251,6 +251,6 @@ def test_between_nodes_it_is_named_with_its_shard_and_node(rank: int) -> None:
     model = sharded(_poisoned(rank), mesh["shard"])
     verify = Verification(1, "raise")
     hook = commhooks.register(model, "int8", verify=verify, replicate_group=mesh["replicate"])
-    _train(model, hook, rank)
+    _run_four_steps(model, hook, rank)
     expected = (f"1.by#{rank % 2}", "not finite", (0,))
     assert [finding[2:] for finding in findings(hook)] == [expected] * 4
