@@ -36,7 +36,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 class Given(nn.Module):
-    """Its gradients are what it is given, so that no arithmetic of a machine is in them."""
+    """A model whose gradients are its inputs: no machine's arithmetic is in them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""One state of all ranks: gathered, of groups, through files, on other numbers of ranks."""
+"""A state dict that holds all ranks' state loads on other groups and numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a host saves, another host loads, on any mesh and any number of ranks."""
+"""A hook's state saved in DDP or FSDP loads in the other, on any mesh and number of ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def last_gradients(model: nn.Module, rank: int, steps: range) -> dict[str, Tenso
 
 
 class Saved(NamedTuple):
-    """What three steps on a host have left."""
+    """State dicts after three steps on a host, and a folder of a distributed checkpoint."""
 
     files: str
     by_rank: list[Any]

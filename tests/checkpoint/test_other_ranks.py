@@ -64,7 +64,7 @@ def wrapped(host: str, group: Any, **options: Any) -> Any:
 
 
 def step(model: nn.Module, number: int, rank: int) -> Tensor:
-    """This rank's gradient alone; the averaged one is in ``.grad``."""
+    """Runs a step; returns the local gradients. Averaged ones are in ``.grad``."""
     alone = mlp()
     alone.load_state_dict(model.module.state_dict())
     for value in (alone, model):

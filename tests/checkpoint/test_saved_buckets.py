@@ -297,7 +297,7 @@ def test_our_class_lays_out_by_the_saved_order_of_gradients(rank: int) -> None:
 
 
 class _Twice(nn.Module):
-    """Its last gradient is of the layer that has given the first part of one."""
+    """A model whose last gradient is of the layer that has given the first part of one."""
 
     def __init__(self) -> None:
         super().__init__()

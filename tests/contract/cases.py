@@ -195,7 +195,7 @@ def _averages(scheme: Scheme) -> bool:
 
 
 def _is_linear(scheme: Scheme) -> bool:
-    """Whether the payloads of all ranks are summed by an all-reduce."""
+    """Returns whether the payloads of all ranks are summed by an all-reduce."""
     *_, innermost = walk(scheme)
     return isinstance(innermost, LINEAR_SCHEMES) and not isinstance(innermost, AlignedTopK)
 
@@ -218,7 +218,7 @@ FEEDBACK = [case for case in AVERAGING if keeps_residual(case.scheme)]
 
 
 def has_noise(scheme: Scheme) -> bool:
-    """Whether one step gives less, or something else, than the rounded mean of the gradients."""
+    """Returns whether a step gives less, or something else, than the rounded mean of gradients."""
     parts = [scheme, *(scheme.schemes if isinstance(scheme, PerParameter) else ())]
     return any(
         isinstance(inner, (EF21, AveragedFeedback)) or inner.traits.error.variance > 2**-8
@@ -237,7 +237,7 @@ def normal(numel: int, *seed: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def rank_gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tensor]:
-    """One flat float32 gradient per rank."""
+    """Returns a flat float32 gradient for each rank."""
     return [normal(layout.numel, step, rank) for rank in range(world_size)]
 
 

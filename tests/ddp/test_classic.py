@@ -175,7 +175,7 @@ def powersgd_model(*arguments: Any, layers: int = LAYERS, **options: Any) -> tup
 
 @on_ranks(3)
 def test_powersgd_is_the_scheme_of_that_name(rank: int) -> None:
-    """Which tests/unit/test_low_rank_schemes.py compares with the paper."""
+    """Torch's state gives the bits of "powersgd", which tests/unit compare with the paper."""
     for approximation_rank in (1, 3):
         model, state = powersgd_model(approximation_rank, start_powerSGD_iter=1)
         plain, other = make_model(), make_model()

@@ -27,7 +27,7 @@ from commhooks.errors import RegistrationError
 from tests.ddp import test_classic
 from tests.ddp.test_classic import backward, distance
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import equal_on_all_ranks, through_file
+from tests.tools.training import equal_on_all_ranks, through_file, train
 
 CLASSES = [DistributedDataParallel, ddp_core.DistributedDataParallel]
 
@@ -200,6 +200,6 @@ def test_post_local_sgd_works_with_torchs_model_averager(rank: int, world_size: 
     model.register_comm_hook(state, classic.post_localSGD_hook)
     averager = PeriodicModelAverager(period=3, warmup_steps=2)
     for step in range(6):
-        test_classic.train(model, rank, range(step, step + 1))
+        train(model, rank, [step], lr=0.01, width=test_classic.SIDE)
         averager.average_parameters(model.parameters())
     assert equal_on_all_ranks(*model.parameters())

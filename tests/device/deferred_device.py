@@ -342,7 +342,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _blocks(args: Any, kwargs: Any) -> bool:
-    """Whether a copy between host and device is not asked to let the host go on."""
+    """Returns whether a copy between host and device blocks the host (not ``non_blocking``)."""
     return not any(value is True for value in (kwargs.get("non_blocking"), *args[2:3]))
 
 

@@ -1,6 +1,6 @@
-"""Cases of devices in hosts other than a hook of DistributedDataParallel, on any device.
+"""Bodies of tests of FSDP, process groups, ZeRO and calls, on any device.
 
-They reduce, gather and copy by torch's own collectives as well, so Gloo runs them on the CPU only.
+Some use torch's own collectives as well, so Gloo runs them on the CPU only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Megatron-Core: make test-frameworks."""
+"""Gradients of Megatron-Core's DistributedDataParallel are compressed (make test-frameworks)."""
 
 from __future__ import annotations
 

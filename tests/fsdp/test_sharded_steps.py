@@ -1,4 +1,4 @@
-"""Ways in which a host that shards could train wrongly without a word: steps, modules, refusals."""
+"""FSDP models that accumulate, recompute, raise or reduce twice train rightly or raise an error."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def explore(
 
 
 def _without_scheme(case: Case) -> set[str]:
-    """Its features, but for what is as a rule not what it takes."""
+    """Returns features of a case; a law is rarely broken by the scheme or a wrong option alone."""
     return {
         feature for feature in case.features if not feature.startswith(("scheme=", "option error"))
     }

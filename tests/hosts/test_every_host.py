@@ -136,7 +136,7 @@ DIFFERENT_HALVES = {"int8", "int8, to nearest", "topk"}
 
 
 def run_on(scheme: Scheme, host: str) -> bool:
-    """Whether a host takes a scheme."""
+    """Returns whether a host takes a scheme."""
     if slots_of(scheme) and host in NAMELESS:
         return False
     return scheme.traits.shards or host not in SHARDS | SHARD_CALLS
@@ -291,7 +291,7 @@ def _calls(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 
 def near(left: Tensor, right: Tensor) -> bool:
-    """Whether they differ by a few roundings."""
+    """Returns whether two tensors differ by a few roundings at the most."""
     return float((left - right).norm()) < 4 * 2**-24 * float(right.norm())
 
 

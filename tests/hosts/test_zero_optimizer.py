@@ -299,7 +299,7 @@ def test_beside_tensor_parallelism_what_is_not_cut_stays_equal(rank: int) -> Non
 
 
 class _Linear(nn.Module):
-    """Its gradients do not depend on its parameters."""
+    """A layer whose gradients do not depend on its parameters."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -177,7 +177,7 @@ def test_products_are_those_of_the_matrices(dtype, mode):
 @pytest.mark.parametrize("offset", [0, 7])
 @pytest.mark.parametrize("columns", [1056, 1057])
 def test_large_results_are_those_of_small_ones(columns, offset):
-    """They are written past the cache; every row of ``left`` and ``right`` is tried alone too."""
+    """Large results are written past the cache; single rows of ``left`` and ``right`` are tried."""
     n, last = offset + 1000 * columns, 500 * columns + offset
     matrices, some = Matrices([(offset, 1000, columns, 2)]), Matrices([(0, 10, columns, 2)])
     left, right = plain(matrices.left_numel), plain(matrices.right_numel, seed=1)

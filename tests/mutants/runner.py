@@ -38,7 +38,7 @@ class Outcome:
 
     @property
     def found(self) -> bool:
-        """Whether the test has found the bug."""
+        """Returns whether the test has found the bug."""
         return self.verdict == "killed"
 
 

@@ -1,4 +1,4 @@
-"""Lets buckets on the CPU take the ways of a GPU: the stream driver, its clock, and its waiting."""
+"""Runs DistributedDataParallel on the CPU by the code for CUDA: streams, events and waiting."""
 
 from __future__ import annotations
 

@@ -120,7 +120,7 @@ def train(
 
 
 def residuals(hook: commhooks.HookState, model: nn.Module) -> Tensor:
-    """This rank's residuals in the order of ``gradients``; zero where there is none."""
+    """Returns the local residuals in the order of ``gradients``; zero where there is none."""
     parts = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -130,7 +130,7 @@ def residuals(hook: commhooks.HookState, model: nn.Module) -> Tensor:
 
 
 def averaged(tensor: Tensor) -> Tensor:
-    """Its mean over all ranks."""
+    """Returns the mean over all ranks."""
     mean = tensor.clone()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
@@ -142,14 +142,14 @@ def relative_error(tensor: Tensor, exact: Tensor) -> float:
 
 
 def everyone(value: Any, group: Any = None) -> list[Any]:
-    """What each rank of a group has."""
+    """Returns the values of all ranks of a group."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal; of tensors, also inside, all numbers."""
+    """Returns whether two values are equal; of tensors, also inside, all numbers."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -168,12 +168,12 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def equal_bits(tensors: list[Tensor]) -> bool:
-    """Whether all are the same, bit for bit."""
+    """Returns whether all tensors are equal, bit for bit."""
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
 def equal_on_all_ranks(*tensors: Tensor) -> bool:
-    """Whether all ranks have the same finite numbers, bit for bit."""
+    """Returns whether all ranks have the same finite numbers, bit for bit."""
     here = flat(tensors)
     everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, here)

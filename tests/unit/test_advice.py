@@ -1,4 +1,4 @@
-"""What users are told of their choice of a scheme: its name as typed, costs, and mistakes."""
+"""Errors and warnings name the scheme as users type it, its costs, and what to type instead."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Gossip: who meets whom, and its law, bit for bit."""
+"""The scheme "gossip": which ranks average with each other in a step, and its formula."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory: found by parameter name, kept if the step was good; and engines, which end steps."""
+"""State that schemes keep by parameter (``Memory``), which changes only with a good step."""
 
 from __future__ import annotations
 

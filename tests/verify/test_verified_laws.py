@@ -32,7 +32,7 @@ from tests.verify.test_verify import backward
 
 
 def test_a_mean_may_have_gaps() -> None:
-    """Such as a column of what a scheme has received: the engine takes it, verified or not."""
+    """A mean with strides, such as a column of a payload, is taken with or without verification."""
     rows, layout = [], Layout(["a", "b"], [(5,), (7,)])
     mean = torch.arange(24.0).view(12, 2)[:, 1]
     for each in (mean, mean.contiguous()):

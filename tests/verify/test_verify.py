@@ -96,7 +96,7 @@ class Wrong(Wrapper):
 
 
 def _bucket_of(step: int, parameter: str) -> int:
-    """The bucket of a parameter of ``_verified_steps``: a layer is one, the last layer the first."""
+    """The bucket of a parameter of ``_verified_steps``: a layer each, the last layer the first."""
     # Both classes have all parameters in one bucket until the first backward pass is over.
     return 0 if step == 0 else {"4": 0, "2": 1, "0": 2}[parameter[0]]
 
