@@ -125,9 +125,9 @@ def test_groups_of_ranks_keep_apart(rank: int, tmp_path: Path) -> None:
         dist.barrier()
     assert torch.equal(residuals(again, other), held)
     # The state of a rank of another group: its rank within the group counts.
-    theirs = every[rank ^ 1]
-    again.load_state_dict(theirs)
-    part = theirs[f"rank{rank ^ 1}"]["memory"]["residual"]
+    foreign_state = every[rank ^ 1]
+    again.load_state_dict(foreign_state)
+    part = foreign_state[f"rank{rank ^ 1}"]["memory"]["residual"]
     assert all(torch.equal(again.residual(name), part[name]) for name in part)
 
 

@@ -256,12 +256,12 @@ def test_states_that_were_mixed_up_are_refused_on_all_ranks(rank: int) -> None:
     backward(model, rank, 0)
     other = everyone(copy.deepcopy(state))[1 - rank]
     fresh = make_model()
-    theirs = other.__getstate__()["saved"][0][0]
+    foreign_state = other.__getstate__()["saved"][0][0]
     fresh.register_comm_hook(other, classic.powerSGD_hook)
     with pytest.raises(CheckpointError, match="every rank loads its own file, or all the same"):
         backward(fresh, rank, 1)
     with pytest.raises(CheckpointError, match="Residuals differ per rank"):
-        state.load_state_dict(theirs)
+        state.load_state_dict(foreign_state)
 
 
 @on_ranks(3)
@@ -284,9 +284,9 @@ def test_a_state_of_one_rank_or_of_all_continues_on_fewer_ranks(rank: int, tmp_p
             warnings.simplefilter("always")
             (result,) = flat(backward(again, rank, 3))
         assert len(caught) == (name == "alone" and rank == 0)
-        theirs = result.clone()
-        dist.broadcast(theirs, 0, group=pair)
-        assert torch.equal(result, theirs)
+        of_rank_0 = result.clone()
+        dist.broadcast(of_rank_0, 0, group=pair)
+        assert torch.equal(result, of_rank_0)
         results.append(result)
     assert not torch.equal(*results)
 

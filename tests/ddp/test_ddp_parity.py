@@ -146,11 +146,11 @@ def trajectory(cls: type[TorchDDP], case: Case, rank: int, steps: int) -> Iterat
 def test_twelve_steps_have_the_bits_of_torch(rank: int, name: str) -> None:
     case = CASES[name]
     # One after the other: the two models' collectives must not mix.
-    theirs = list(trajectory(TorchDDP, case, rank, 12))
-    ours = list(trajectory(ddp_core.DistributedDataParallel, case, rank, 12))
-    for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
+    torch_results = list(trajectory(TorchDDP, case, rank, 12))
+    core_results = list(trajectory(ddp_core.DistributedDataParallel, case, rank, 12))
+    for number, (expected, actual) in enumerate(zip(torch_results, core_results, strict=True)):
         differs = ("gradients", "absent gradients", "parameters", "buffers")[number % 4]
-        assert torch.equal(expected, got), f"step {number // 4}: {differs} differ"
+        assert torch.equal(expected, actual), f"step {number // 4}: {differs} differ"
 
 
 # ---- what is done around the step
@@ -526,9 +526,9 @@ def test_a_scenario_ends_with_the_bits_of_torch(rank: int, name: str) -> None:
     if name in NOT_IN_OLD_TORCH:
         return
     scenario, args = SCENARIOS[name]
-    theirs = scenario(TorchDDP, rank, *args)
-    ours = scenario(ddp_core.DistributedDataParallel, rank, *args)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch_results = scenario(TorchDDP, rank, *args)
+    core_results = scenario(ddp_core.DistributedDataParallel, rank, *args)
+    torch.testing.assert_close(core_results, torch_results, rtol=0, atol=0)
 
 
 # ---- hooks of commhooks
@@ -566,7 +566,7 @@ def _hooked(cls: type[TorchDDP], case: Case, rank: int, config: str) -> list[Ten
 def test_every_scheme_trains_as_on_torch(rank: int, name: str) -> None:
     case = HOOK_CASES[name]
     for config in CONFIGS if name in ("view", "many-types") else sorted(THOROUGH):
-        theirs = _hooked(TorchDDP, case, rank, config)
-        ours = _hooked(ddp_core.DistributedDataParallel, case, rank, config)
-        for step, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
-            assert torch.equal(expected, got), f"{config}, step {step}"
+        torch_results = _hooked(TorchDDP, case, rank, config)
+        core_results = _hooked(ddp_core.DistributedDataParallel, case, rank, config)
+        for step, (expected, actual) in enumerate(zip(torch_results, core_results, strict=True)):
+            assert torch.equal(expected, actual), f"{config}, step {step}"

@@ -276,8 +276,8 @@ class LazyDevice:
         outs = _map(self._garbage_like, like)
 
         def run() -> None:
-            for out, got in zip(_leaves(outs), _leaves(reals()), strict=True):
-                out.copy_(got)
+            for out, result in zip(_leaves(outs), _leaves(reals()), strict=True):
+                out.copy_(result)
 
         made = _map(lambda out: self.made(out) if isinstance(out, Tensor) else out, outs)
         outs = _map(lambda out: out.view(out.shape) if isinstance(out, Tensor) else out, outs)

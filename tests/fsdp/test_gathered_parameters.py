@@ -47,8 +47,8 @@ def _exact(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _distance(ones: list[Tensor], others: list[Tensor]) -> float:
-    pairs = zip(ones, others, strict=True)
+def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(tensors, others, strict=True)
     return sum(float((value - other).square().sum()) for value, other in pairs) ** 0.5
 
 
@@ -91,12 +91,12 @@ def test_parameters_are_gathered_in_16_bits(rank: int) -> None:
 def test_parameters_are_gathered_in_inference_mode(rank: int) -> None:
     model = sharded(model_of(SIZES))
     gather_parameters(model, "int8")
-    ones = torch.ones(2, 33)
-    model(ones)  # FSDP2 itself cannot train where its first pass was one of inference mode
+    inputs = torch.ones(2, 33)
+    model(inputs)  # FSDP2 itself cannot train where its first pass was one of inference mode
     for _ in range(2):
         with torch.inference_mode():
-            output = model(ones)
-        assert torch.equal(output.clone(), model(ones).detach())
+            output = model(inputs)
+        assert torch.equal(output.clone(), model(inputs).detach())
         _steps(model, rank)
 
 

@@ -79,7 +79,7 @@ class Hosted(Run):
 
     def step(self, number: int, plan: Plan) -> Record | None:
         held = self.residuals()
-        wanted = self.own(number, plan)
+        wanted = self.local_gradients(number, plan)
         self.exchange(number, plan, wanted)
         means = self.means()
         flat = self.spread([flat_of(mean, mean) for mean in means])
@@ -103,7 +103,7 @@ class Hosted(Run):
             parameter.grad = None
         return record
 
-    def own(self, number: int, plan: Plan) -> list[Tensor]:
+    def local_gradients(self, number: int, plan: Plan) -> list[Tensor]:
         """Returns the local gradients, from a model without a host."""
         for parameter in self.reference.parameters():
             parameter.grad = None

@@ -469,6 +469,6 @@ def test_a_process_ends_cleanly_whatever_it_leaves_open(tmp_path):
     ends = _ends(tmp_path)
     assert list(ends) == list(EXIT_PATHS)
     for path, ranks in ends.items():
-        for got, text in ranks:
-            assert got == (3 if path == "uncaught exception" else 0), (path, text)
+        for code, text in ranks:
+            assert code == (3 if path == "uncaught exception" else 0), (path, text)
             assert not any(word in text.lower() for word in ("traceback", "abort", "terminate"))

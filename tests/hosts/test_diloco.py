@@ -196,9 +196,9 @@ def test_a_rank_that_diverges_takes_no_other_with_it(rank: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outer.step()
-    said = [str(warning.message) for warning in caught]
+    messages = [str(warning.message) for warning in caught]
     assert torch.equal(before, parameters(model))
-    assert any("go back to the parameters of the last exchange" in text for text in said)
+    assert any("go back to the parameters of the last exchange" in text for text in messages)
 
 
 @on_ranks(2)

@@ -99,8 +99,8 @@ def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
 
     group = dist.new_group([rank], use_local_synchronization=True)
     alone = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-    said = error_of(lambda: host._attach(alone, world_size))
-    assert "has 2 ranks and gradients are averaged over 1 of them" in said
+    message = error_of(lambda: host._attach(alone, world_size))
+    assert "has 2 ranks and gradients are averaged over 1 of them" in message
     assert not alone._comm_hooks
     # Registered for training by groups is what the option asks for, not the model.
     grouped = FrameworkHook("none", process_group=group)
@@ -130,9 +130,9 @@ def test_in_one_process_a_warning_says_that_nothing_is_exchanged(
     tmp_path: Path, scheme: str, options: dict[str, Any]
 ) -> None:
     model, host = nn.Linear(2, 2), FrameworkHook(scheme, **options)
-    with pytest.warns(RuntimeWarning, match="there is one process") as said:
+    with pytest.warns(RuntimeWarning, match="there is one process") as caught:
         [host._attach(model, 1) for _ in range(2)]  # of two runs
-    assert len(said) == 1
+    assert len(caught) == 1
     assert (host.hook.step, host.metrics()) == (0, {})
     assert "nothing has been exchanged" in host.hook.summary()
     host.save(tmp_path)
@@ -197,8 +197,8 @@ def test_fabric_accelerate_and_ray_are_asked_for_what_they_have(world_size: int)
     assert objects == [comm]
     for given in (SimpleNamespace(value="power_sgd"), print):
         accelerator.ddp_handler.comm_hook = given
-        said = error_of(lambda: accelerate.CommHook("int8").attach(accelerator, wrapped()))
-        assert "Accelerate registers the members of its own enum" in said
+        message = error_of(lambda: accelerate.CommHook("int8").attach(accelerator, wrapped()))
+        assert "Accelerate registers the members of its own enum" in message
 
 
 def _module(name: str, **members: Any) -> None:
@@ -291,8 +291,8 @@ def test_transformers_by_what_it_has_published(rank: int, world_size: int, tmp_p
     assert begun(trainer(wrapped(), "a"), after).hook.step == 4
     assert after.stateful_callbacks != saved[0]  # each run has a name of its own
     elsewhere = trainer(wrapped(), "b")
-    said = error_of(lambda: begun(elsewhere, restored()), CheckpointError)
-    assert "checkpoint-4" in said
+    message = error_of(lambda: begun(elsewhere, restored()), CheckpointError)
+    assert "checkpoint-4" in message
     resumed = begun(trainer(wrapped(), "b"), restored(), resume_from=checkpoint)
     assert resumed.hook.step == 4
     # Another run's checkpoint of this step has a file of another name.

@@ -63,9 +63,9 @@ def test_a_scheme_may_return_the_mean_in_memory_of_its_own(rank: int) -> None:
     kind, settings = OPTIMIZERS["sgd"]
     for in_backward in (False, True):
         plain, ours = wrapped(model_of()), wrapped(model_of())
-        theirs = ZeroOptimizer(plain, kind, **settings)
+        plain_optimizer = ZeroOptimizer(plain, kind, **settings)
         zero = ZeroOptimizer(ours, kind, scheme=Elsewhere(), in_backward=in_backward, **settings)
-        take_steps(plain, theirs, rank, 0, 2)
+        take_steps(plain, plain_optimizer, rank, 0, 2)
         take_steps(ours, zero, rank, 0, 2)
         assert same(plain, ours), in_backward
 
@@ -114,10 +114,10 @@ def _pair(rank: int, features: Collection[str]) -> None:
             {"params": [value for name, value in named if "bias" in name], "lr": 3e-3},
         ]
 
-    theirs = kind(groups(plain), **settings)
+    plain_optimizer = kind(groups(plain), **settings)
     in_backward = "in backward" in features
     zero = ZeroOptimizer(ours, kind, params=groups(ours), in_backward=in_backward, **settings)
-    for model, optimizer in ((plain, theirs), (ours, zero)):
+    for model, optimizer in ((plain, plain_optimizer), (ours, zero)):
         every = 2 if "schedule" in features else 100
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.3)
         for step in range(4):
@@ -162,7 +162,7 @@ def test_pairs_of_features_have_the_bits_of_plain_training(rank: int, first: str
 @on_ranks(3)
 def test_clipping_by_the_norm_over_all_shards(rank: int) -> None:
     for norm_type in (2.0, math.inf):
-        (plain, theirs), (ours, zero) = both_with("adamw")
+        (plain, plain_optimizer), (ours, zero) = both_with("adamw")
         for step, most in enumerate((0.005, 0.005, 100.0)):
             for model in (plain, ours):
                 backward(model, step, rank)
@@ -170,7 +170,7 @@ def test_clipping_by_the_norm_over_all_shards(rank: int) -> None:
             norm = zero.clip_grad_norm_(most, norm_type)
             torch.testing.assert_close(norm, wanted)
             assert 0.005 < norm < 100
-            for optimizer in (theirs, zero):
+            for optimizer in (plain_optimizer, zero):
                 optimizer.step()
                 optimizer.zero_grad()
         agree(ours)
@@ -211,12 +211,12 @@ def _sixteen_bits(rank: int, world_size: int, gather: str) -> None:
     ours, exact = wrapped(model_of(torch.bfloat16)), model_of()
     kind, settings = ADAM
     zero = ZeroOptimizer(ours, kind, gather=gather, **{**settings, "lr": 1e-4})
-    theirs = kind(exact.parameters(), **{**settings, "lr": 1e-4})
+    exact_optimizer = kind(exact.parameters(), **{**settings, "lr": 1e-4})
     for step in range(20):
         backward(ours, step, rank)
         losses = [exact(inputs_of(step, other)).square().mean() for other in range(world_size)]
         torch.stack(losses).mean().backward()
-        for optimizer in (zero, theirs):
+        for optimizer in (zero, exact_optimizer):
             optimizer.step()
             optimizer.zero_grad()
     agree(ours)

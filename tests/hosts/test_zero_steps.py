@@ -132,9 +132,9 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
     ):
         with pytest.raises(CheckpointError, match=why):
             zero.load_state_dict(wrong)  # type: ignore[arg-type]
-    theirs = everyone(state)[1 - rank]
+    foreign_state = everyone(state)[1 - rank]
     with pytest.raises(CheckpointError):
-        zero.load_state_dict(theirs)
+        zero.load_state_dict(foreign_state)
     assert all(map(torch.equal, before, values(model)))
 
 

@@ -37,7 +37,7 @@ class Outcome:
     text: str
 
     @property
-    def found(self) -> bool:
+    def is_killed(self) -> bool:
         """Returns whether the test has found the bug."""
         return self.verdict == "killed"
 

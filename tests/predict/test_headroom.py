@@ -88,9 +88,9 @@ def test_a_script_without_a_model_keeps_its_exit_code(
     script = f"import os, sys; print(os.environ['MINE']); sys.exit({code})"
     with mock.patch.dict(os.environ, MINE="from the environment"):
         assert headroom([sys.executable, "-c", script], 10, 100.0, out) == expected
-    said = capfd.readouterr()
-    assert f"ended with exit code {code} and never built a DistributedDataParallel" in said.err
-    assert said.out == "from the environment\n"
+    printed = capfd.readouterr()
+    assert f"ended with exit code {code} and never built a DistributedDataParallel" in printed.err
+    assert printed.out == "from the environment\n"
     assert not out.exists()
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -110,9 +110,9 @@ def test_a_script_that_never_ends_is_stopped(
     monkeypatch.setattr(command, "_GRACE", 0.0)
     script = "import time; time.sleep(1000)"
     assert headroom([sys.executable, "-c", script], 10, 2.0, None) == 1
-    said = " ".join(capfd.readouterr().err.split())
-    assert "was stopped and never built a DistributedDataParallel" in said
-    assert "raise --time-limit" in said
+    printed = " ".join(capfd.readouterr().err.split())
+    assert "was stopped and never built a DistributedDataParallel" in printed
+    assert "raise --time-limit" in printed
 
 
 def test_a_machine_without_rank_0_has_no_file(
@@ -132,9 +132,9 @@ def test_a_python_that_ignores_the_environment_is_said_to(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert headroom([sys.executable, "-I", "-c", "print('done')"], 10, 100.0, None) == 1
-    said = capfd.readouterr()
-    assert said.out == "done\n"
-    assert "ignores the environment (python -I, -E)" in said.err
+    printed = capfd.readouterr()
+    assert printed.out == "done\n"
+    assert "ignores the environment (python -I, -E)" in printed.err
 
 
 def test_a_command_that_is_none_is_refused() -> None:

@@ -110,10 +110,10 @@ def test_the_command_writes_a_file_that_simulate_reads(
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "link.json"
     run_cli("link", "--budget", "0.3", "--out", file)
-    said = capfd.readouterr().out
-    assert "2 ranks on 1 node, cpu tensors over gloo" in said
-    assert "inside a node: latency" in said
-    assert f"wrote {file}" in said
+    printed = capfd.readouterr().out
+    assert "2 ranks on 1 node, cpu tensors over gloo" in printed
+    assert "inside a node: latency" in printed
+    assert f"wrote {file}" in printed
     fabric = load_fabric(file)
     assert isinstance(fabric, Fabric)
     assert fabric.library == "gloo"

@@ -44,8 +44,8 @@ class Gpu(Device):
 
 
 class _Outcome(launch.Outcome):
-    def __init__(self, device: Any, **what: Any) -> None:
-        super().__init__(GPU, **what)
+    def __init__(self, device: Any, **options: Any) -> None:
+        super().__init__(GPU, **options)
 
     def is_done(self) -> bool:
         done = super().is_done()

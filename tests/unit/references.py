@@ -131,18 +131,20 @@ def in_two_phases(
 # ---- comparing
 
 
-def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     """float32 against float64: a few hundred roundings of entries of about 1."""
-    torch.testing.assert_close(got.double().flatten(), expected.flatten(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        actual.double().flatten(), expected.flatten(), rtol=0, atol=tolerance
+    )
 
 
-def mostly_close(got: Tensor, expected: Tensor) -> None:
+def mostly_close(actual: Tensor, expected: Tensor) -> None:
     """The same, but for blocks where a mean of levels lay halfway between two.
 
     Means of few ranks' levels do at times; which way it goes is a matter of the last bit, and a
     rotation makes that a whole block's, in all later steps.
     """
-    near = (got.double().flatten() - expected.flatten()).abs() < 1e-4
+    near = (actual.double().flatten() - expected.flatten()).abs() < 1e-4
     assert near.double().mean() > 0.75
 
 

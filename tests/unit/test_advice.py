@@ -197,8 +197,8 @@ def test_the_cost_of_sending_few_entries_is_said_once_where_logging_is_not_set_u
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         for scheme in ("int8", "powersgd", name):
             HookState(scheme, nn.Linear(4, 4))
-    said = capfd.readouterr().err
-    assert said.count("(ratio=0.01) sends each entry every 100 steps on average") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("(ratio=0.01) sends each entry every 100 steps on average") == 1
 
 
 # ---- checks of a scheme

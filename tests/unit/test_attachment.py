@@ -240,11 +240,11 @@ def test_a_loss_computed_beside_the_wrapper_warns_when_the_hook_is_dropped():
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "one step", "no_sync", "another hook", "called", "described", "diloco"]
+    "case", ["nothing", "one step", "no_sync", "another hook", "called", "described", "diloco"]
 )
-def test_a_state_that_did_what_was_asked_of_it_says_nothing(what):
+def test_a_state_that_did_what_was_asked_of_it_says_nothing(case):
     ddp = DistributedDataParallel(layers())
-    if what == "diloco":
+    if case == "diloco":
         ddp.register_comm_hook(None, commhooks.noop_hook)
         outer = commhooks.DiLoCo(ddp, "none", every=100)
         run_steps(ddp, 3)
@@ -253,18 +253,18 @@ def test_a_state_that_did_what_was_asked_of_it_says_nothing(what):
         del outer
     else:
         held = {"state": HookState("int8", ddp)}
-    if what == "one step":
+    if case == "one step":
         run_steps(ddp)
-    elif what == "no_sync":
+    elif case == "no_sync":
         with ddp.no_sync():
             run_steps(ddp, 3)
-    elif what == "another hook":
+    elif case == "another hook":
         commhooks.register(ddp, "none")
         run_steps(ddp, 3)
-    elif what == "called":
+    elif case == "called":
         ddp.register_comm_hook(held["state"], comm_hook)
         run_steps(ddp, 3)
-    elif what == "described":
+    elif case == "described":
         repr(held["state"])
         held["state"].state_dict()
     drop(*held, scope=held)

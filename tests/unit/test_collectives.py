@@ -42,10 +42,10 @@ def tensors(world_size: int, *shape: int) -> list[Tensor]:
 
 
 def run(requests: list[Collective]) -> list[Tensor]:
-    def one(request: Collective):
+    def exchange(request: Collective):
         return (yield request)
 
-    return simulate([one(request) for request in requests])
+    return simulate([exchange(request) for request in requests])
 
 
 @pytest.mark.parametrize("world_size", SIZES)

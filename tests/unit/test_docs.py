@@ -152,8 +152,8 @@ def _schemes_of_the_guide() -> dict[str, type[commhooks.Scheme]]:
 def test_schemes_of_the_guide_obey_the_laws(name: str, laws: Laws) -> None:
     scheme = _schemes_of_the_guide()[name]
     made = partial(make, scheme(), error_feedback=scheme.traits.biased)  # as by name
-    theirs = [text for text in laws_of(made()) if text in laws]
-    assert not [verdict for verdict in check_scheme(made, theirs) if not verdict.holds]
+    promised = [text for text in laws_of(made()) if text in laws]
+    assert not [verdict for verdict in check_scheme(made, promised) if not verdict.holds]
 
 
 def anchors(page: Path) -> set[str]:
@@ -332,8 +332,8 @@ def classes_of_the_reference() -> dict[type, set[str]]:
                 of_page = (yaml_load(dedent(indented)) or {"options": {}})["options"]
                 for member in of_page.get("members", module.__all__):
                     if inspect.isclass(value := getattr(module, member)):
-                        asked = {**usual, **of_page}
-                        classes[value] = set(asked["inherited_members"])
+                        options = {**usual, **of_page}
+                        classes[value] = set(options["inherited_members"])
     return classes
 
 

@@ -100,10 +100,10 @@ def test_what_takes_other_arguments_is_refused(function: Any) -> None:
         as_hook(function)
 
 
-@pytest.mark.parametrize("thing", [None, 3, "hook", nn.ReLU])
-def test_what_is_no_callable_or_takes_no_two_arguments_is_refused(thing: Any) -> None:
+@pytest.mark.parametrize("value", [None, 3, "hook", nn.ReLU])
+def test_what_is_no_callable_or_takes_no_two_arguments_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="as_hook"):
-        as_hook(thing)
+        as_hook(value)
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(1)])

@@ -40,16 +40,16 @@ def test_assignment_is_that_of_torch(seed, arrival):
     order = rng.sample(range(len(tensors)), len(tensors)) if arrival else None
     taken = tensors if order is None else [tensors[index] for index in order]
     expected, _ = dist._compute_bucket_assignment_by_size(taken, limits, alone, order or [])
-    got = assign_buckets(
+    actual = assign_buckets(
         [tensor.numel() * tensor.element_size() for tensor in tensors],
         [(tensor.dtype, tensor.device) for tensor in tensors],
         limits,
         alone=alone,
         order=order,
     )
-    assert sorted(got) == sorted(expected)
+    assert sorted(actual) == sorted(expected)
     if order is None:
-        assert got == expected
+        assert actual == expected
 
 
 def parameters(*sizes: int, sparse: tuple[int, ...] = ()) -> list[Trained]:

@@ -191,8 +191,8 @@ def test_factors_and_residuals_move_on_to_other_buckets(name: str) -> None:
         grads = rank_gradients(2, step, NUMEL)
         expected = settled.step(grads)[0].split(layout.sizes)
         mixed = [torch.cat([grad.split(layout.sizes)[i] for i in order]) for grad in grads]
-        got = moved.step(mixed, buckets=buckets)[0].split([layout.sizes[i] for i in order])
-        for place, part in zip(order, got, strict=True):
+        actual = moved.step(mixed, buckets=buckets)[0].split([layout.sizes[i] for i in order])
+        for place, part in zip(order, actual, strict=True):
             close(part, expected[place].double())
 
 

@@ -116,12 +116,12 @@ def test_demo_is_what_the_paper_says(sign: bool) -> None:
             total += sent
             count += torch.zeros(6, 4096).scatter(1, places, 1.0)
         mean = whole(c.T @ (total / count.clamp(min=1)).double().view(6, 64, 64) @ c).flatten()
-        got = ranks.step(grads)[0].double()
+        actual = ranks.step(grads)[0].double()
         if sign:
             sure = mean.abs() > 1e-4
-            assert torch.equal(got[sure], mean[sure].sign())
+            assert torch.equal(actual[sure], mean[sure].sign())
         else:
-            torch.testing.assert_close(got, mean, rtol=0, atol=1e-4)
+            torch.testing.assert_close(actual, mean, rtol=0, atol=1e-4)
         torch.testing.assert_close(
             ranks.memory(2, "demo.momentum").double(), momenta[2].flatten(), rtol=0, atol=1e-3
         )
@@ -130,9 +130,9 @@ def test_demo_is_what_the_paper_says(sign: bool) -> None:
 def test_signs_are_the_majority() -> None:
     grads = random_gradients(3, 0)
     for pattern in ("two_phase", "all_gather"):
-        got = Simulation(SignSGD(0.5, pattern), SHAPES, world_size=3).step(grads)[0]
+        actual = Simulation(SignSGD(0.5, pattern), SHAPES, world_size=3).step(grads)[0]
         votes = sum(torch.where(grad >= 0, 1.0, -1.0) for grad in grads)
-        assert torch.equal(got, 0.5 * torch.sign(torch.as_tensor(votes)))
+        assert torch.equal(actual, 0.5 * torch.sign(torch.as_tensor(votes)))
 
 
 def test_signs_of_a_tie_are_positive_everywhere() -> None:

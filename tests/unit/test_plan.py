@@ -209,12 +209,12 @@ def test_buckets_by_arrival_are_no_buckets_by_registration():
     assert course.buckets == [[3], [2], [1], [0]]
 
 
-@pytest.mark.parametrize("asked", [(ODD_AND_EVEN, None), (None, LARGE)])
-def test_what_is_asked_for_after_loading_is_not_forgotten(asked):
+@pytest.mark.parametrize("requested", [(ODD_AND_EVEN, None), (None, LARGE)])
+def test_what_is_asked_for_after_loading_is_not_forgotten(requested):
     """Also where it is taken back: a run that was not interrupted is laid out anew."""
     course = Course()
     course.plan.resume(FINAL)
-    course.plan.request(*asked)
+    course.plan.request(*requested)
     course.plan.request(None, SMALL)
     assert course.plan.to_save(course.buckets) == ((), SMALL.limits, FORWARD)
     course.step()

@@ -150,22 +150,22 @@ def _steps(ranks: Simulation, count: int, begin: int = 0) -> tuple[list[float], 
 def test_a_guard_goes_back_to_dense_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_guard, "_REST", 10)
     guard = Guard(Breaks(22), every=5, max_error=0.5)
-    errors, said = _steps(Simulation(guard, {"w": (N,)}, world_size=3), 45)
+    errors, messages = _steps(Simulation(guard, {"w": (N,)}, world_size=3), 45)
     bad = [step for step, error in enumerate(errors) if error > 0.5]
     assert bad == [22, 23, 24, 35, 36, 37, 38, 39]  # seen in steps 24 and 39, dense for ten
-    assert len(said) == 2
-    assert "step 24, bucket of w: the error of the average is 0.9, at most 0.5" in said[0]
-    assert "Averaging without compression for 10 steps" in said[0]
+    assert len(messages) == 2
+    assert "step 24, bucket of w: the error of the average is 0.9, at most 0.5" in messages[0]
+    assert "Averaging without compression for 10 steps" in messages[0]
 
 
 def test_a_guard_sees_growth_without_a_bound() -> None:
     guard = Guard(Int8ThenBroken(30), every=5)
-    errors, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 60)
+    errors, messages = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 60)
     assert max(errors[:30]) < 0.02
     assert max(errors[35:]) < 1e-6
-    assert len(said) == 1
-    assert "times what it used to be" in said[0]
-    assert "Averaging without compression for 1000 steps" in said[0]
+    assert len(messages) == 1
+    assert "times what it used to be" in messages[0]
+    assert "Averaging without compression for 1000 steps" in messages[0]
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ def test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on(
     # The third is 3.5 times the average before, and not judged. Then the average is 0.8 * 0.1 +
     # 0.2 * 0.35 = 0.15, and 0.5 is 3.3 times that; with its weights swapped it would be 0.3.
     guard = Guard(Wrong((0.1, 0.1, 0.35, 0.5)), every=1)
-    _, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 4)
-    assert len(said) == 1
-    assert "step 3, bucket of w: the error is 0.5, 3.3 times what it used to be" in said[0]
+    _, messages = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 4)
+    assert len(messages) == 1
+    assert "step 3, bucket of w: the error is 0.5, 3.3 times what it used to be" in messages[0]
 
 
 @dataclass(frozen=True)
@@ -205,8 +205,8 @@ class Int8ThenBroken(Scheme):
 def test_a_good_scheme_is_left_alone() -> None:
     for name in ("int8", "powersgd", "onebit", "topk"):
         guard = Guard(make(name), every=4)
-        _, said = _steps(Simulation(guard, {"w": (32, 64)}, world_size=2), 60)
-        assert not said, name
+        _, messages = _steps(Simulation(guard, {"w": (32, 64)}, world_size=2), 60)
+        assert not messages, name
 
 
 def test_a_step_that_is_not_finite_is_not_judged() -> None:

@@ -311,8 +311,8 @@ def test_the_node_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_level_is_the_codec_itself() -> None:
     grads = rank_gradients(4, 0, N)
     for local_size, codec in ((1, INT4), (4, INT8)):
-        got = ranks_of(Hierarchical(INT8, INT4, local_size), 4).step(grads)
-        assert torch.equal(got[0], ranks_of(codec, 4).step(grads)[0])
+        actual = ranks_of(Hierarchical(INT8, INT4, local_size), 4).step(grads)
+        assert torch.equal(actual[0], ranks_of(codec, 4).step(grads)[0])
 
 
 def test_sixteen_bits_round_stochastically() -> None:

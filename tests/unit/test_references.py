@@ -253,10 +253,10 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
             expected, e = sent([g + kept for g, kept in zip(grads, e, strict=True)])
         if dense_until == step + 4:
             with pytest.warns(RuntimeWarning, match="the residual is .*Averaging .* for 3 steps"):
-                got = ranks.step(grads)
+                actual = ranks.step(grads)
         else:
-            got = ranks.step(grads)
-        close(all_equal(got), expected)
+            actual = ranks.step(grads)
+        close(all_equal(actual), expected)
     assert True in seen
     assert False in seen[seen.index(True) :]
 
@@ -304,11 +304,11 @@ def test_a_random_block_sends_one_stretch_and_holds_the_rest() -> None:
     for step in range(4):
         grads = rank_gradients(3, step, N)
         c = [g + kept for g, kept in zip(grads, e, strict=True)]
-        got = all_equal(ranks.step(grads))
-        stretch = (got != 0).double()
+        actual = all_equal(ranks.step(grads))
+        stretch = (actual != 0).double()
         edges = int((stretch != stretch.roll(1)).sum())
         assert (int(stretch.sum()), edges) == (N // 4, 2), "one stretch, around the end at most"
-        close(got, mean(c) * stretch)
+        close(actual, mean(c) * stretch)
         e = [corrected * (1 - stretch) for corrected in c]
         for rank in range(3):
             close(ranks.memory(rank), e[rank])

@@ -91,16 +91,16 @@ def test_a_cast_multiplies_a_sum_back():
 
 
 def test_a_layout_is_asked_for_when_it_is_read():
-    asked = []
+    calls = []
 
     def layout() -> Layout:
-        asked.append(1)
+        calls.append(1)
         return LAYOUT
 
     given = Bucket(torch.zeros(6), layout)
-    assert not asked
+    assert not calls
     assert given.layout is given.layout is LAYOUT
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "alike"),
+    ("dropped", "peer_dropped", "alike"),
     [
         ((3, 2, False), (3, 2, False), True),
         ((3, 2, False), (3, 4, False), False),
@@ -131,7 +131,7 @@ def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
     ],
 )
 def test_only_ranks_that_have_dropped_alike_go_on(
-    ours: Any, theirs: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
+    dropped: Any, peer_dropped: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "group_timeout_s", lambda group: 20.0)
     store = SharedStore(dist.HashStore())
@@ -139,7 +139,7 @@ def test_only_ranks_that_have_dropped_alike_go_on(
     def rank(number: int) -> str:
         group: Any = SimpleNamespace(rank=lambda: number, size=lambda: 2)
         known = AbortAgreement(group, store, "0")
-        step, launched, notified = theirs if number else ours
+        step, launched, notified = peer_dropped if number else dropped
         for _ in range(3):  # may happen again
             known.record(step, launched, from_peer=notified)
             try:

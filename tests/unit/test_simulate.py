@@ -591,10 +591,10 @@ def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path:
     link = Link(1e-4, 1e9)
     here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)
     save_fabric(here, tmp_path / "link.json")
-    said = "torchrun --standalone --nproc-per-node 4 -m commhooks link"
+    advised = "torchrun --standalone --nproc-per-node 4 -m commhooks link"
     for ranks, shown in (("2", False), ("4", True)):
         given = ("--model", "lstm", "--network", tmp_path / "link.json", "--ranks", ranks)
-        assert (said in " ".join(run_cli(command, *given).split())) == shown
+        assert (advised in " ".join(run_cli(command, *given).split())) == shown
 
 
 @pytest.mark.parametrize("command", ["simulate", "advise"])

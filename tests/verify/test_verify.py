@@ -64,7 +64,7 @@ class Wrong(Wrapper):
     """Spoils one parameter, in step 2 and later, on one rank or on all."""
 
     scheme: Scheme
-    what: str
+    stage: str
     on: int = 1
     parameter: str = "2.weight"
     variance: float = 0.0
@@ -76,21 +76,21 @@ class Wrong(Wrapper):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         spoils = bucket.step >= 2 and bucket.rank == self.on
-        if self.what == "encodes" and spoils:
+        if self.stage == "encodes" and spoils:
             part = _part(bucket, bucket.raw, self.parameter)
             if part is not None:
                 part.mul_(1.5)
         result = yield from self.scheme.exchange(bucket)
         part = _part(bucket, result.mean, self.parameter)
         if part is not None and bucket.step >= 2:
-            if self.what == "decodes" and spoils:
+            if self.stage == "decodes" and spoils:
                 part[3].add_(1e-7)
-            if self.what == "overflows" and spoils:
+            if self.stage == "overflows" and spoils:
                 part[3] = torch.inf
-            if self.what == "poisons":  # on all ranks, as what they keep of it
+            if self.stage == "poisons":  # on all ranks, as what they keep of it
                 for values in (result.mean, bucket.unsent):
                     _part(bucket, values, self.parameter)[3] = torch.nan
-            if self.what == "loses":  # on all ranks, and says that it has sent it
+            if self.stage == "loses":  # on all ranks, and says that it has sent it
                 part[:5].zero_()
         return result
 
