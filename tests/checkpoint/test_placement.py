@@ -191,7 +191,7 @@ def _piece(*cuts: tuple[Any, int, int]) -> str:
     return shard_description(SimpleNamespace(placements=placements, mesh=mesh))
 
 
-def test_pieces_are_told_alike_on_turned_meshes() -> None:
+def test_pieces_are_named_alike_on_turned_meshes() -> None:
     first, second, whole = (Shard(0), 2, 1), (Shard(1), 3, 2), (Replicate(), 4, 3)
     text = "piece 1 of 2 along dimension 0, piece 2 of 3 along dimension 1"
     assert _piece(first, second) == _piece(second, whole, first) == text

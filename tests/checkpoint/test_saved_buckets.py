@@ -417,7 +417,7 @@ def test_a_state_that_is_loaded_between_forward_and_backward_is_an_error(rank: i
 
 @pytest.mark.parametrize("kind", [TorchDDP, CoreDDP])
 @on_ranks(2)
-def test_states_of_other_buckets_or_steps_are_told_apart_at_the_next_step(
+def test_states_of_other_buckets_or_steps_are_distinguished_at_the_next_step(
     rank: int, kind: type[TorchDDP]
 ) -> None:
     other_buckets, other_steps = [], []

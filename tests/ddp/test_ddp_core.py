@@ -263,7 +263,7 @@ DIFFERENCES: dict[str, tuple[str, str]] = {  # what messages say of rank 0, and 
 
 
 @on_ranks(2, pg_timeout=10)
-def test_ranks_that_were_built_differently_are_told(rank):
+def test_ranks_that_were_built_differently_raise_an_error(rank):
     for difference, (first, second) in DIFFERENCES.items():
         module, options = mlp(), {}
         module.register_buffer("there", torch.ones(3))

@@ -141,7 +141,7 @@ class Recorder(ddp_steps.Recorder):
 
 
 @on_ranks(2)
-def test_a_hook_hears_of_one_step_and_the_timeline_has_it(rank: int) -> None:
+def test_a_hook_is_notified_of_one_step_and_the_timeline_has_it(rank: int) -> None:
     model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
     model.register_comm_hook(state, Recorder.hook)
     for step in range(3):

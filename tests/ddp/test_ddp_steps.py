@@ -1,4 +1,4 @@
-"""Events of a step's end that the state of a communication hook hears of."""
+"""Events of a step's end of which the state of a communication hook is notified."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def one_step(model: nn.Module, step: int, rank: int, **inputs: Any) -> None:
     ids=["plain", "unused", "static"],
 )
 @on_ranks(2, ignore_warnings=("find_unused",))
-def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
+def test_a_state_is_notified_whether_a_step_lands_or_is_abandoned(
     rank: int, options: dict[str, Any]
 ) -> None:
     model, state = recorded(**options)
@@ -123,7 +123,7 @@ def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
     with pytest.raises(ArithmeticError):
         one_step(model, 9, rank, breaks="after")
     state.take()
-    model.remove_comm_hook()  # a raised step does not stand in the way, and its state hears of it
+    model.remove_comm_hook()  # a raised step does not stand in the way, and its state is notified
     assert state.take() == ["abandoned"]
     model.zero_grad()
     one_step(model, 2, rank)
@@ -134,7 +134,7 @@ def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @on_ranks(2, ignore_warnings=(".*full backward hook",))
-def test_a_state_hears_which_gradients_were_not_written(
+def test_a_state_is_notified_which_gradients_were_not_written(
     rank: int, view: bool, in_backward: bool
 ) -> None:
     model, state = recorded(find_unused_parameters=True, gradient_as_bucket_view=view)

@@ -74,7 +74,7 @@ def test_what_a_loss_scaler_skips_the_hook_skips_on_every_rank(rank: int) -> Non
 
 
 @on_ranks(4)
-def test_shards_with_other_options_are_told(rank: int) -> None:
+def test_shards_with_other_options_raise_an_error(rank: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
     block = 64 if mesh["shard"].get_local_rank() == 0 else 128
@@ -89,7 +89,7 @@ def test_shards_with_other_options_are_told(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_replicas_of_one_rank_that_fsdp2_averages_are_told_how_to_be_sharded() -> None:
+def test_replicas_of_one_rank_that_fsdp2_averages_are_an_error() -> None:
     model = sharded(model_of((257, 6)), mesh_of(2, 1))
     with pytest.raises(RegistrationError, match=r"averages over the replicas itself"):
         commhooks.register(model, "int8")

@@ -31,7 +31,7 @@ from tests.tools.training import averaged
 
 
 def _two_roots() -> nn.Module:
-    """Two models of FSDP2, of which the first reduces after the end of backward was told."""
+    """Two models of FSDP2, of which the first reduces after backward is said to have ended."""
     model, mesh = model_of(), init_device_mesh("cpu", (dist.get_world_size(),))
     parts = nn.Sequential(model[:2], model[2:])
     for part in parts:

@@ -243,7 +243,7 @@ def _use_gradients(device: Device) -> None:
     time.sleep(1)
 
 
-def test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed(watched: Any) -> None:
+def test_whoever_waits_for_the_gpu_is_notified_of_a_rank_that_has_failed(watched: Any) -> None:
     _enqueue(watched, 4)
     with pytest.raises(PeerError, match=r"rank 1: step 3, bucket 0.*resume from the last"):
         _use_gradients(watched.device)

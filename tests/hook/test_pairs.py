@@ -119,7 +119,7 @@ def test_two_levels_of_four_ranks_agree_bit_for_bit(rank: int) -> None:
 
 
 @on_ranks(4)
-def test_ranks_that_count_nodes_differently_are_told(rank: int) -> None:
+def test_ranks_that_count_nodes_differently_raise_an_error(rank: int) -> None:
     nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2" if rank else "4")
     with nodes, pytest.raises(commhooks.errors.MismatchError, match="ranks of a node"):
         commhooks.register(ddp(mlp()), "sdp4bit")

@@ -337,7 +337,7 @@ def test_fully_shard_over_a_group_is_compressed(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_a_reduce_scatter_that_is_not_compressed_is_told_once(world_size: int) -> None:
+def test_a_reduce_scatter_that_is_not_compressed_warns_once(world_size: int) -> None:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
 
     def expected(name: str, **options: Any) -> list[str]:
@@ -413,7 +413,7 @@ def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward(
 
 
 @on_ranks(2)
-def test_a_parameter_that_replicate_does_not_average_is_told_once(rank: int) -> None:
+def test_a_parameter_that_replicate_does_not_average_warns_once(rank: int) -> None:
     module = mlp(32, 4)
     module.get_parameter("2.bias").requires_grad_(False)
     model = composable(module)

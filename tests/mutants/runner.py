@@ -45,7 +45,7 @@ class Outcome:
 def run_all(
     mutants: Sequence[Mutant], jobs: int, report: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Runs mutants side by side, and tells of each as it ends."""
+    """Runs mutants side by side, and reports each as it ends."""
     with ThreadPoolExecutor(jobs) as pool:
         running = [pool.submit(_run, mutant) for mutant in mutants]
         outcomes = []

@@ -186,14 +186,14 @@ def test_a_script_that_never_trains_through_the_wrapper(shape: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("shape", ["own_hook", "late_hook"])
-def test_a_script_with_a_hook_of_its_own_is_told_which(shape: str, tmp_path: Path) -> None:
+def test_a_script_with_a_hook_of_its_own_gets_its_name(shape: str, tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", shape, 200)
     assert ran.codes == (0, 0), ran.output
     assert ran.report["own_hook"] == "fp16_compress_hook"
     assert "the script has ended" not in ran.output[0]
 
 
-def test_a_script_that_wraps_its_model_again_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_wraps_its_model_again_is_reported(tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", "rebuilt", 200)
     assert ran.codes == (0, 0), ran.output
     assert ran.report["rewrapped"] == 20

@@ -72,7 +72,7 @@ def test_a_long_delay_leaves_the_bandwidth_known(rank: int, world_size: int) -> 
 
 
 @on_ranks(4)
-def test_nodes_are_told_by_torchruns_number_of_local_ranks(rank: int) -> None:
+def test_nodes_are_counted_by_torchruns_number_of_local_ranks(rank: int) -> None:
     """Four ranks that torchrun would have started on two machines, and a group of two."""
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         whole = link_report(budget_s=0.1, timeout_s=30)

@@ -149,7 +149,7 @@ def test_a_layer_may_be_frozen_between_wrapping_and_registering(kind):
 
 @pytest.mark.parametrize("when", ["before register", "in training"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_is_unfrozen_is_told_of_once_and_our_class_refuses_it(kind, when):
+def test_a_layer_that_is_unfrozen_warns_once_and_our_class_refuses_it(kind, when):
     model = layers()
     model[1].requires_grad_(False)
     ddp = kind(model)
@@ -187,7 +187,7 @@ def test_a_layer_may_be_trained_once_it_is_wrapped_anew():
     run_steps(model)  # by itself
 
 
-def test_an_ignored_parameter_is_not_told_of():
+def test_an_ignored_parameter_does_not_warn():
     model = layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, ["1.weight", "1.bias"]
@@ -323,7 +323,7 @@ def test_a_residual_that_was_asked_for_stays_what_it_is():
         assert not torch.equal(hook.residual("0.weight"), before)
 
 
-def test_quantization_per_channel_is_by_blocks_of_the_size_that_is_told():
+def test_quantization_per_channel_is_by_blocks_of_the_size_given():
     gradients = []
     for size in (16, 64):
         ddp = DistributedDataParallel(layers(1))
@@ -416,7 +416,7 @@ def test_a_process_group_is_one():
         HookState("none", process_group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
-def test_a_layout_function_of_the_wrong_shape_is_told_of():
+def test_a_layout_function_of_the_wrong_shape_is_an_error():
     ddp = ddp_core.DistributedDataParallel(layers())
     with pytest.raises(
         commhooks.errors.OptionError, match="cannot be called with a name and a parameter"

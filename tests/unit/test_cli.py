@@ -573,14 +573,14 @@ def test_two_settings_of_a_file_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
-def test_a_missing_option_is_told_as_it_is_given(tmp_path: Path) -> None:
+def test_a_missing_option_is_named_as_it_is_given(tmp_path: Path) -> None:
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
     assert "needs_row:row=..." in run_cli("check", path, code=2, columns=400)
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
-def test_a_scheme_that_raises_is_checked_once_and_its_line_is_told(tmp_path: Path) -> None:
+def test_a_scheme_that_raises_is_checked_once_and_its_line_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
     output = run_cli("check", f"{path}:row=100", code=1, columns=400)

@@ -354,7 +354,7 @@ def test_work_is_done_when_somebody_waits_for_it_and_memory_is_given_back_in_ord
         assert memory.isnan().all()
 
 
-def test_marks_tell_how_far_a_device_has_come_without_a_call_to_it() -> None:
+def test_marks_show_how_far_a_device_has_come_without_a_call_to_it() -> None:
     with lazy_device("late") as machine:
         marks = Marks(torch.device("meta"))
         assert [marks.enqueue(), marks.enqueue()] == [1, 2]

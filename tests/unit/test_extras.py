@@ -68,7 +68,7 @@ def matches(pattern: str, files: Iterable[Path]) -> list[tuple[str, str]]:
     return [(match, path.name) for path in files for match in regex.findall(path.read_text())]
 
 
-def test_commands_that_users_are_told_to_run_exist() -> None:
+def test_commands_in_texts_for_users_exist() -> None:
     commands = matches(
         r"(?:^ *|`)(?:python -m )?commhooks ([a-z]+)(?: [A-Za-z_]+(?:\.py)?)?(?:`| --| *#|   |$)",
         TEXTS,

@@ -278,7 +278,7 @@ def test_a_wrong_command_is_a_sentence(arguments: list[str], message: str) -> No
     assert message in run_cli("headroom", *arguments, code=2)
 
 
-def test_a_system_without_process_groups_is_told_so_first(
+def test_a_system_without_process_groups_is_reported_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delattr("os.killpg")
@@ -287,7 +287,7 @@ def test_a_system_without_process_groups_is_told_so_first(
     assert not out.exists()
 
 
-def test_a_short_script_is_told_the_command_that_measures_it() -> None:
+def test_a_short_script_gets_the_command_that_measures_it() -> None:
     again = ["--", "torchrun", "a b.py"]
     reason = command._reason({"needed": 155, "ended": 154}, 0, False, 600.0, again)
     assert (
@@ -297,7 +297,7 @@ def test_a_short_script_is_told_the_command_that_measures_it() -> None:
     assert reason.endswith("At least 59 steps are needed, with --steps 10.")
 
 
-def test_the_command_that_is_told_has_the_options_of_the_one_that_ran(
+def test_the_command_that_is_printed_has_the_options_of_the_one_that_ran(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def runs(words: list[str], environment: dict[str, str], limit: float) -> tuple[int, bool]:
@@ -318,7 +318,7 @@ def test_the_steps_that_are_asked_for_are_those_that_are_needed() -> None:
         assert most_counted(steps - 1) == most_counted(steps) - (BLOCK - 1)
 
 
-def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
+def test_a_script_that_failed_is_not_asked_to_train_longer() -> None:
     state = {"needed": 130, "ended": 20}
     assert "Train longer" in command._reason(state, 0, False, 600.0)
     assert "Train longer" not in command._reason(state, 1, False, 600.0)

@@ -107,7 +107,7 @@ def test_what_is_no_callable_or_takes_no_two_arguments_is_refused(value: Any) ->
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(1)])
-def test_what_returns_no_future_is_told(result: Any) -> None:
+def test_what_returns_no_future_is_an_error(result: Any) -> None:
     with pytest.raises(TypeError, match=r"returns a torch\.futures\.Future"):
         as_hook(lambda state, bucket: result)(None, None)
 

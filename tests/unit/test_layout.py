@@ -129,7 +129,7 @@ def test_it_has_torchs_methods() -> None:
         assert callable(getattr(GradBucket, method))
 
 
-def test_it_tells_what_it_was_given() -> None:
+def test_a_bucket_has_what_it_was_given() -> None:
     given = bucket(is_last=False)
     assert (given.index(), given.is_last(), given.names()) == (3, False, ["a", "b", "c"])
     assert all(left is right for left, right in zip(given.parameters(), PARAMETERS, strict=True))
@@ -185,9 +185,7 @@ def test_a_bucket_of_views_and_copies_is_divided_once(replaced: int) -> None:
     ("needed", "last"),
     [(None, [2]), ([True] * 3, [2]), ([True, True, False], [1]), ([True, False, True], [2])],
 )
-def test_the_last_bucket_that_is_sent_is_told_so(
-    needed: list[bool] | None, last: list[int]
-) -> None:
+def test_the_last_bucket_that_is_sent_is_marked(needed: list[bool] | None, last: list[int]) -> None:
     sent: list[tuple[int, bool]] = []
 
     def launch(bucket: Any, *, is_last: bool, times: object) -> None:

@@ -102,7 +102,7 @@ def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None
     assert "copy" in fit.source
 
 
-def test_links_inside_and_between_nodes_are_told_apart() -> None:
+def test_links_inside_and_between_nodes_are_distinguished() -> None:
     layout, inside, between = Layout(8, 4), Link(2e-6, 5e10), Link(4e-5, 1e9)
     fabric = Fabric("planted", between, inside=inside, ranks_per_node=4, library="gloo")
     cells = [Timing(part, name, nbytes, 0.0, 0.0, 0.0) for part in ("inside", "between", "all")
@@ -145,7 +145,7 @@ def test_sizes_that_were_left_out_are_not_needed() -> None:
         ([(0.004, 0.003)] * 3, 1.0),
     ],
 )
-def test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common(
+def test_two_messages_at_once_show_what_share_of_the_latency_they_have_in_common(
     pairs: list[tuple[float, float]], overlap: float
 ) -> None:
     assert overlap_of(pairs) == pytest.approx(overlap, abs=0.01)

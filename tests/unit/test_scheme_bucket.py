@@ -197,7 +197,7 @@ class Overlooks(Scheme):
         return Result(mean)
 
 
-def test_a_scheme_that_overlooks_the_residual_is_told():
+def test_a_scheme_that_overlooks_the_residual_is_an_error():
     ranks = Simulation(ErrorFeedback(Overlooks()), {"p": (6,)}, world_size=2)
     with pytest.raises(SchemeError, match=r"Read bucket\.gradient, which is the sum"):
         ranks.step([torch.ones(6), torch.ones(6)])

@@ -140,7 +140,7 @@ def test_errors_of_sketches_are_near_those_of_gradients(rank: int) -> None:
 # Of two sketches each, of 127 numbers; pieces of half a matrix have two of 61.
 @pytest.mark.parametrize(("wrap", "numbers"), [(DistributedDataParallel, 127), (sharded, 2 * 61)])
 @on_ranks(2)
-def test_errors_many_times_the_dense_mean_are_told_as_well(
+def test_errors_many_times_the_dense_mean_are_reported_as_well(
     rank: int, wrap: Any, numbers: int
 ) -> None:
     """The norm of the dense mean is then not what remains of larger, inexact numbers."""

@@ -351,7 +351,7 @@ def _warns(ends: Callable[[], object]) -> bool:
 
 
 @on_ranks(2, ignore_warnings=("commhooks:",))
-def test_a_finding_in_the_last_step_is_told_however_a_hook_ends() -> None:
+def test_a_finding_in_the_last_step_is_reported_however_a_hook_ends() -> None:
     for action in ("warn", "raise"):
         ddp, hook = _wrong_hook(action)
         assert _warns(hook.close)
@@ -386,7 +386,7 @@ for _ in range(3):
 @pytest.mark.parametrize(
     "end", ["dist.destroy_process_group()", pytest.param("", marks=pytest.mark.slow)]
 )
-def test_a_finding_in_the_last_step_is_told_at_exit(end: str, tmp_path: Path) -> None:
+def test_a_finding_in_the_last_step_is_reported_at_exit(end: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", AT_EXIT.format(path=tmp_path / "store") + end],
         cwd=Path(__file__).parents[2],
