@@ -44,7 +44,7 @@ VARIANTS = {
     "tests/hosts/test_functions.py::test_an_all_reduce_of_every_scheme": 2,
     "tests/hosts/test_functions.py::test_tensors_of_any_kind": 3,
     "tests/predict/test_headroom.py::test_a_script_of_any_shape_gets_an_answer": 3,
-    "tests/hosts/test_hosts.py::test_hosts_end_with_the_process": 3,
+    "experiments/tools/test_hosts.py::test_hosts_end_with_the_process": 3,
     "tests/checkpoint/test_other_hosts.py::test_factors_of_other_pieces": 3,
     "tests/checkpoint/test_other_hosts.py::test_residuals_arrive": 8,
     "tests/checkpoint/test_other_ranks.py::test_ranks_go_on_without_one": 2,

@@ -1,4 +1,4 @@
-"""What the site's generator is told of the sources, beside what it reads in them.
+"""Edits what the site's generator has read in the sources.
 
 Docstrings in the form that it reads: Sphinx roles become links, and ``Example:`` becomes the
 section that shows a session of Python. Where an object is in the repository. Schemes, which

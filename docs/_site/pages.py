@@ -1,4 +1,4 @@
-"""What the site adds to its pages: the version, whether the search finds them, and a wide page.
+"""Adds to pages of the site: the version, whether the search finds them, and a wide page.
 
 Here and not at the head of the pages, which repositories show as a table.
 """

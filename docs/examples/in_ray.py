@@ -25,7 +25,7 @@ def dataset() -> TensorDataset:
 
 
 def train(config: dict[str, Any]) -> None:
-    """What every worker runs."""
+    """Trains on every worker, and goes on from a checkpoint if there is one."""
     torch.manual_seed(0)
     model = prepare_model(
         torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))

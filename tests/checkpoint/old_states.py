@@ -36,7 +36,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 
 class Given(nn.Module):
-    """Its gradients are what it is given, so that no arithmetic of a machine is in them."""
+    """A model whose gradients are its inputs: no machine's arithmetic is in them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Given(nn.Module):
         return (self.weight * weight).sum() + (self.bias * bias).sum()
 
 
-def gradients(step: int, rank: int) -> tuple[Tensor, Tensor]:
+def given_gradients(step: int, rank: int) -> tuple[Tensor, Tensor]:
     """Numbers with few digits, which no back end rounds on the way."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     weight = torch.randint(-512, 512, (48, 40), generator=generator) / 1024
@@ -58,7 +58,7 @@ def gradients(step: int, rank: int) -> tuple[Tensor, Tensor]:
 def step(model: DistributedDataParallel, number: int, rank: int) -> Tensor:
     """The averages of one step, flat."""
     model.zero_grad()
-    model(*gradients(number, rank)).backward()
+    model(*given_gradients(number, rank)).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).clone()
 
 

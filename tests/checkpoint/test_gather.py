@@ -1,4 +1,4 @@
-"""One state of all ranks: gathered, of groups, through files, on other numbers of ranks."""
+"""A state dict that holds all ranks' state loads on other groups and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from commhooks.hook import _saving
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import (
-    batch,
     ddp,
     everyone,
     mlp,
@@ -29,6 +28,7 @@ from tests.tools.training import (
     residuals,
     same,
     sealed,
+    train,
 )
 
 DCP_REMARKS = (".*",)  # about its planner and process group
@@ -39,13 +39,6 @@ def trained(this: int, scheme: str, **options: Any) -> tuple[Any, Any]:
     hook = commhooks.register(model, scheme, **options)
     train(model, this, range(3))
     return model, hook
-
-
-def train(model: Any, rank: int, steps: range) -> None:
-    for step in steps:
-        model.zero_grad()
-        inputs = batch(step, rank, 8, 16)
-        (model(inputs) - inputs.roll(1, 1)).square().mean().backward()
 
 
 @on_ranks(3)
@@ -132,9 +125,9 @@ def test_groups_of_ranks_keep_apart(rank: int, tmp_path: Path) -> None:
         dist.barrier()
     assert torch.equal(residuals(again, other), held)
     # The state of a rank of another group: its rank within the group counts.
-    theirs = every[rank ^ 1]
-    again.load_state_dict(theirs)
-    part = theirs[f"rank{rank ^ 1}"]["memory"]["residual"]
+    foreign_state = every[rank ^ 1]
+    again.load_state_dict(foreign_state)
+    part = foreign_state[f"rank{rank ^ 1}"]["memory"]["residual"]
     assert all(torch.equal(again.residual(name), part[name]) for name in part)
 
 

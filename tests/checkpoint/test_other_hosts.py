@@ -1,4 +1,4 @@
-"""What a host saves, another host loads, on any mesh and any number of ranks."""
+"""A hook's state saved in DDP or FSDP loads in the other, on any mesh and number of ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from commhooks.errors import CheckpointError
 from commhooks.fsdp import replicate
 from commhooks.wrappers import AveragedFeedback
 from tests.fsdp.test_fsdp1 import unit
-from tests.fsdp.test_fsdp2 import backward, equal, gradients, mean_residual, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, equal, mean_residual, model_of, sharded, take_gradients
 from tests.fsdp.test_hsdp import mesh_of
 from tests.shelf import BUILT_IN
 from tests.tools.harness import on_ranks, run_ranks
@@ -50,16 +50,16 @@ def hook_on(host: str, name: str = "int4") -> tuple[nn.Module, commhooks.HookSta
     return model, commhooks.register(model, name, replicate_group=mesh["replicate"], **options)
 
 
-def train(model: nn.Module, rank: int, steps: range) -> dict[str, Tensor]:
+def last_gradients(model: nn.Module, rank: int, steps: range) -> dict[str, Tensor]:
     """Returns the gradients of the last step."""
     for step in steps:
         model.zero_grad()
         backward(model, step, rank)
-    return gradients(model)
+    return take_gradients(model)
 
 
 class Saved(NamedTuple):
-    """What three steps on a host have left."""
+    """State dicts after three steps on a host, and a folder of a distributed checkpoint."""
 
     files: str
     by_rank: list[Any]
@@ -201,7 +201,7 @@ def test_a_rank_takes_its_own_state_of_another_host_and_torchs_load_misses_paddi
 @on_ranks(4)
 def test_a_mesh_is_saved_in_pieces_and_all_shards_are_needed(rank: int) -> None:
     model, hook = hook_on("2x2")
-    train(model, rank, range(2))
+    last_gradients(model, rank, range(2))
     whole, states = mean_residual(hook.state_dict(gather=True)), everyone(hook.state_dict())
     parts = [state[f"rank{place}"]["memory"]["residual"] for place, state in enumerate(states)]
     for name, shape in ((name, value.shape) for name, value in model_of().named_parameters()):
@@ -218,7 +218,7 @@ def test_a_mesh_is_saved_in_pieces_and_all_shards_are_needed(rank: int) -> None:
 @on_ranks(4)
 def test_one_rank_gets_the_state_of_the_mesh(rank: int) -> None:
     model, hook = hook_on("2x2")
-    train(model, rank, range(1))
+    last_gradients(model, rank, range(1))
     with pytest.raises(ValueError, match="is a rank of the hook's 2"):
         hook.state_dict(gather=True, dst=2)
     state = hook.state_dict(gather=True, dst=1)
@@ -231,13 +231,13 @@ def test_one_rank_gets_the_state_of_the_mesh(rank: int) -> None:
 def _resumes(rank: int, host: str, names: list[str]) -> None:
     for name in names:
         whole, hook = hook_on(host, name)
-        train(whole, rank, range(2))
+        last_gradients(whole, rank, range(2))
         states = [hook.state_dict(gather=gather) for gather in (False, True)]
-        wanted = train(whole, rank, range(2, 4))
+        wanted = last_gradients(whole, rank, range(2, 4))
         for state in states:
             half, other = hook_on(host, name)
             other.load_state_dict(state)
-            equal(train(half, rank, range(2, 4)), wanted)
+            equal(last_gradients(half, rank, range(2, 4)), wanted)
             other.close()
         hook.close()
 
@@ -265,9 +265,9 @@ def test_memory_in_8_bits_begins_anew_on_another_host(rank: int) -> None:
     plain, model = model_of(), sharded(model_of())
     first, second = DistributedDataParallel(plain), commhooks.register(model, scheme)
     hook = commhooks.register(first, scheme)
-    train(first, rank, range(2))
+    last_gradients(first, rank, range(2))
     kept = sum(value.numel() for _, _, value in hook.engine.memory.items())
     assert kept < 1.3 * sum(value.numel() for value in plain.parameters())
     second.load_state_dict(hook.state_dict(gather=True))
-    train(model, rank, range(2, 4))
+    last_gradients(model, rank, range(2, 4))
     assert second.step == 4

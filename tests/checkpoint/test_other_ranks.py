@@ -64,7 +64,7 @@ def wrapped(host: str, group: Any, **options: Any) -> Any:
 
 
 def step(model: nn.Module, number: int, rank: int) -> Tensor:
-    """This rank's gradient alone; the averaged one is in ``.grad``."""
+    """Runs a step; returns the local gradients. Averaged ones are in ``.grad``."""
     alone = mlp()
     alone.load_state_dict(model.module.state_dict())
     for value in (alone, model):
@@ -127,7 +127,7 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> None:
     hook = commhooks.register(model, scheme, **register)
     seen: list[Tensor] = []
 
-    def train(group: Any, numbers: range) -> None:
+    def run_steps(group: Any, numbers: range) -> None:
         for number in numbers:
             held = mean_over(group, residuals(hook, model))
             local = step(model, number, rank)
@@ -138,7 +138,7 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> None:
                 total = mean_over(group, local) + held
                 torch.testing.assert_close(seen[-1] + now, total, rtol=1e-4, atol=1e-4)
 
-    train(dist.group.WORLD, range(3))
+    run_steps(dist.group.WORLD, range(3))
     # Four become two, which take over what the others keep by a state of all.
     before = kept(hook, dist.group.WORLD)
     state = hook.state_dict(gather=True)
@@ -151,7 +151,7 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> None:
         hook.load_state_dict(state)
         assert (hook.rank, hook.world_size, hook.step) == (rank // 2, 2, 3)
         carried_over(before, kept(hook, two), resizes, ())
-        train(two, range(3, 6))
+        run_steps(two, range(3, 6))
         before = kept(hook, two)
     # Two become three: rank 0 comes anew, with a model and a hook of its own.
     if rank == 0:
@@ -167,7 +167,7 @@ def _four_two_three(rank: int, host: str, name: str, verify: bool) -> None:
     carried_over(everyone(before, three)[1], kept(hook, three), resizes, (0,))
     share_model(model, three, change.source)
     del seen[:]
-    train(three, range(6, 9))
+    run_steps(three, range(6, 9))
     assert hook.step == 9
     assert str(change).startswith("before step 6: 2 ranks became 3; joined: [0]")
     assert len(hook.group_changes) == (1 if rank == 0 else 2)
@@ -454,7 +454,7 @@ def test_diloco_takes_a_rank_in(rank: int) -> None:
     local = group_of(0, 1) if rank < 2 else group_of(2)
     outer = commhooks.DiLoCo(model, "topk", every=2, delay=1, ratio=0.3, process_group=local)
 
-    def train(numbers: range) -> None:
+    def run_steps(numbers: range) -> None:
         for number in numbers:
             optimizer.zero_grad()
             model(batch(number, rank, 4, 16)).square().sum().backward()
@@ -462,7 +462,7 @@ def test_diloco_takes_a_rank_in(rank: int) -> None:
             outer.step()
 
     if rank < 2:
-        train(range(4))
+        run_steps(range(4))
         assert outer._pending  # what was sent to the ranks before is dropped
         with pytest.raises(RegistrationError, match=r"call DiLoCo\.change_group"):
             outer.hook.change_group(local)
@@ -470,7 +470,7 @@ def test_diloco_takes_a_rank_in(rank: int) -> None:
     assert (outer.steps, outer.outer_steps) == (4, 1)
     if rank == 2:  # it trains from there
         assert torch.equal(flat(model.parameters()), flat(outer._all_fragments()[0].outer))
-    train(range(4, 7))
+    run_steps(range(4, 7))
     # Not the model: with a delay, each rank keeps a part of its own parameters.
     assert equal_on_all_ranks(*outer._all_fragments()[0].outer)
     outer.close()

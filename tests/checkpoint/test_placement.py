@@ -86,9 +86,9 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
 
     _, again = _hook_on(host, mesh)
     wrong = rf"of '0.weight' it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
-    for theirs in (every[rank ^ 1], wholes[rank ^ 1]):
+    for foreign_state in (every[rank ^ 1], wholes[rank ^ 1]):
         with pytest.raises(CheckpointError, match=wrong):
-            again.load_state_dict(theirs)
+            again.load_state_dict(foreign_state)
     assert again.step == 0
     for state in (local, gathered, every, wholes[:2]):
         _, again = _hook_on(host, mesh)
@@ -110,11 +110,11 @@ def _columns(rank: int, world_size: int, host: str, folder: str) -> None:
         model = sharded(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN), mesh["dp"])
         hook = commhooks.register(model, packed)
         backward(model, 0, replica)
-        theirs = everyone(hook.state_dict())
+        rank_states = everyone(hook.state_dict())
         wrong = rf"it has piece {1 - column} of 2 .* this rank trains piece {column} of 2"
         with pytest.raises(CheckpointError, match=wrong):
-            hook.load_state_dict(theirs[rank ^ 1])
-        hook.load_state_dict(theirs[rank])
+            hook.load_state_dict(rank_states[rank ^ 1])
+        hook.load_state_dict(rank_states[rank])
 
     # The same columns on other ranks: (tp, dp) is (rank // 2, rank % 2) now.
     turned = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
@@ -170,15 +170,15 @@ def test_a_pickle_of_another_column_is_refused(rank: int) -> None:
     every = everyone(pickle.dumps(hook))
     # A copy that has not met its model yet still is of the rank that it came from.
     again = pickle.dumps(pickle.loads(every[rank ^ 1]))
-    asked = pickle.loads(every[rank ^ 1])
-    asked.state_dict()  # looks up which rank this is
-    asked = pickle.dumps(asked)
-    assert pickle.loads(asked).target.pickled_on == pickle.loads(again).target.pickled_on
+    looked_up = pickle.loads(every[rank ^ 1])
+    looked_up.state_dict()  # looks up which rank this is
+    looked_up = pickle.dumps(looked_up)
+    assert pickle.loads(looked_up).target.pickled_on == pickle.loads(again).target.pickled_on
     old = pickle.loads(every[rank ^ 1])
     old.target.pickled_on = old.target.pickled_on._replace(placement=None)
     older = pickle.loads(pickle.dumps(old))
-    theirs = (every[rank ^ 1], again, asked)
-    for state, refused in (*((value, True) for value in theirs), (every[rank], False)):
+    foreign_states = (every[rank ^ 1], again, looked_up)
+    for state, refused in (*((value, True) for value in foreign_states), (every[rank], False)):
         _train_unpickled(mesh, pickle.loads(state), refused)
     for state in (old, older):  # earlier releases did not say
         _train_unpickled(mesh, state, False)
@@ -191,7 +191,7 @@ def _piece(*cuts: tuple[Any, int, int]) -> str:
     return shard_description(SimpleNamespace(placements=placements, mesh=mesh))
 
 
-def test_pieces_are_told_alike_on_turned_meshes() -> None:
+def test_pieces_are_named_alike_on_turned_meshes() -> None:
     first, second, whole = (Shard(0), 2, 1), (Shard(1), 3, 2), (Replicate(), 4, 3)
     text = "piece 1 of 2 along dimension 0, piece 2 of 3 along dimension 1"
     assert _piece(first, second) == _piece(second, whole, first) == text
@@ -248,9 +248,9 @@ def test_states_without_memory_load_on_any_piece(tmp_path: Path) -> None:
     for step in range(2):
         backward(model, step, 0)
     dcp.save({"hook": hook}, checkpoint_id=tmp_path)
-    for theirs in everyone(hook.state_dict(gather=True)):
+    for gathered in everyone(hook.state_dict(gather=True)):
         _, again = hooked()
-        again.load_state_dict(theirs)
+        again.load_state_dict(gathered)
         assert again.step == 2
     _, again = hooked()
     commhooks.load_dcp(again, str(tmp_path))
@@ -355,10 +355,10 @@ def test_optimizers_of_shards_refuse_those_of_another_column(rank: int) -> None:
     for build in (zero, diloco):
         value, other = build(), build()
         state = value.state_dict()
-        theirs = everyone(state)[rank ^ 1]
+        foreign_state = everyone(state)[rank ^ 1]
         wrong = rf"of '0.weight' it has piece {1 - rank} of 2 .* this rank trains piece {rank} of 2"
         with pytest.raises(CheckpointError, match=wrong):
-            other.load_state_dict(theirs)
+            other.load_state_dict(foreign_state)
         other.load_state_dict(state)
     with pytest.raises(ValueError, match=r"0\.weight is a DTensor.* register \"noop\" on it"):
         commhooks.DiLoCo(parallelize_module(model_of((33, 64, 7)), mesh["tp"], PLAN))

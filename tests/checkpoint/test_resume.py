@@ -333,8 +333,8 @@ def test_a_layer_that_is_frozen_for_a_while_keeps_its_memory(rank: int) -> None:
         hook = commhooks.register(model, "powersgd", rank=1)
         if state is not None:
             frozen = not first.weight.requires_grad and rank == 0
-            said = pytest.warns(RuntimeWarning, match=r"frozen now: 0.weight\. It is not sent")
-            with said if frozen else nullcontext():
+            warns = pytest.warns(RuntimeWarning, match=r"frozen now: 0.weight\. It is not sent")
+            with warns if frozen else nullcontext():
                 hook.load_state_dict(state)
             assert torch.equal(hook.residual("0.weight"), left)
         model(batch(0, rank, 2, 3, 9, 9)).square().mean().backward()

@@ -62,7 +62,7 @@ def members(model: CoreDDP) -> list[list[int]]:
     return [bucket.members for bucket in model.reducer.buckets]
 
 
-def train(steps: range, rank: int, *models: Any, order: int | None = None) -> None:
+def train_alike(steps: range, rank: int, *models: Any, order: int | None = None) -> None:
     """Each step on each model; asserts that all get the gradients of the first."""
     for step in steps:
         for model in models:
@@ -88,9 +88,9 @@ def random_k(model: nn.Module, **options: Any) -> commhooks.HookState:
 def goes_on(rank: int, first: Any, second: Any, at: int, until: int, **options: Any) -> list[Any]:
     """Loads the state of the first model into a hook of the second; returns both hooks."""
     hooks = [random_k(model, **options) for model in (first, second)]
-    train(range(at), rank, first)
+    train_alike(range(at), rank, first)
     hooks[1].load_state_dict(hooks[0].state_dict())
-    train(range(at, until), rank, first, second)
+    train_alike(range(at, until), rank, first, second)
     return hooks
 
 
@@ -107,9 +107,9 @@ def _loaded_in_training(rank: int, world_size: int) -> list[Tensor]:
 def _loads_its_own_state(rank: int, static_graph: bool) -> Tensor:
     model = TorchDDP(mlp(), static_graph=static_graph)
     hook = commhooks.register(model, "fp16")
-    train(range(4), rank, model)
+    train_alike(range(4), rank, model)
     hook.load_state_dict(hook.state_dict())
-    train(range(4, 5), rank, model)
+    train_alike(range(4, 5), rank, model)
     hook.close()
     return gradients(model)
 
@@ -126,12 +126,12 @@ def test_a_state_that_is_loaded_and_saved_keeps_the_layout(rank: int) -> None:
     for loads_at in (3, 4, 6):  # until the step 3 the first run travels in the loaded buckets
         first, second = (TorchDDP(mlp(), bucket_cap_mb=SMALL) for _ in range(2))
         hook, resumed = random_k(first, seed=3), random_k(second, seed=3)
-        train(range(1), rank, first)
+        train_alike(range(1), rank, first)
         hook.load_state_dict(hook.state_dict())
-        train(range(1, loads_at), rank, first)
+        train_alike(range(1, loads_at), rank, first)
         resumed.load_state_dict(hook.state_dict())
         resumed.load_state_dict(resumed.state_dict())
-        train(range(loads_at, loads_at + 2), rank, first, second)
+        train_alike(range(loads_at, loads_at + 2), rank, first, second)
 
 
 @pytest.mark.parametrize("static_graph", [False, True])
@@ -144,11 +144,11 @@ def test_a_state_saved_as_regrouping_ends_has_the_next_steps_layout(
     for saved_after in range(4):
         first, second = (TorchDDP(mlp(), **options) for _ in range(2))
         hook, resumed = (commhooks.register(model, "random_k") for model in (first, second))
-        train(range(3), rank, first)
+        train_alike(range(3), rank, first)
         resumed.load_state_dict(hook.state_dict())
-        train(range(3, 3 + saved_after), rank, first, second)
+        train_alike(range(3, 3 + saved_after), rank, first, second)
         resumed.load_state_dict(resumed.state_dict())
-        train(range(3 + saved_after, 8), rank, first, second)
+        train_alike(range(3 + saved_after, 8), rank, first, second)
         hook.close()
         resumed.close()
 
@@ -157,7 +157,7 @@ def test_a_state_saved_as_regrouping_ends_has_the_next_steps_layout(
 def test_a_pickled_state_that_is_saved_again_keeps_the_layout(rank: int) -> None:
     model = TorchDDP(mlp(), bucket_cap_mb=SMALL)
     hook = commhooks.register(model, "random_k")
-    train(range(3), rank, model)
+    train_alike(range(3), rank, model)
     layout = hook.state_dict()["layout"]
     assert len(layout) > 1
     assert pickle.loads(pickle.dumps(hook)).state_dict()["layout"] == layout
@@ -171,13 +171,13 @@ def _laid_out_by_switch(rank: int, world_size: int) -> None:
     options: dict[str, Any] = {"find_unused_parameters": True, "bucket_cap_mb": 0.003}
     first, second = CoreDDP(mlp(), **options), CoreDDP(mlp(), **options)
     hook = commhooks.register(first, "powersgd", rank=1, layout="shape")
-    train(range(2), rank, first)
+    train_alike(range(2), rank, first)
     hook.switch("int8")
-    train(range(2, 4), rank, first)
+    train_alike(range(2, 4), rank, first)
     resumed = commhooks.register(second, "powersgd", rank=1, layout="shape")
     resumed.switch("int8")
     resumed.load_state_dict(hook.state_dict())
-    train(range(4, 8), rank, first, second)
+    train_alike(range(4, 8), rank, first, second)
 
 
 def _laid_out_by_registration(rank: int, world_size: int) -> None:
@@ -190,9 +190,9 @@ def _laid_out_by_registration(rank: int, world_size: int) -> None:
 
     first, second = build(), build()
     hook, resumed = (commhooks.register(model, "fp16", layout="shape") for model in (first, second))
-    train(range(3), rank, first)
+    train_alike(range(3), rank, first)
     resumed.load_state_dict(hook.state_dict())
-    train(range(3, 4), rank, second)
+    train_alike(range(3, 4), rank, second)
     assert members(first) == members(second) == [[4], [1, 3, 5], [0, 2]]
 
 
@@ -217,8 +217,8 @@ def test_our_class_goes_on_in_the_saved_buckets(rank: int) -> None:
     for options, how in SAVED:
         first, second, other = (reordered(**options) for _ in range(3))
         hook, elsewhere = random_k(first), random_k(other, layout="shape")
-        train(range(5), rank, first)
-        train(range(5), rank, other)
+        train_alike(range(5), rank, first)
+        train_alike(range(5), rank, other)
         resumed = random_k(second)
         if how == "twice":
             resumed.load_state_dict(elsewhere.state_dict())
@@ -228,7 +228,7 @@ def test_our_class_goes_on_in_the_saved_buckets(rank: int) -> None:
             sealed(state)
         resumed.load_state_dict(state)
         # The first step of the run that goes on has the other order.
-        train(range(5, 9), rank, first, second)
+        train_alike(range(5, 9), rank, first, second)
 
 
 @on_ranks(2, ignore_warnings=QUIET)
@@ -238,11 +238,11 @@ def test_buckets_that_a_switch_asked_for_come_after_loading_too(rank: int) -> No
         first, second = (CoreDDP(Reordered(), **options) for _ in range(2))
         hook = commhooks.register(first, "powersgd", rank=1)
         resumed = random_k(second)
-        train(range(3), rank, first)
+        train_alike(range(3), rank, first)
         for state in (hook, resumed):
             state.switch("random_k", ratio=0.2, error_feedback=True)
         resumed.load_state_dict(hook.state_dict())
-        train(range(3, 6), rank, first, second)
+        train_alike(range(3, 6), rank, first, second)
 
 
 @on_ranks(2)
@@ -254,11 +254,11 @@ def test_the_last_state_that_is_loaded_decides(rank: int) -> None:
                 reordered(static_graph=static_graph) for _ in range(3)
             ]
             hooks = [random_k(model) for model in models]
-            train(range(4), rank, other, order=1)
-            train(range(saved_at), rank, straight, order=0)
+            train_alike(range(4), rank, other, order=1)
+            train_alike(range(saved_at), rank, straight, order=0)
             hooks[2].load_state_dict(hooks[1].state_dict())
             hooks[2].load_state_dict(hooks[0].state_dict())
-            train(range(saved_at, saved_at + 4), rank, straight, late, order=0)
+            train_alike(range(saved_at, saved_at + 4), rank, straight, late, order=0)
 
 
 @on_ranks(2)
@@ -293,11 +293,11 @@ def test_our_class_lays_out_by_the_saved_order_of_gradients(rank: int) -> None:
             if step == asks_at:
                 for model in models:
                     model.request_layout(layout)
-            train(range(step, step + 1), rank, *models, order=step + rank)  # rank 0's decides
+            train_alike(range(step, step + 1), rank, *models, order=step + rank)  # rank 0's decides
 
 
 class _Twice(nn.Module):
-    """Its last gradient is of the layer that has given the first part of one."""
+    """A model whose last gradient is of the layer that has given the first part of one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,11 +330,11 @@ def test_buckets_are_taken_up_beside_sparse_gradients_and_by_plain_names(rank: i
     ):
         first, second = (CoreDDP(module, bucket_cap_mb=SEVERAL) for module in modules)
         hook, resumed = random_k(first), random_k(second)
-        train(range(saved_at), rank, first)
+        train_alike(range(saved_at), rank, first)
         resumed.load_state_dict(hook.state_dict())
         for step in range(saved_at, saved_at + 3):
-            train(range(step, step + 1), rank, first)
-            train(range(step, step + 1), rank, second)
+            train_alike(range(step, step + 1), rank, first)
+            train_alike(range(step, step + 1), rank, second)
         layouts = [state.state_dict()["layout"] for state in (hook, resumed)]
         assert len(layouts[0]) > 1
         assert layouts[0] == layouts[1]
@@ -349,7 +349,7 @@ def test_a_loaded_state_switches_to_what_travels_together(rank: int) -> None:
         first, second = (TorchDDP(mlp(), bucket_cap_mb=2.0 / 1024) for _ in range(2))
         for hook in goes_on(rank, first, second, 3, 4, ratio=0.1, coalesce=before):
             hook.switch("random_k", ratio=0.1, coalesce=after)
-        train(range(4, 6), rank, first, second)
+        train_alike(range(4, 6), rank, first, second)
 
 
 @on_ranks(2)
@@ -357,13 +357,13 @@ def test_a_state_that_is_loaded_before_its_hook_is_set_has_its_buckets(rank: int
     for how in ("loaded", "pickled"):
         first, second = (CoreDDP(mlp(), bucket_cap_mb=SEVERAL) for _ in range(2))
         hook = random_k(first, ratio=0.3)
-        train(range(4), rank, first)
+        train_alike(range(4), rank, first)
         resumed = pickle.loads(pickle.dumps(hook))
         if how == "loaded":
             resumed = commhooks.HookState("random_k", second, ratio=0.3)
             resumed.load_state_dict(hook.state_dict())
         second.register_comm_hook(resumed, commhooks.comm_hook)
-        train(range(4, 7), rank, first, second)
+        train_alike(range(4, 7), rank, first, second)
 
 
 @on_ranks(2)
@@ -372,7 +372,7 @@ def test_a_hook_that_is_set_on_another_model_goes_on_there(rank: int) -> None:
     for loses in (True, False):
         first, second, third = (CoreDDP(mlp(), bucket_cap_mb=SEVERAL) for _ in range(3))
         hook = commhooks.register(first, "random_k")
-        train(range(3), rank, first)
+        train_alike(range(3), rank, first)
         resumed = pickle.loads(pickle.dumps(hook))
         second.register_comm_hook(resumed, commhooks.comm_hook)
         if loses:
@@ -380,7 +380,7 @@ def test_a_hook_that_is_set_on_another_model_goes_on_there(rank: int) -> None:
         else:
             second.remove_comm_hook()
         third.register_comm_hook(resumed, commhooks.comm_hook)
-        train(range(3, 4), rank, first, third)
+        train_alike(range(3, 4), rank, first, third)
         assert hook.state_dict()["layout"] == resumed.state_dict()["layout"]
         assert resumed.state_dict()["bucket_bytes"]
 
@@ -389,12 +389,12 @@ def test_a_hook_that_is_set_on_another_model_goes_on_there(rank: int) -> None:
 def test_a_pickled_state_whose_buckets_are_to_be_laid_out_has_the_order(rank: int) -> None:
     first, second = reordered(), reordered()
     hook = random_k(first)
-    train(range(3), rank, first)
+    train_alike(range(3), rank, first)
     first.request_layout(lambda _, parameter: parameter.dim())
     resumed = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(hook))))
     second.register_comm_hook(resumed, commhooks.comm_hook)
     second.request_layout(lambda _, parameter: parameter.dim())
-    train(range(3, 6), rank, first, second)
+    train_alike(range(3, 6), rank, first, second)
 
 
 # ---- states that ranks cannot go on from together
@@ -404,34 +404,34 @@ def test_a_pickled_state_whose_buckets_are_to_be_laid_out_has_the_order(rank: in
 def test_a_state_that_is_loaded_between_forward_and_backward_is_an_error(rank: int) -> None:
     model = CoreDDP(mlp(), bucket_cap_mb=SEVERAL)
     hook = commhooks.register(model, "random_k")
-    train(range(2), rank, model)
+    train_alike(range(2), rank, model)
     state = hook.state_dict()
-    train(range(2, 3), rank, model)
+    train_alike(range(2, 3), rank, model)
     loss = loss_of(model(batch(3, rank, 4, 16)))
     hook.load_state_dict(state)
     with pytest.raises(RuntimeError, match="between the forward pass and backward of step 3"):
         loss.backward()
-    train(range(2, 3), rank, model)
+    train_alike(range(2, 3), rank, model)
     assert hook.step == 3
 
 
 @pytest.mark.parametrize("kind", [TorchDDP, CoreDDP])
 @on_ranks(2)
-def test_states_of_other_buckets_or_steps_are_told_apart_at_the_next_step(
+def test_states_of_other_buckets_or_steps_are_distinguished_at_the_next_step(
     rank: int, kind: type[TorchDDP]
 ) -> None:
     other_buckets, other_steps = [], []
     for size in (2.0 / 1024, 4.0 / 1024):
         first = kind(mlp(), bucket_cap_mb=size)
         hook = commhooks.register(first, "random_k")
-        train(range(3), rank, first)
+        train_alike(range(3), rank, first)
         other_buckets.append(hook.state_dict())
     module = mlp()
     module.register_buffer("count", torch.zeros(300))  # synchronised before the gradients are
     second = kind(module, bucket_cap_mb=SMALL)
     again = commhooks.register(second, "random_k")
     for step in range(2):
-        train(range(step, step + 1), rank, second)
+        train_alike(range(step, step + 1), rank, second)
         other_steps.append(again.state_dict())
     for model, state, states, text in (
         (first, hook, other_buckets, "order of the saved buckets differs between ranks"),
@@ -439,19 +439,19 @@ def test_states_of_other_buckets_or_steps_are_told_apart_at_the_next_step(
     ):
         state.load_state_dict(states[rank])
         with pytest.raises(commhooks.errors.MismatchError, match=text):
-            train(range(3, 4), rank, model)
+            train_alike(range(3, 4), rank, model)
 
 
 def _loaded_on_one_rank(rank: int, world_size: int) -> str:
     model = CoreDDP(mlp())
     hook = commhooks.register(model, "random_k")
-    train(range(3), rank, model)
+    train_alike(range(3), rank, model)
     if rank == 1:
         hook.load_state_dict(hook.state_dict())
     with pytest.raises(
         (commhooks.errors.MissingRankError, commhooks.errors.CollectiveError)
     ) as raised:
-        train(range(3, 4), rank, model)
+        train_alike(range(3, 4), rank, model)
     return f"{raised.type.__name__}: {raised.value}"
 
 

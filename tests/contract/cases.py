@@ -195,7 +195,7 @@ def _averages(scheme: Scheme) -> bool:
 
 
 def _is_linear(scheme: Scheme) -> bool:
-    """Whether the payloads of all ranks are summed by an all-reduce."""
+    """Returns whether the payloads of all ranks are summed by an all-reduce."""
     *_, innermost = walk(scheme)
     return isinstance(innermost, LINEAR_SCHEMES) and not isinstance(innermost, AlignedTopK)
 
@@ -218,7 +218,7 @@ FEEDBACK = [case for case in AVERAGING if keeps_residual(case.scheme)]
 
 
 def has_noise(scheme: Scheme) -> bool:
-    """Whether one step gives less, or something else, than the rounded mean of the gradients."""
+    """Returns whether a step gives less, or something else, than the rounded mean of gradients."""
     parts = [scheme, *(scheme.schemes if isinstance(scheme, PerParameter) else ())]
     return any(
         isinstance(inner, (EF21, AveragedFeedback)) or inner.traits.error.variance > 2**-8
@@ -236,8 +236,8 @@ def normal(numel: int, *seed: int, dtype: torch.dtype = torch.float32) -> Tensor
     return torch.randn(numel, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tensor]:
-    """One flat float32 gradient per rank."""
+def rank_gradients(world_size: int, step: int, layout: Layout = LAYOUT) -> list[Tensor]:
+    """Returns a flat float32 gradient for each rank."""
     return [normal(layout.numel, step, rank) for rank in range(world_size)]
 
 
@@ -258,7 +258,7 @@ def joined(buckets: Sequence[Layout]) -> Layout:
 def run_split(ranks: Simulation, step: int, split: int = 0) -> list[Tensor]:
     """A step in the given split; gradients in and means out are laid out as ``LAYOUT``."""
     buckets, world_size = SPLITS[split], len(ranks.engines)
-    grads = [permuted(grad, LAYOUT, buckets) for grad in gradients(world_size, step)]
+    grads = [permuted(grad, LAYOUT, buckets) for grad in rank_gradients(world_size, step)]
     means = ranks.step(grads, buckets=buckets)
     return [permuted(mean, joined(buckets), [LAYOUT]) for mean in means]
 

@@ -442,7 +442,7 @@ def test_right_schemes_obey_the_laws_in_wrappers_and_later(name: str) -> None:
     assert not [verdict for verdict in check_scheme(RIGHT[name], laws) if not verdict.holds]
 
 
-def test_what_breaks_after_a_warm_up_is_told_so() -> None:
+def test_what_breaks_after_a_warm_up_is_reported_as_that() -> None:
     (law,) = (text for text in LAWS if "not finite" in text)
     (verdict,) = check_scheme(lambda: ErrorFeedback(HidesNanLater()), [law])
     assert verdict.error.startswith("from step 1,000,000 on: inf at 0")
@@ -461,7 +461,7 @@ class LearnsInStepTen(Levels):
         return (yield from super().exchange(bucket))
 
 
-def test_a_scheme_that_cannot_begin_late_is_told_in_which_step() -> None:
+def test_a_scheme_that_cannot_begin_late_is_reported_with_the_step() -> None:
     verdict = next(check_scheme(lambda: ErrorFeedback(LearnsInStepTen())))
     assert verdict.error.startswith("from step 1,000,000 on: ArithmeticError: no scale (")
 
@@ -476,7 +476,7 @@ def test_schemes_that_do_not_average_are_refused() -> None:
         next(check_scheme(lambda: commhooks.make("noop")))
 
 
-def test_signs_that_overflow_are_told_with_the_number_of_ranks() -> None:
+def test_signs_that_overflow_are_reported_with_the_number_of_ranks() -> None:
     (law,) = (text for text in LAWS if "sums of integers" in text)
     (verdict,) = check_scheme(lambda: ErrorFeedback(SumsSigns()), [law])
     assert verdict.error.startswith("128 ranks: codes add up to 128, which torch.int8 does not")
@@ -487,7 +487,7 @@ class RaisesWithoutEntries(Levels):
         return grad.abs().amax().view(1)
 
 
-def test_an_exception_is_told_with_its_line_and_the_input() -> None:
+def test_an_exception_is_reported_with_its_line_and_the_input() -> None:
     (law,) = (text for text in LAWS if "any size" in text)
     (verdict,) = check_scheme(lambda: ErrorFeedback(RaisesWithoutEntries()), [law])
     assert re.search(
@@ -515,7 +515,7 @@ class ReturnsNothing(Scheme):
         lambda scheme: PerParameter([Rule(scheme, max_dim=1)], default=scheme),
     ],
 )
-def test_a_forgotten_result_is_told_and_no_other_law_is_checked(
+def test_a_forgotten_result_is_reported_and_no_other_law_is_checked(
     wrapped: Callable[[Scheme], Scheme],
 ) -> None:
     (verdict,) = check_scheme(lambda: wrapped(ReturnsNothing()))

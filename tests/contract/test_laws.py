@@ -29,7 +29,6 @@ from tests.contract.cases import (
     START_STEP,
     WORLD_SIZES,
     Case,
-    gradients,
     has_noise,
     joined,
     make,
@@ -37,6 +36,7 @@ from tests.contract.cases import (
     named,
     normal,
     permuted,
+    rank_gradients,
     rounding,
     run_split,
     simulation,
@@ -110,7 +110,7 @@ def test_applied_and_residual_sum_to_the_gradients_in_any_buckets(case: Case) ->
     ranks, applied = simulation(case, 3), torch.zeros(LAYOUT.numel, dtype=torch.float64)
     total, bound = torch.zeros_like(applied), 0.0
     for step in range(6):
-        grads = gradients(3, step)
+        grads = rank_gradients(3, step)
         corrected = [grad + ranks.memory(rank) for rank, grad in enumerate(grads)]
         bound += rounding(case.scheme, corrected)
         applied += run_split(ranks, step, split=step % 3)[0]
@@ -122,7 +122,7 @@ def test_applied_and_residual_sum_to_the_gradients_in_any_buckets(case: Case) ->
 @over(MEMORYLESS)
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_mean_of_sent_is_the_mean(case: Case, world_size: int) -> None:
-    grads = gradients(world_size, 0)
+    grads = rank_gradients(world_size, 0)
     buckets = [
         Bucket(
             grad.clone(),
@@ -168,7 +168,7 @@ def test_linear_schemes_compress_the_mean(name: str) -> None:
 @pytest.mark.parametrize("name", ["none", "allreduce"])
 @world_sizes
 def test_dense_average_equals_plain_ddp(name: str, world_size: int) -> None:
-    grads = gradients(world_size, 0)
+    grads = rank_gradients(world_size, 0)
     # DDP multiplies by 1/n, then sums.
     expected = grads[0] * (1.0 / world_size)
     for grad in grads[1:]:
@@ -208,8 +208,8 @@ def test_gradients_and_means_may_be_overwritten_after_the_step(case: Case) -> No
     """DDP uses the bucket's buffer again, and the optimizer may scale the mean in place."""
     clean, reused = simulation(case, 2), simulation(case, 2)
     for step in range(STEPS):
-        expected = clean.step(gradients(2, step))
-        buffers = gradients(2, step)
+        expected = clean.step(rank_gradients(2, step))
+        buffers = rank_gradients(2, step)
         for engine in reused.engines:
             engine.begin_bucket(0, is_last=True)
         pairs = zip(reused.engines, buffers, strict=True)
@@ -227,7 +227,7 @@ def test_gradients_and_means_may_be_overwritten_after_the_step(case: Case) -> No
 @every_case
 def test_what_no_rank_uses_at_first_begins_as_if_new(case: Case) -> None:
     ranks, new = simulation(case, 2), simulation(case, 2)
-    grads = [grad.clone() for grad in gradients(2, 0)]
+    grads = [grad.clone() for grad in rank_gradients(2, 0)]
     for engine in ranks.engines:
         engine.begin_bucket(0)
     pairs = zip(ranks.engines, grads, strict=True)
@@ -236,7 +236,9 @@ def test_what_no_rank_uses_at_first_begins_as_if_new(case: Case) -> None:
         engine.end(unused=LAYOUT.names)
         other.step = engine.step
     for step in range(1, STEPS):
-        pairs = zip(ranks.step(gradients(2, step)), new.step(gradients(2, step)), strict=True)
+        pairs = zip(
+            ranks.step(rank_gradients(2, step)), new.step(rank_gradients(2, step)), strict=True
+        )
         assert all(torch.equal(mean, expected) for mean, expected in pairs)
 
 
@@ -247,7 +249,7 @@ def test_a_bad_bucket_keeps_the_memory_of_the_whole_step(case: Case, place: int)
     for step in range(START_STEP + 1):
         run_split(ranks, step, 1)
         run_split(clean, step, 1)
-    bad = [permuted(grad, LAYOUT, SPLITS[1]) for grad in gradients(2, 100)]
+    bad = [permuted(grad, LAYOUT, SPLITS[1]) for grad in rank_gradients(2, 100)]
     bad[0][place] = math.inf
     ranks.step(bad, buckets=SPLITS[1])
     assert_same_memory(ranks, clean)
@@ -256,13 +258,15 @@ def test_a_bad_bucket_keeps_the_memory_of_the_whole_step(case: Case, place: int)
 @agreeing
 def test_a_bad_first_step_leaves_no_trace(case: Case) -> None:
     ranks, clean = simulation(case, 2), simulation(case, 2)
-    bad = gradients(2, 100)
+    bad = rank_gradients(2, 100)
     bad[0][5] = math.nan
     ranks.step(bad)
     for engine in clean.engines:
         engine.step += 1
     for step in range(STEPS):
-        assert torch.equal(ranks.step(gradients(2, step))[1], clean.step(gradients(2, step))[1])
+        assert torch.equal(
+            ranks.step(rank_gradients(2, step))[1], clean.step(rank_gradients(2, step))[1]
+        )
     assert_same_memory(ranks, clean)
 
 
@@ -272,7 +276,7 @@ def test_a_bad_first_step_leaves_no_trace(case: Case) -> None:
 @pytest.mark.parametrize("name", ["int8", "qsgd", "terngrad", "random_k", "random_block", "eden"])
 def test_equal_seeds_draw_alike_and_others_do_not(name: str) -> None:
     torchs = torch.get_rng_state()
-    scheme, grads = make(name, error_feedback=False), gradients(2, 0)
+    scheme, grads = make(name, error_feedback=False), rank_gradients(2, 0)
     first, again, other = (
         Simulation(scheme, {"p": (LAYOUT.numel,)}, world_size=2, seed=seed).step(grads)[0]
         for seed in (1, 1, 2)
@@ -287,7 +291,7 @@ def test_a_coalesced_step_equals_one_bucket(case: Case) -> None:
     buckets = SPLITS[1]
     whole, parts = simulation(case, 2), simulation(case, 2)
     for step in range(STEPS):
-        grads = [permuted(grad, LAYOUT, buckets) for grad in gradients(2, step)]
+        grads = [permuted(grad, LAYOUT, buckets) for grad in rank_gradients(2, step)]
         expected = whole.step(grads, buckets=[joined(buckets)])
         exchanges, buffers = [], []
         for engine, grad in zip(parts.engines, grads, strict=True):

@@ -20,7 +20,7 @@ from commhooks.errors import CheckpointError, HookNotAttachedError, Registration
 from commhooks.hook import as_hook
 from commhooks.wrappers import _cast as _cast
 from tests.tools.harness import on_ranks
-from tests.tools.training import equal_on_all_ranks, everyone, through_file
+from tests.tools.training import equal_on_all_ranks, everyone, same, through_file, train
 
 SIDE, LAYERS = 40, 6
 
@@ -40,16 +40,6 @@ def backward(model: nn.Module, rank: int, step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + rank)
     model(torch.randn(8, SIDE, generator=generator)).square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
-
-
-def train(model: nn.Module, rank: int, steps: range) -> list[Tensor]:
-    """The parameters after some steps of SGD."""
-    for step in steps:
-        backward(model, rank, step)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.01 * parameter.grad
-    return [parameter.detach().clone() for parameter in model.parameters()]
 
 
 def distance(left: list[Tensor], right: list[Tensor]) -> float:
@@ -185,7 +175,7 @@ def powersgd_model(*arguments: Any, layers: int = LAYERS, **options: Any) -> tup
 
 @on_ranks(3)
 def test_powersgd_is_the_scheme_of_that_name(rank: int) -> None:
-    """Which tests/unit/test_low_rank_schemes.py compares with the paper."""
+    """Torch's state gives the bits of "powersgd", which tests/unit compare with the paper."""
     for approximation_rank in (1, 3):
         model, state = powersgd_model(approximation_rank, start_powerSGD_iter=1)
         plain, other = make_model(), make_model()
@@ -240,11 +230,11 @@ def test_wrapped_powersgd_keeps_its_residual_in_float32(rank: int) -> None:
 @on_ranks(2)
 def test_resumed_powersgd_continues_bit_for_bit_with_other_buckets(rank: int) -> None:
     straight, state = powersgd_model(2, start_powerSGD_iter=2)
-    train(straight, rank, range(5))
+    train(straight, rank, range(5), lr=0.01, width=SIDE)
     weights = copy.deepcopy(straight.module.state_dict())
     # With the defaults of torch.load, which takes no other types than it knows.
     loaded = through_file({"pickle": state, "dict": state.state_dict()})
-    later = train(straight, rank, range(5, 8))
+    later = train(straight, rank, range(5, 8), lr=0.01, width=SIDE)
     for way in ("pickle", "before", "after"):
         again = make_model(bucket_cap_mb=0.02)
         again.module.load_state_dict(weights)
@@ -257,7 +247,7 @@ def test_resumed_powersgd_continues_bit_for_bit_with_other_buckets(rank: int) ->
         if way == "after":
             other.load_state_dict(loaded["dict"])
         assert other.iter == 5
-        assert all(map(torch.equal, train(again, rank, range(5, 8)), later)), way
+        assert same(train(again, rank, range(5, 8), lr=0.01, width=SIDE), later), way
 
 
 @on_ranks(2)
@@ -266,18 +256,18 @@ def test_states_that_were_mixed_up_are_refused_on_all_ranks(rank: int) -> None:
     backward(model, rank, 0)
     other = everyone(copy.deepcopy(state))[1 - rank]
     fresh = make_model()
-    theirs = other.__getstate__()["saved"][0][0]
+    foreign_state = other.__getstate__()["saved"][0][0]
     fresh.register_comm_hook(other, classic.powerSGD_hook)
     with pytest.raises(CheckpointError, match="every rank loads its own file, or all the same"):
         backward(fresh, rank, 1)
     with pytest.raises(CheckpointError, match="Residuals differ per rank"):
-        state.load_state_dict(theirs)
+        state.load_state_dict(foreign_state)
 
 
 @on_ranks(3)
 def test_a_state_of_one_rank_or_of_all_continues_on_fewer_ranks(rank: int, tmp_path: Path) -> None:
     model, state = powersgd_model(2, start_powerSGD_iter=1)
-    train(model, rank, range(3))
+    train(model, rank, range(3), lr=0.01, width=SIDE)
     saved = {"alone": copy.deepcopy(state), "gathered": state.gathered()}
     if rank == 0:
         torch.save(saved, tmp_path / "state")
@@ -294,9 +284,9 @@ def test_a_state_of_one_rank_or_of_all_continues_on_fewer_ranks(rank: int, tmp_p
             warnings.simplefilter("always")
             (result,) = flat(backward(again, rank, 3))
         assert len(caught) == (name == "alone" and rank == 0)
-        theirs = result.clone()
-        dist.broadcast(theirs, 0, group=pair)
-        assert torch.equal(result, theirs)
+        of_rank_0 = result.clone()
+        dist.broadcast(of_rank_0, 0, group=pair)
+        assert torch.equal(result, of_rank_0)
         results.append(result)
     assert not torch.equal(*results)
 
@@ -377,7 +367,7 @@ def test_every_option_has_its_effect_or_is_said_to_have_none(rank: int) -> None:
 def test_another_process_group_takes_effect_in_the_next_step(rank: int, world_size: int) -> None:
     halves = [dist.new_group([0, 1]), dist.new_group([2])]
     model, state = powersgd_model(2, layers=2, start_powerSGD_iter=1)
-    train(model, rank, range(3))
+    train(model, rank, range(3), lr=0.01, width=SIDE)
     before = state.state_dict()[f"rank{rank}"]["memory"]["residual"]
     state.process_group = halves[rank // 2]
     (result,) = flat(backward(model, rank, 3))

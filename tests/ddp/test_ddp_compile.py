@@ -86,7 +86,7 @@ IDLE = [({}, 3, 1), ({}, 1, 1), ({}, 1, 0), (FIXED, 0, 1), (FIXED, 0, 0), (FIXED
 @pytest.mark.parametrize(("options", "saved_at", "idle"), IDLE)
 @on_ranks(2, timeout=110, ignore_warnings=(".*",))
 def test_a_rank_without_inputs_joins_a_compiled_model(rank, options, saved_at, idle):
-    """It has none in a process's first steps, so it compiles nothing."""
+    """A rank without inputs in the first steps of a process compiles nothing."""
     torch._dynamo.reset()
     first, second = (DistributedDataParallel(Net(), **SMALL, **options) for _ in range(2))
     hook, again = (commhooks.register(model, "int8") for model in (first, second))

@@ -263,22 +263,22 @@ DIFFERENCES: dict[str, tuple[str, str]] = {  # what messages say of rank 0, and 
 
 
 @on_ranks(2, pg_timeout=10)
-def test_ranks_that_were_built_differently_are_told(rank):
-    for what, (first, second) in DIFFERENCES.items():
+def test_ranks_that_were_built_differently_raise_an_error(rank):
+    for difference, (first, second) in DIFFERENCES.items():
         module, options = mlp(), {}
         module.register_buffer("there", torch.ones(3))
-        if rank and what == "a buffer":
+        if rank and difference == "a buffer":
             module.register_buffer("here", torch.ones(3))
-        elif rank and what == "a frozen layer":
+        elif rank and difference == "a frozen layer":
             module.append(nn.Linear(2, 2).requires_grad_(False))
-        elif what == "broadcast_buffers":
+        elif difference == "broadcast_buffers":
             options["forward_sync_buffers"] = not rank
-        elif rank and what == "mixed_precision":
-            options[what] = MixedPrecision(param_dtype=torch.bfloat16)
+        elif rank and difference == "mixed_precision":
+            options[difference] = MixedPrecision(param_dtype=torch.bfloat16)
         elif rank:
-            options[what] = True
+            options[difference] = True
         name, text = outcome(DistributedDataParallel, module, **options) or ("", "")
-        assert name == "MismatchError", what
+        assert name == "MismatchError", difference
         assert f"rank 0 has {first}" in text, text
         assert f"rank 1 has {second}" in text, text
     # What decides no message may differ.
@@ -305,13 +305,14 @@ def test_construction_errors_are_those_of_torch():
         (nn.Sequential(nn.Linear(2, 2), nn.SyncBatchNorm(2)), {}),
     ]
     for module, options in attempts:
-        theirs, ours = (
+        torch_error, core_error = (
             outcome(kind, copy.deepcopy(module), **options)
             for kind in (TorchDDP, DistributedDataParallel)
         )
-        assert theirs is not None
-        assert theirs[0] == ours[0]
-        assert theirs[1].split(",")[0].replace('"', "'") == ours[1].split(",")[0].replace('"', "'")
+        assert torch_error is not None
+        assert torch_error[0] == core_error[0]
+        texts = [error[1].split(",")[0].replace('"', "'") for error in (torch_error, core_error)]
+        assert texts[0] == texts[1]
 
 
 # ---- timeline and logging data
@@ -348,14 +349,14 @@ def test_logging_data_has_the_fields_and_values_of_torch(rank):
         for step in range(4):
             loss_of(model(batch(step, rank, 2, 3, 8, 8))).backward()
         logged.append(model._get_ddp_logging_data())
-    theirs, ours = logged
-    times = {name for name in theirs if "time" in name}
+    torch_data, core_data = logged
+    times = {name for name in torch_data if "time" in name}
     environment = {"gloo_device_transport", "gloo_num_threads"}
     counted = {"iteration"}  # theirs lags by one
-    assert {name for name in times if not name.endswith(("_start", "_end"))} <= set(ours)
-    for name in set(theirs) - times - environment - counted - {"dtypes"}:
-        assert ours[name] == theirs[name], name
-    assert all(ours[name] > 0 for name in ours if name.endswith("compute_time"))
+    assert {name for name in times if not name.endswith(("_start", "_end"))} <= set(core_data)
+    for name in set(torch_data) - times - environment - counted - {"dtypes"}:
+        assert core_data[name] == torch_data[name], name
+    assert all(core_data[name] > 0 for name in core_data if name.endswith("compute_time"))
 
 
 # ---- life and death
@@ -393,13 +394,13 @@ def test_ten_thousand_steps_leak_nothing(rank):
     model = wrapped(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), bucket_cap_mb=0.00005)
     model.timeline.every = 1
 
-    def train(count: int) -> tuple[int, int]:
+    def run_steps(count: int) -> tuple[int, int]:
         for step in range(count):
             step_of(model, step, rank, width=4)
         gc.collect()
         return len(gc.get_objects()), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
-    (objects, memory), (more_objects, more_memory) = train(2000), train(8000)
+    (objects, memory), (more_objects, more_memory) = run_steps(2000), run_steps(8000)
     assert model.reducer.launcher.step == 10_000
     assert more_objects - objects < 100
     assert more_memory - memory < 4096  # KiB in 8,000 steps; half a KiB a step would be seen

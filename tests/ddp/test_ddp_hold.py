@@ -134,14 +134,14 @@ class Recorder(ddp_steps.Recorder):
     """Also tells the last bucket from the others, and holds none back."""
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        self.heard.append("last" if bucket.is_last() else "bucket")
+        self.notifications.append("last" if bucket.is_last() else "bucket")
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         future.set_result(averaged(bucket.buffer()))
         return future
 
 
 @on_ranks(2)
-def test_a_hook_hears_of_one_step_and_the_timeline_has_it(rank: int) -> None:
+def test_a_hook_is_notified_of_one_step_and_the_timeline_has_it(rank: int) -> None:
     model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
     model.register_comm_hook(state, Recorder.hook)
     for step in range(3):
@@ -149,11 +149,11 @@ def test_a_hook_hears_of_one_step_and_the_timeline_has_it(rank: int) -> None:
         with model.hold():
             for micro in range(2):
                 add_pass(model, step, micro, rank)
-        assert state.heard == []
+        assert state.notifications == []
         model.reduce()
         buckets = ["bucket"] * (len(model.reducer.buckets) - 1)
-        assert state.heard == [*buckets, "last", "end", "landed"]
-        state.heard.clear()
+        assert state.notifications == [*buckets, "last", "end", "landed"]
+        state.notifications.clear()
     frame = model.timeline.frame()
     assert set(frame.step) == {0, 1, 2}
 
@@ -163,7 +163,7 @@ def test_a_reduce_that_raises_is_a_step_that_was_abandoned(rank: int) -> None:
     model, state = DistributedDataParallel(mlp(), **SMALL), Recorder()
 
     def hook(state: Any, bucket: Any) -> Any:
-        if bucket.index() == 1 and "broken" in state.heard:
+        if bucket.index() == 1 and "broken" in state.notifications:
             raise ArithmeticError("on purpose")
         return Recorder.hook(state, bucket)
 
@@ -171,14 +171,14 @@ def test_a_reduce_that_raises_is_a_step_that_was_abandoned(rank: int) -> None:
     with model.hold():
         add_pass(model, 0, 0, rank)
     model.reduce()  # buckets are rebuilt before the next one
-    state.heard.clear()
+    state.notifications.clear()
     with model.hold():
         add_pass(model, 1, 0, rank)
-    state.heard.append("broken")
+    state.notifications.append("broken")
     with pytest.raises(Exception, match="on purpose"):
         model.reduce()
-    assert state.heard == ["broken", "bucket", "abandoned"]
-    state.heard.clear()
+    assert state.notifications == ["broken", "bucket", "abandoned"]
+    state.notifications.clear()
     model.zero_grad()
     local = mlp()
     with model.hold():
@@ -186,8 +186,8 @@ def test_a_reduce_that_raises_is_a_step_that_was_abandoned(rank: int) -> None:
     add_pass(local, 2, 0, rank)
     model.reduce()
     torch.testing.assert_close(gradients(model), averaged(gradients(local)))
-    assert state.heard[-1] == "landed"
-    assert "abandoned" not in state.heard
+    assert state.notifications[-1] == "landed"
+    assert "abandoned" not in state.notifications
 
 
 # ---- hosts of other features

@@ -146,17 +146,17 @@ def trajectory(cls: type[TorchDDP], case: Case, rank: int, steps: int) -> Iterat
 def test_twelve_steps_have_the_bits_of_torch(rank: int, name: str) -> None:
     case = CASES[name]
     # One after the other: the two models' collectives must not mix.
-    theirs = list(trajectory(TorchDDP, case, rank, 12))
-    ours = list(trajectory(ddp_core.DistributedDataParallel, case, rank, 12))
-    for number, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
+    torch_results = list(trajectory(TorchDDP, case, rank, 12))
+    core_results = list(trajectory(ddp_core.DistributedDataParallel, case, rank, 12))
+    for number, (expected, actual) in enumerate(zip(torch_results, core_results, strict=True)):
         differs = ("gradients", "absent gradients", "parameters", "buffers")[number % 4]
-        assert torch.equal(expected, got), f"step {number // 4}: {differs} differ"
+        assert torch.equal(expected, actual), f"step {number // 4}: {differs} differ"
 
 
 # ---- what is done around the step
 
 
-def train(
+def recorded_steps(
     model: nn.Module,
     rank: int,
     steps: range,
@@ -192,7 +192,7 @@ def two_forwards(cls, rank):
     def loss(step):
         return loss_of(tuple(model(*rows(10 * step + i, rank)) for i in range(2)))
 
-    return train(model, rank, range(4), loss=loss)
+    return recorded_steps(model, rank, range(4), loss=loss)
 
 
 def one_of_two_outputs(cls, rank):
@@ -203,7 +203,7 @@ def one_of_two_outputs(cls, rank):
         outputs = model(*rows(step, rank))
         return loss_of(outputs[step % 2] if step < 4 else outputs)
 
-    return train(model, rank, range(6), loss=loss)
+    return recorded_steps(model, rank, range(6), loss=loss)
 
 
 def gradient_penalty(cls, rank):
@@ -216,7 +216,7 @@ def gradient_penalty(cls, rank):
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + slope.square().sum()
 
-    return train(model, rank, range(3), loss=loss)
+    return recorded_steps(model, rank, range(3), loss=loss)
 
 
 def two_losses(cls, rank):
@@ -232,7 +232,7 @@ def two_losses(cls, rank):
         loss_of(left).backward()
         return loss_of(right)
 
-    return train(model, rank, range(3), loss=loss)
+    return recorded_steps(model, rank, range(3), loss=loss)
 
 
 def evaluation_between(cls, rank):
@@ -246,24 +246,24 @@ def evaluation_between(cls, rank):
         model.train()
         return loss_of(model(*images(step, rank)))
 
-    return [*train(model, rank, range(3), loss=loss), *outputs]
+    return [*recorded_steps(model, rank, range(3), loss=loss), *outputs]
 
 
 def ignored(cls, rank):
     module = net()
     cls._set_params_and_buffers_to_ignore_for_model(module, ["2.weight"])
-    return train(cls(module), rank, range(4))
+    return recorded_steps(cls(module), rank, range(4))
 
 
 def no_start_sync(cls, rank):
     torch.manual_seed(0)
     module = nn.Linear(16, 16)
-    return train(cls(module, init_sync=False), rank, range(3))
+    return recorded_steps(cls(module, init_sync=False), rank, range(3))
 
 
 def capacity_list(cls, rank):
     model = cls(net(), bucket_cap_mb_list=[0.001, 0.02])
-    seen = train(model, rank, range(4))
+    seen = recorded_steps(model, rank, range(4))
     sizes = model._get_ddp_logging_data()["bucket_sizes"]
     return [*seen, torch.tensor([float(size) for size in sizes.split(", ")])]
 
@@ -276,7 +276,7 @@ def skips_unused(cls, rank):
         skip_all_reduce_unused_params=True,
         bucket_cap_mb=0.0001,
     )
-    return train(model, rank, range(4))
+    return recorded_steps(model, rank, range(4))
 
 
 def delayed(cls, rank):
@@ -298,7 +298,7 @@ def delayed(cls, rank):
 
 def sub_group(cls, rank):
     pairs = [dist.new_group([0]), dist.new_group([1])]
-    return train(cls(net(), process_group=pairs[rank]), rank, range(3))
+    return recorded_steps(cls(net(), process_group=pairs[rank]), rank, range(3))
 
 
 def another_group(cls, rank):
@@ -312,20 +312,20 @@ def another_group(cls, rank):
             model._update_process_group(everybody)
         return loss_of(model(*images(step, rank)))
 
-    return train(model, rank, range(6), loss=loss)
+    return recorded_steps(model, rank, range(6), loss=loss)
 
 
 def mesh(cls, rank):
     device_mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    return train(cls(net(), device_mesh=device_mesh), rank, range(3))
+    return recorded_steps(cls(net(), device_mesh=device_mesh), rank, range(3))
 
 
 def deep_copy(cls, rank):
     model = cls(net(), bucket_cap_mb=0.01)
-    train(model, rank, range(3))
+    recorded_steps(model, rank, range(3))
     copied = copy.deepcopy(model)
     loaded = pickle.loads(pickle.dumps(model))
-    return [train(replica, rank, range(3, 6)) for replica in (model, copied, loaded)]
+    return [recorded_steps(replica, rank, range(3, 6)) for replica in (model, copied, loaded)]
 
 
 def join(cls, rank, divide, hook):
@@ -333,7 +333,7 @@ def join(cls, rank, divide, hook):
     if hook:
         model.register_comm_hook(None, default_hooks.allreduce_hook)
     with model.join(divide_by_initial_world_size=divide):
-        seen = train(model, rank, range(3 + 2 * rank), inputs=images)
+        seen = recorded_steps(model, rank, range(3 + 2 * rank), inputs=images)
     return [*seen, parameters(model), *(buffer.double() for buffer in model.buffers())]
 
 
@@ -342,7 +342,7 @@ def join_unused(cls, rank):
     model = cls(models.Branches(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join():
-        train(model, rank, range(3 + 2 * rank), inputs=branch, optimizer=optimizer)
+        recorded_steps(model, rank, range(3 + 2 * rank), inputs=branch, optimizer=optimizer)
     return parameters(model)
 
 
@@ -379,7 +379,7 @@ def buffer_hook(cls, rank, before):
 
     model = cls(cnn(), bucket_cap_mb=0.01)
     model._register_buffer_comm_hook(None, average, location)
-    seen = train(model, rank, range(4), inputs=images)
+    seen = recorded_steps(model, rank, range(4), inputs=images)
     assert cls is TorchDDP or not model.reducer.exchange._futures  # forgotten with their step
     return seen
 
@@ -392,13 +392,13 @@ def torch_hook(cls, rank, name):
         "noop": debugging_hooks.noop_hook,
     }[name]
     model.register_comm_hook(None, hook)
-    return train(model, rank, range(6))
+    return recorded_steps(model, rank, range(6))
 
 
 def builtin_hook(cls, rank, name):
     model = cls(net(), bucket_cap_mb=0.01)
     model._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, name))
-    return train(model, rank, range(6))
+    return recorded_steps(model, rank, range(6))
 
 
 def fused_optimizer(cls, rank):
@@ -414,7 +414,7 @@ def zero(cls, rank, as_view):
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.Adam, lr=0.01, parameters_as_bucket_view=as_view
     )
-    seen = train(model, rank, range(5), optimizer=optimizer)
+    seen = recorded_steps(model, rank, range(5), optimizer=optimizer)
     optimizer.consolidate_state_dict(0)
     return seen
 
@@ -428,7 +428,7 @@ def post_local_sgd(cls, rank):
         torch.optim.SGD(model.parameters(), lr=0.1),
         PeriodicModelAverager(period=3, warmup_steps=4),
     )
-    return train(model, rank, range(12), optimizer=optimizer)
+    return recorded_steps(model, rank, range(12), optimizer=optimizer)
 
 
 def hierarchical_averaging(cls, rank):
@@ -472,7 +472,7 @@ def error_in_forward(cls, rank):
             model(torch.full((2, 16), torch.nan))
         return loss_of(model(*rows(step, rank)))
 
-    return train(model, rank, range(4), loss=loss)
+    return recorded_steps(model, rank, range(4), loss=loss)
 
 
 SCENARIOS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -526,9 +526,9 @@ def test_a_scenario_ends_with_the_bits_of_torch(rank: int, name: str) -> None:
     if name in NOT_IN_OLD_TORCH:
         return
     scenario, args = SCENARIOS[name]
-    theirs = scenario(TorchDDP, rank, *args)
-    ours = scenario(ddp_core.DistributedDataParallel, rank, *args)
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    torch_results = scenario(TorchDDP, rank, *args)
+    core_results = scenario(ddp_core.DistributedDataParallel, rank, *args)
+    torch.testing.assert_close(core_results, torch_results, rtol=0, atol=0)
 
 
 # ---- hooks of commhooks
@@ -566,7 +566,7 @@ def _hooked(cls: type[TorchDDP], case: Case, rank: int, config: str) -> list[Ten
 def test_every_scheme_trains_as_on_torch(rank: int, name: str) -> None:
     case = HOOK_CASES[name]
     for config in CONFIGS if name in ("view", "many-types") else sorted(THOROUGH):
-        theirs = _hooked(TorchDDP, case, rank, config)
-        ours = _hooked(ddp_core.DistributedDataParallel, case, rank, config)
-        for step, (expected, got) in enumerate(zip(theirs, ours, strict=True)):
-            assert torch.equal(expected, got), f"{config}, step {step}"
+        torch_results = _hooked(TorchDDP, case, rank, config)
+        core_results = _hooked(ddp_core.DistributedDataParallel, case, rank, config)
+        for step, (expected, actual) in enumerate(zip(torch_results, core_results, strict=True)):
+            assert torch.equal(expected, actual), f"{config}, step {step}"

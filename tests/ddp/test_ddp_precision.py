@@ -121,7 +121,7 @@ def test_a_layer_may_be_frozen_under_mixed_precision(rank: int) -> None:
 
 
 class Keeps(nn.Module):
-    """Its loss is an attribute; what it returns has no graph."""
+    """A module that keeps its loss as an attribute and returns a tensor without a graph."""
 
     def __init__(self) -> None:
         super().__init__()

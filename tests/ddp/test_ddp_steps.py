@@ -1,4 +1,4 @@
-"""Events of a step's end that the state of a communication hook hears of."""
+"""Events of a step's end of which the state of a communication hook is notified."""
 
 from __future__ import annotations
 
@@ -29,35 +29,35 @@ class Recorder:
     """A hook's state: holds every bucket back until backward has ended, and writes events down."""
 
     def __init__(self) -> None:
-        self.heard: list[str] = []
+        self.notifications: list[str] = []
         self.held: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self.left_alone: list[nn.Parameter] = []
 
     def hook(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        self.heard.append("bucket")
+        self.notifications.append("bucket")
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self.held.append((future, bucket.buffer()))
         return future
 
     def backward_finished(self) -> None:
-        self.heard.append("end")
+        self.notifications.append("end")
         for future, buffer in self.held:
             future.set_result(averaged(buffer))
         self.held = []
 
     def gradients_written(self, left_alone: Sequence[nn.Parameter]) -> None:
-        self.heard.append("landed")
+        self.notifications.append("landed")
         self.left_alone = list(left_alone)
 
     def step_aborted(self) -> None:
-        self.heard.append("abandoned")
+        self.notifications.append("abandoned")
         for future, _ in self.held:
             future.set_exception(RuntimeError("abandoned"))
         self.held = []
 
     def take(self) -> list[str]:
-        heard, self.heard = self.heard, []
-        return heard
+        notifications, self.notifications = self.notifications, []
+        return notifications
 
 
 class Net(nn.Module):
@@ -92,7 +92,7 @@ def one_step(model: nn.Module, step: int, rank: int, **inputs: Any) -> None:
     ids=["plain", "unused", "static"],
 )
 @on_ranks(2, ignore_warnings=("find_unused",))
-def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
+def test_a_state_is_notified_whether_a_step_lands_or_is_abandoned(
     rank: int, options: dict[str, Any]
 ) -> None:
     model, state = recorded(**options)
@@ -117,13 +117,13 @@ def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
             assert len(launched) < len(model.reducer.buckets) or breaks == "after" or not step
             model.zero_grad()
             one_step(model, step, rank)
-            heard = state.take()
-            assert heard[0] == "abandoned", heard
-            assert heard[1:] == ["bucket"] * len(model.reducer.buckets) + ["end", "landed"]
+            notifications = state.take()
+            assert notifications[0] == "abandoned", notifications
+            assert notifications[1:] == ["bucket"] * len(model.reducer.buckets) + ["end", "landed"]
     with pytest.raises(ArithmeticError):
         one_step(model, 9, rank, breaks="after")
     state.take()
-    model.remove_comm_hook()  # a raised step does not stand in the way, and its state hears of it
+    model.remove_comm_hook()  # a raised step does not stand in the way, and its state is notified
     assert state.take() == ["abandoned"]
     model.zero_grad()
     one_step(model, 2, rank)
@@ -134,7 +134,7 @@ def test_a_state_hears_whether_a_step_lands_or_is_abandoned(
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("view", [False, True])
 @on_ranks(2, ignore_warnings=(".*full backward hook",))
-def test_a_state_hears_which_gradients_were_not_written(
+def test_a_state_is_notified_which_gradients_were_not_written(
     rank: int, view: bool, in_backward: bool
 ) -> None:
     model, state = recorded(find_unused_parameters=True, gradient_as_bucket_view=view)

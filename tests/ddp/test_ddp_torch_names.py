@@ -62,8 +62,8 @@ def test_all_names_of_torchs_classes_are_known():
     }
     assert inherited == INHERITED
     ours = TorchReducer
-    theirs = {name for name in dir(dist.Reducer) if not name.startswith(("__", "_pybind"))}
-    assert {name for name in theirs if not hasattr(ours, name)} == set()
+    torch_names = {name for name in dir(dist.Reducer) if not name.startswith(("__", "_pybind"))}
+    assert {name for name in torch_names if not hasattr(ours, name)} == set()
 
 
 @on_ranks(2)
@@ -134,9 +134,9 @@ def test_torchs_warnings_log_lines_and_logged_errors_are_ours_too(rank: int) -> 
         {"broadcast_buffers": False},
         {name: both[name] for name in both if name in known},
     ):
-        said = [_warnings_of(kind, options) for kind in (TORCH, DistributedDataParallel)]
-        assert said[0] == said[1]
-        assert ("forward_sync_buffers" in known) == bool(said[0])
+        warned = [_warnings_of(kind, options) for kind in (TORCH, DistributedDataParallel)]
+        assert warned[0] == warned[1]
+        assert ("forward_sync_buffers" in known) == bool(warned[0])
     whole = mlp()
     named = list(whole.named_parameters())
     DistributedDataParallel(
@@ -210,7 +210,7 @@ def test_debug_levels_log_as_torchs_and_profiles_have_ranges(level):
     assert "initialized with" in "".join(texts) or level == "OFF"
     assert "runtime statistics" in "".join(texts) or level != "DETAIL"
     assert "DistributedDataParallel.forward" in ranges
-    assert {f"DistributedDataParallel.{what}: bucket 0" for what in ("launch", "wait")} <= ranges
+    assert {f"DistributedDataParallel.{phase}: bucket 0" for phase in ("launch", "wait")} <= ranges
     assert 0 < data["num_buckets_reduced"] < buckets
     assert data["join_uneven_inputs"] == 1
     assert (data["has_error"], data["error"]) == (0, "")

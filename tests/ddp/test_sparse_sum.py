@@ -84,7 +84,7 @@ class Embedded(nn.Module):
 )
 @on_ranks(2)
 def test_training_is_as_on_gloo(rank: int, scheme: str | None, options: dict[str, Any]) -> None:
-    def train() -> torch.Tensor:
+    def train_embeddings() -> torch.Tensor:
         model = ddp_core.DistributedDataParallel(Embedded(), bucket_cap_mb=1e-4, **options)
         if scheme is not None:
             commhooks.register(model, scheme)
@@ -97,9 +97,9 @@ def test_training_is_as_on_gloo(rank: int, scheme: str | None, options: dict[str
             optimizer.step()
         return flat(model.parameters())
 
-    expected = train()
+    expected = train_embeddings()
     with as_on_nccl():
-        assert torch.equal(expected, train())
+        assert torch.equal(expected, train_embeddings())
 
 
 @on_ranks(2)

@@ -27,7 +27,7 @@ from commhooks.errors import RegistrationError
 from tests.ddp import test_classic
 from tests.ddp.test_classic import backward, distance
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import equal_on_all_ranks, through_file
+from tests.tools.training import equal_on_all_ranks, through_file, train
 
 CLASSES = [DistributedDataParallel, ddp_core.DistributedDataParallel]
 
@@ -62,7 +62,7 @@ def returns_another_tensor(model: Any) -> tuple[Any, Any]:
     return None, commhooks.hook.as_hook(hook)
 
 
-def train(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor]:
+def trained_parameters(model: Any, rank: int, step: Any, steps: int = 4) -> list[torch.Tensor]:
     for number in range(steps):
         model.zero_grad()
         generator = torch.Generator().manual_seed(100 * number + rank)
@@ -80,7 +80,7 @@ def test_a_hook_then_an_optimizer_is_the_optimizer_after_the_hook(rank: int) -> 
             state, hook = choose(after)
             after.register_comm_hook(state, hook)
             optimizer = torch.optim.Adam(after.parameters(), lr=0.01, foreach=False)
-            expected = train(after, rank, optimizer.step)
+            expected = trained_parameters(after, rank, optimizer.step)
 
             chosen = list(within.parameters())
             functional = _FunctionalAdam(chosen, lr=0.01)
@@ -89,7 +89,7 @@ def test_a_hook_then_an_optimizer_is_the_optimizer_after_the_hook(rank: int) -> 
             within.register_comm_hook(state, overlap._hook_then_optimizer(hook, optimizer_state))
             if choose is powersgd:
                 state.state_dict()  # finds its model behind the wrapper
-            results = train(within, rank, lambda: None)
+            results = trained_parameters(within, rank, lambda: None)
             assert all(map(torch.equal, results, expected)), (ddp_class, choose)
 
 
@@ -123,7 +123,7 @@ def zero_overlapped(rank: int, world_size: int) -> Any:
             model.parameters(), _FunctionalSGD, lr=0.01, overlap_with_ddp=True
         )
         model.register_comm_hook(state, make(hook, model, zero))
-        trained.append(train(model, rank, lambda: None, steps=5))
+        trained.append(trained_parameters(model, rank, lambda: None, steps=5))
     return trained
 
 
@@ -200,6 +200,6 @@ def test_post_local_sgd_works_with_torchs_model_averager(rank: int, world_size: 
     model.register_comm_hook(state, classic.post_localSGD_hook)
     averager = PeriodicModelAverager(period=3, warmup_steps=2)
     for step in range(6):
-        test_classic.train(model, rank, range(step, step + 1))
+        train(model, rank, [step], lr=0.01, width=test_classic.SIDE)
         averager.average_parameters(model.parameters())
     assert equal_on_all_ranks(*model.parameters())

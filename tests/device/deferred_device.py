@@ -276,8 +276,8 @@ class LazyDevice:
         outs = _map(self._garbage_like, like)
 
         def run() -> None:
-            for out, got in zip(_leaves(outs), _leaves(reals()), strict=True):
-                out.copy_(got)
+            for out, result in zip(_leaves(outs), _leaves(reals()), strict=True):
+                out.copy_(result)
 
         made = _map(lambda out: self.made(out) if isinstance(out, Tensor) else out, outs)
         outs = _map(lambda out: out.view(out.shape) if isinstance(out, Tensor) else out, outs)
@@ -342,7 +342,7 @@ def _is_host(value: Any) -> bool:
 
 
 def _blocks(args: Any, kwargs: Any) -> bool:
-    """Whether a copy between host and device is not asked to let the host go on."""
+    """Returns whether a copy between host and device blocks the host (not ``non_blocking``)."""
     return not any(value is True for value in (kwargs.get("non_blocking"), *args[2:3]))
 
 

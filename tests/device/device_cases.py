@@ -1,4 +1,4 @@
-"""Cases of devices, for any device and any group: on the CPU with Gloo at every run.
+"""Bodies of tests of DDP hooks on any device and group; at every run on the CPU with Gloo.
 
 A body trains and returns numbers, or asserts by itself. Gradients are given, and not computed, so
 that they have the same bits on every device.

@@ -1,6 +1,6 @@
-"""Cases of devices in hosts other than a hook of DistributedDataParallel, on any device.
+"""Bodies of tests of FSDP, process groups, ZeRO and calls, on any device.
 
-They reduce, gather and copy by torch's own collectives as well, so Gloo runs them on the CPU only.
+Some use torch's own collectives as well, so Gloo runs them on the CPU only.
 """
 
 from __future__ import annotations
@@ -293,7 +293,7 @@ def zero_optimizer(device: str, group: Any = None) -> None:
             layers(device), process_group=group, bucket_cap_mb=0.01
         )
 
-    def train(model: Any, optimizer: Any, first: int, steps: int, clips: bool = False) -> None:
+    def take_steps(model: Any, optimizer: Any, first: int, steps: int, clips: bool = False) -> None:
         for step in range(first, first + steps):
             pass_backward(model, step, rank)
             if clips:
@@ -303,20 +303,20 @@ def zero_optimizer(device: str, group: Any = None) -> None:
 
     settings: dict[str, Any] = {"lr": 1e-3, "fused": device != "cpu"}
     plain = wrapped()
-    train(plain, torch.optim.AdamW(plain.parameters(), **settings), 0, 2 * STEPS)
+    take_steps(plain, torch.optim.AdamW(plain.parameters(), **settings), 0, 2 * STEPS)
     exact = [parameter.detach() for parameter in plain.parameters()]
     for gather, in_backward in itertools.product(("none", "int8", "int4"), (False, True)):
         model = wrapped()
         how = {"gather": gather, "in_backward": in_backward, **settings}
         zero = ZeroOptimizer(model, torch.optim.AdamW, **how)
-        train(model, zero, 0, STEPS)
+        take_steps(model, zero, 0, STEPS)
         other = wrapped()
         other.load_state_dict(model.state_dict())
         with default_dtype(torch.bfloat16):  # which scripts for large models set
             resumed = ZeroOptimizer(other, torch.optim.AdamW, **how)
             resumed.load_state_dict(zero.state_dict(gather=True))
-            train(other, resumed, STEPS, STEPS)
-        train(model, zero, STEPS, STEPS, clips=not in_backward)
+            take_steps(other, resumed, STEPS, STEPS)
+        take_steps(model, zero, STEPS, STEPS, clips=not in_backward)
         for value, same, near in zip(model.parameters(), other.parameters(), exact, strict=True):
             assert torch.equal(value, same), (gather, in_backward)
             everyone = [torch.empty_like(value) for _ in range(ranks)]

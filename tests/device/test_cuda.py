@@ -94,8 +94,8 @@ def check_that_backward_gives_the_schemes_average(
         for number, (layout, sent, is_last, gradients) in enumerate(seen):
             reference.begin_bucket(number, is_last=is_last)
             (mean,) = simulate([reference.exchange(sent, layout)])
-            got = torch.cat([gradient.flatten() for gradient in gradients])
-            assert torch.equal(got, mean), (step, number)
+            actual = torch.cat([gradient.flatten() for gradient in gradients])
+            assert torch.equal(actual, mean), (step, number)
         seen.clear()
         ddp.zero_grad()
     hook.close()

@@ -164,14 +164,14 @@ def test_a_hook_is_not_captured_in_a_graph() -> None:
             backward(model, "cuda", gradients)
     torch.cuda.synchronize()
     step = hook.step
-    said = ""
+    message = ""
     # The end of a capture that was interrupted may raise, too.
     with suppress(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
         try:
             model(gradients).backward()
         except RuntimeError as error:
-            said = str(error)
-    assert "is being captured in a CUDA graph" in said
+            message = str(error)
+    assert "is being captured in a CUDA graph" in message
     torch.cuda.synchronize()
     assert hook.step == step
     hook.close()

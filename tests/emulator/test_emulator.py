@@ -30,7 +30,7 @@ def expected(kernel: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def right(kernel: str, bug: int, order: int, flags: tuple[str, ...] = ()) -> bool:
-    """Whether the kernel ran to its end and gave what it should."""
+    """Returns whether the kernel ran to its end with the expected result."""
     names = [f"{kernel}<{block}>" for block in (0, *(b for b, k in KERNEL.items() if k == kernel))]
     library = runner.build(SOURCE, names, flags)
     library.emulator_order(order)

@@ -1,4 +1,4 @@
-"""Runs ranks until the host of their store falls silent, and tells how long each has waited.
+"""Runs ranks until the host of their store falls silent, and reports how long each has waited.
 
 The store's process is stopped, or rank 0 is that holds it, or the cable of rank 0 is cut. Cables
 need root's network namespaces, see ``experiments/tools/namespaces.py``.

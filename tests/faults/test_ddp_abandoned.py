@@ -47,7 +47,7 @@ def backward(model: nn.Module, step: int, rank: int, breaks: int = NOWHERE) -> N
     loss_of(model(batch(step, rank, 8, 16).requires_grad_(), breaks)).backward()
 
 
-class Heard(NamedTuple):
+class Training(NamedTuple):
     """Gradients and errors of training that went on, on one rank."""
 
     landed: dict[int, Tensor]  # gradients by step
@@ -55,7 +55,7 @@ class Heard(NamedTuple):
     again: Any = None  # the error of the next forward pass
 
 
-def careless(model: nn.Module, rank: int, breaks: int, at: int = AT) -> Heard:
+def careless(model: nn.Module, rank: int, breaks: int, at: int = AT) -> Training:
     """Trains; catches what backward raises on purpose, and goes on."""
     landed = {}
     for step in range(STEPS):
@@ -65,9 +65,9 @@ def careless(model: nn.Module, rank: int, breaks: int, at: int = AT) -> Heard:
             continue
         except RuntimeError as error:
             again = outcome(model, batch(step, rank, 8, 16))
-            return Heard(landed, (type(error).__name__, str(error)), again)
+            return Training(landed, (type(error).__name__, str(error)), again)
         landed[step] = gradients(model)
-    return Heard(landed)
+    return Training(landed)
 
 
 def means(ranks: int) -> list[Tensor]:
@@ -90,7 +90,7 @@ HOOKS: dict[str, Any] = {
 }
 
 
-def hears(rank: int, places: tuple[int, ...], at: int, **options: Any) -> str:
+def check_errors(rank: int, places: tuple[int, ...], at: int, **options: Any) -> str:
     """All ranks raise in time; until then nothing but means was in ``.grad``. Returns the error."""
     ranks = len(places)
     landed, error, again = careless(wrapped(**options), rank, places[rank], at)
@@ -122,13 +122,13 @@ def hears(rank: int, places: tuple[int, ...], at: int, **options: Any) -> str:
 @pytest.mark.parametrize("breaks", [LAYERS - 2, 1, 0], ids=["early", "late", "after"])
 @on_ranks(2, ignore_warnings=("find_unused",))
 def test_a_rank_that_goes_on_alone_is_an_error_on_all(rank, options, breaks):
-    hears(rank, (NOWHERE, breaks), AT, **options)
+    check_errors(rank, (NOWHERE, breaks), AT, **options)
 
 
 @pytest.mark.parametrize("at", [0, 1])
 @on_ranks(2)
 def test_the_same_before_and_after_buckets_are_rebuilt(rank, at):
-    hears(rank, (2, NOWHERE), at)
+    check_errors(rank, (2, NOWHERE), at)
 
 
 @pytest.mark.parametrize(
@@ -137,12 +137,12 @@ def test_the_same_before_and_after_buckets_are_rebuilt(rank, at):
 )
 @on_ranks(3)
 def test_three_ranks_that_raise_not_alike(rank, places):
-    hears(rank, places, AT)
+    check_errors(rank, places, AT)
 
 
 @on_ranks(2)
 def test_different_places_are_an_error_on_both_in_the_same_words(rank):
-    texts = everyone(hears(rank, (2, 4), AT), dist.new_group())
+    texts = everyone(check_errors(rank, (2, 4), AT), dist.new_group())
     assert texts[0] == texts[1]
 
 
@@ -250,13 +250,13 @@ def test_whatever_comes_first_where_ranks_meet_is_an_error(how):
 def test_a_rank_without_inputs_does_not_raise_with_the_others(rank):
     model = wrapped()
 
-    def train() -> None:
+    def train_joined() -> None:
         with model.join():
             for step in range(1 + 3 * rank):
                 with contextlib.suppress(ArithmeticError):
                     backward(model, step, rank, 2 if step == 2 else NOWHERE)
 
-    assert outcome(train)[0] == ("MismatchError" if rank else "CollectiveError")
+    assert outcome(train_joined)[0] == ("MismatchError" if rank else "CollectiveError")
 
 
 @pytest.mark.parametrize("in_backward", [False, True])

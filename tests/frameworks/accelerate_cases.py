@@ -63,12 +63,16 @@ def alone(folder: Path) -> dict[str, Any]:
     """One process, whose model Accelerate does not wrap: a script runs as it is."""
     accelerator = Accelerator(cpu=True)
     model, optimizer = prepared(accelerator)
-    with pytest.warns(RuntimeWarning, match="there is one process") as said:
+    with pytest.warns(RuntimeWarning, match="there is one process") as caught:
         comm = CommHook("int8").attach(accelerator, model)
     steps(accelerator, model, optimizer, 2)
     accelerator.save_state(folder / "saved")
     accelerator.load_state(folder / "saved")
-    return {"said": len(said), "metrics": comm.metrics(), "wrong": attempt(lambda: CommHook(model))}
+    return {
+        "said": len(caught),
+        "metrics": comm.metrics(),
+        "wrong": attempt(lambda: CommHook(model)),
+    }
 
 
 def copies(folder: Path) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def trains(folder: Path) -> dict[str, Any]:
     return facts
 
 
-def told(comm: CommHook) -> dict[str, Any]:
+def step_and_residual(comm: CommHook) -> dict[str, Any]:
     """The hook's step and this rank's residual; a new rank has none yet, which is zero."""
     residual = comm.hook.residual("0.weight")
     values = torch.zeros(64, 16) if residual is None else residual
@@ -62,7 +62,7 @@ def saves(folder: Path) -> dict[str, Any]:
     comm = CommHook("topk", ratio=0.05).attach(fabric, model)
     steps(fabric, model, optimizer, 4)
     fabric.save(folder / "saved", {"model": model, "comm": comm})
-    return told(comm)
+    return step_and_residual(comm)
 
 
 def loads(folder: Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def loads(folder: Path) -> dict[str, Any]:
     model, _ = set_up(fabric)
     comm = CommHook("topk", ratio=0.05).attach(fabric, model)
     fabric.load(folder / "saved", {"model": model, "comm": comm})
-    return told(comm)
+    return step_and_residual(comm)
 
 
 def refuses(folder: Path) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def _others() -> list[str]:
 
 
 def cases(script: str, name: str, folder: Path, **options: Any) -> list[dict[str, Any]]:
-    """Runs one case of a script of this folder, and returns what each rank has told."""
+    """Runs one case of a script of this folder, and returns what each rank has reported."""
     outputs = job(Path(__file__).parent / script, name, folder, **options)
     ranks = max(options.get("ranks", 2), 1)
     reports = [json.loads((folder / f"{name}{rank}.json").read_text()) for rank in range(ranks)]

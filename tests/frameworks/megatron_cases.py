@@ -38,7 +38,7 @@ def wrapped(overlap: bool, dtype: torch.dtype, by_function: bool = True) -> Any:
 
 
 def trained(model: Any, dtype: torch.dtype) -> list[Tensor]:
-    """This rank's part of the gradients of each step."""
+    """Returns the shard of gradients on the local rank, for each step."""
     rank, results = dist.get_rank(), []
     for step in range(STEPS):
         model.zero_grad_buffer()

@@ -1,4 +1,4 @@
-"""Shares the command line of the scripts of cases, and the way in which they report."""
+"""Command line of the scripts that jobs run; each writes its results to a JSON file."""
 
 from __future__ import annotations
 

@@ -16,12 +16,12 @@ def check_resumed(whole: Mapping[str, Any], parts: Mapping[str, Any], steps: int
     Args:
         steps: of a hook's state: the number that it has counted; it then holds a residual per rank.
     """
-    ours, theirs = dict(_leaves(whole)), dict(_leaves(parts))
-    assert ours.keys() == theirs.keys()
-    assert ours
-    for name, value in ours.items():
+    uninterrupted, resumed = dict(_leaves(whole)), dict(_leaves(parts))
+    assert uninterrupted.keys() == resumed.keys()
+    assert uninterrupted
+    for name, value in uninterrupted.items():
         equal = torch.equal if isinstance(value, torch.Tensor) else lambda a, b: a == b
-        assert equal(value, theirs[name]), name
+        assert equal(value, resumed[name]), name
     if steps:
         assert whole["step"] == steps
         for rank in ("rank0", "rank1"):

@@ -1,4 +1,4 @@
-"""Megatron-Core: make test-frameworks."""
+"""Gradients of Megatron-Core's DistributedDataParallel are compressed (make test-frameworks)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def test_megatron_gets_shards_of_gradients_by_a_scheme(tmp_path: Path) -> None:
     for report in cases("megatron_cases.py", "reduces", tmp_path):
         report.pop("output")
         assert len(report) == 12
-        for what, error in report.items():
-            scheme, dtype, _ = what.split()
+        for case, error in report.items():
+            scheme, dtype, _ = case.split()
             exact = scheme == "none" and dtype == "torch.float32"
-            assert (error == 0) if exact else (error <= ALLOWED[scheme]), (what, error)
+            assert (error == 0) if exact else (error <= ALLOWED[scheme]), (case, error)
 
 
 def test_a_function_that_megatron_does_not_call_is_warned_of_at_the_end(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def backward(model: nn.Module, step: int, rank: int, scale: float = 1.0) -> None
     (scale * model(inputs).float().square().sum()).backward()
 
 
-def gradients(model: nn.Module) -> dict[str, Tensor]:
+def take_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Returns whole gradients of trained parameters, by name, and drops them."""
     whole = {}
     for name, parameter in model.named_parameters():
@@ -111,7 +111,7 @@ def test_none_has_the_bits_of_fsdp2_itself(
                 model.set_requires_gradient_sync(turn == accumulate - 1)  # type: ignore[operator]
                 backward(model, accumulate * step + turn, rank)
             nn.utils.clip_grad_norm_(model.parameters(), 10.0)
-        equal(gradients(plain), gradients(ours))
+        equal(take_gradients(plain), take_gradients(ours))
     assert hook.step == 2
     assert hook.calls == 2 * 3  # one for each layer with parameters
     # The last row is of the verdict: whether all shards are finite.
@@ -124,9 +124,9 @@ def _lost(rank: int, exact: nn.Module, ours: nn.Module, hook: commhooks.HookStat
     for step in range(4):
         backward(exact, step, rank)
         backward(ours, step, rank)
-        for key, value in gradients(exact).items():
+        for key, value in take_gradients(exact).items():
             wanted[key] = wanted.get(key, torch.zeros_like(value)) + value
-        for key, value in gradients(ours).items():
+        for key, value in take_gradients(ours).items():
             wanted[key] -= value
     (part,) = [value for key, value in hook.state_dict().items() if key.startswith("rank")]
     worst = 0.0
@@ -186,8 +186,8 @@ def test_a_shard_is_rounded_once(rank: int) -> None:
             commhooks.register(model, name, error_feedback=False)
         for model in (exact, ours, ddp):
             backward(model, 0, rank)
-        wanted, once = gradients(exact), gradients(ours)
-        twice = {key.removeprefix("module."): value for key, value in gradients(ddp).items()}
+        wanted, once = take_gradients(exact), take_gradients(ours)
+        twice = {key.removeprefix("module."): value for key, value in take_gradients(ddp).items()}
         assert 0 < _distance(once, wanted) < 0.9 * _distance(twice, wanted)
 
 
@@ -203,7 +203,7 @@ def test_the_divide_factor_of_fsdp2_holds(rank: int) -> None:
                     # Gloo itself takes no factor without ``force_sum``: the reference has it.
                     module.set_force_sum_reduction_for_comms(True if model is plain else force_sum)
             backward(model, 0, rank)
-        assert worst_error(gradients(ours), gradients(plain)) < 0.02
+        assert worst_error(take_gradients(ours), take_gradients(plain)) < 0.02
 
 
 def mean_residual(state: dict[str, Any], key: str = "residual") -> dict[str, Tensor]:
@@ -271,7 +271,7 @@ def test_parameters_without_a_gradient_are_named(rank: int, world_size: int) -> 
     hook = commhooks.register(model, "int8")
     backward(model, 0, rank)
     assert hook.step == 1
-    assert not gradients(model)["unused.weight"].any()
+    assert not take_gradients(model)["unused.weight"].any()
 
 
 @on_ranks(4, ignore_warnings=(".*returned a view tensor",))
@@ -286,7 +286,7 @@ def test_tensor_parallelism_beside_it(rank: int) -> None:
         hook = commhooks.register(ours, name, **({"block": 64} if name == "int4" else {}))
         for model in (exact, ours):
             backward(model, 0, mesh["dp"].get_local_rank())
-        assert worst_error(gradients(ours), gradients(exact)) <= most
+        assert worst_error(take_gradients(ours), take_gradients(exact)) <= most
     # Half of the rows are on each rank of the other dimension, under a key of its own.
     kept = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]["0.weight"]
     assert kept.shape == (32, 33)
@@ -304,7 +304,7 @@ def test_gathered_parameters_are_rounded_alike_on_all_ranks(rank: int) -> None:
     for model in (exact, ours):
         backward(model, 0, rank)
         outputs.append(model(torch.ones(2, 33)).detach())
-    wanted, average = map(gradients, (exact, ours))
+    wanted, average = map(take_gradients, (exact, ours))
     # Rounded for computing only; the owners' shards stay.
     for value, parameter in zip(before, ours.parameters(), strict=True):
         assert torch.equal(value, parameter.full_tensor())  # type: ignore[attr-defined]
@@ -360,7 +360,7 @@ def _auto(rank: int, world_size: int, between: bool) -> list[str]:
     seen, plans = set(), ""
     for step in range(200):
         backward(model, step, rank)
-        gradients(model)
+        take_gradients(model)
         seen.add(str(hook.scheme))
         plans += hook.plan  # the last one is of the second race, if there is one
         if hook.decided:

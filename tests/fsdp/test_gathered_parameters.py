@@ -24,7 +24,7 @@ from commhooks.fsdp import gather_parameters
 from commhooks.fsdp._gather import GatherPacked, Packing
 from commhooks.schemes import Blockwise
 from commhooks.wrappers import Cast
-from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.training import equal_on_all_ranks, relative_error
 
@@ -47,8 +47,8 @@ def _exact(model: nn.Module) -> list[Tensor]:
 
 
 @torch.no_grad()
-def _distance(ones: list[Tensor], others: list[Tensor]) -> float:
-    pairs = zip(ones, others, strict=True)
+def _distance(tensors: list[Tensor], others: list[Tensor]) -> float:
+    pairs = zip(tensors, others, strict=True)
     return sum(float((value - other).square().sum()) for value, other in pairs) ** 0.5
 
 
@@ -66,7 +66,7 @@ def _steps(model: nn.Module, rank: int, count: int = 3, passes: int = 1) -> list
             inputs = torch.randn(8, 33, generator=generator)
             model(inputs).float().square().sum().backward()
         optimizer.step()
-        last = gradients(model)
+        last = take_gradients(model)
     return list(last.values())
 
 
@@ -91,12 +91,12 @@ def test_parameters_are_gathered_in_16_bits(rank: int) -> None:
 def test_parameters_are_gathered_in_inference_mode(rank: int) -> None:
     model = sharded(model_of(SIZES))
     gather_parameters(model, "int8")
-    ones = torch.ones(2, 33)
-    model(ones)  # FSDP2 itself cannot train where its first pass was one of inference mode
+    inputs = torch.ones(2, 33)
+    model(inputs)  # FSDP2 itself cannot train where its first pass was one of inference mode
     for _ in range(2):
         with torch.inference_mode():
-            output = model(ones)
-        assert torch.equal(output.clone(), model(ones).detach())
+            output = model(inputs)
+        assert torch.equal(output.clone(), model(inputs).detach())
         _steps(model, rank)
 
 

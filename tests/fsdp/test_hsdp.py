@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 import commhooks
 from commhooks.errors import MismatchError, RegistrationError
 from commhooks.wrappers import _cast as _cast
-from tests.fsdp.test_fsdp2 import backward, gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 
 INT4 = {"block": 64}
@@ -46,7 +46,7 @@ def test_a_step_that_overflows_between_nodes_changes_no_residual_within_them() -
         weight = torch.ones(6)
         weight[-1] = scale
         (model(torch.rand(8, 257) + 1) * weight).sum().backward()
-        gradients(model)
+        take_gradients(model)
         same = [torch.equal(value, before[name]) for name, value in residuals(inside).items()]
         assert all(same) == (step == 1)
     # What the hook between nodes averages has the draws of the other in it.
@@ -74,7 +74,7 @@ def test_what_a_loss_scaler_skips_the_hook_skips_on_every_rank(rank: int) -> Non
 
 
 @on_ranks(4)
-def test_shards_with_other_options_are_told(rank: int) -> None:
+def test_shards_with_other_options_raise_an_error(rank: int) -> None:
     mesh = mesh_of(2, 2)
     model = sharded(model_of((257, 6)), mesh["shard"])
     block = 64 if mesh["shard"].get_local_rank() == 0 else 128
@@ -89,7 +89,7 @@ def test_shards_with_other_options_are_told(rank: int) -> None:
 
 
 @on_ranks(2)
-def test_replicas_of_one_rank_that_fsdp2_averages_are_told_how_to_be_sharded() -> None:
+def test_replicas_of_one_rank_that_fsdp2_averages_are_an_error() -> None:
     model = sharded(model_of((257, 6)), mesh_of(2, 1))
     with pytest.raises(RegistrationError, match=r"averages over the replicas itself"):
         commhooks.register(model, "int8")
@@ -120,7 +120,7 @@ def _units(rank: int, world_size: int, place: str) -> None:
         hook = commhooks.register(model, "topk", ratio=0.1, **options)
         for step in range(2):
             backward(model, step, rank)
-            applied = gradients(model)
+            applied = take_gradients(model)
         kept = {name: value.float() for name, value in residuals(hook).items()}
         # What the factor makes of a mean: it stands for the number of ranks.
         scale = factor / world_size if factor else 1.0

@@ -1,4 +1,4 @@
-"""Ways in which a host that shards could train wrongly without a word: steps, modules, refusals."""
+"""FSDP models that accumulate, recompute, raise or reduce twice train rightly or raise an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import commhooks
 from commhooks.errors import HookNotAttachedError, RegistrationError
 from commhooks.fsdp import gather_parameters
 from tests.fsdp.test_fsdp1 import QUIET
-from tests.fsdp.test_fsdp2 import backward, equal, gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, equal, model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.models import Breaks
 from tests.tools.training import averaged
@@ -31,7 +31,7 @@ from tests.tools.training import averaged
 
 
 def _two_roots() -> nn.Module:
-    """Two models of FSDP2, of which the first reduces after the end of backward was told."""
+    """Two models of FSDP2, of which the first reduces after backward is said to have ended."""
     model, mesh = model_of(), init_device_mesh("cpu", (dist.get_world_size(),))
     parts = nn.Sequential(model[:2], model[2:])
     for part in parts:
@@ -100,8 +100,8 @@ def test_nothing_is_lost_or_sent_twice(
     for step in range(3):
         for model in (exact, ours):
             backward(model, step, rank)
-        average = gradients(ours)
-        for name, wanted in gradients(exact).items():
+        average = take_gradients(ours)
+        for name, wanted in take_gradients(exact).items():
             missing[name] = missing.get(name, torch.zeros_like(wanted)) + wanted - average[name]
     kept = hook.state_dict()[f"rank{rank}"]["memory"]["residual"]
     for name, value in missing.items():
@@ -141,7 +141,7 @@ def test_a_pass_after_one_that_raised_needs_a_reset(rank: int, replicated: bool)
             model.reset_iter_state()
         model.zero_grad()
         backward(model, 1, rank)
-        results.append(gradients(model))
+        results.append(take_gradients(model))
         assert hook.step == 2
     equal(*results)
 
@@ -154,7 +154,7 @@ def test_a_compiled_model_counts_its_steps(rank: int) -> None:
     for step in range(3):
         backward(plain, step, rank)
         backward(compiled, step, rank)
-        equal(gradients(ours), gradients(plain))
+        equal(take_gradients(ours), take_gradients(plain))
     assert hook.step == 3
 
 
@@ -193,7 +193,7 @@ def test_the_divide_factor_stands_for_all_ranks_also_between_nodes(rank: int) ->
                 module.set_gradient_divide_factor(5.0)
                 module.set_force_sum_reduction_for_comms(True)
         backward(model, 0, rank)
-        results.append(gradients(model))
+        results.append(take_gradients(model))
     equal(*results)
 
 
@@ -307,7 +307,7 @@ def test_parameters_that_stay_on_a_part_of_the_ranks_have_the_same_bits(rank: in
         models.append(model)
     for model in models:
         backward(model, 0, rank)
-    equal(*map(gradients, models))
+    equal(*map(take_gradients, models))
 
 
 @on_ranks(3)

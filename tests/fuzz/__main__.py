@@ -136,7 +136,7 @@ def explore(
 
 
 def _without_scheme(case: Case) -> set[str]:
-    """Its features, but for what is as a rule not what it takes."""
+    """Returns features of a case; a law is rarely broken by the scheme or a wrong option alone."""
     return {
         feature for feature in case.features if not feature.startswith(("scheme=", "option error"))
     }
@@ -160,16 +160,16 @@ def main() -> int:
     parser.add_argument("--patience", type=float, default=10.0, help="seconds")
     parser.add_argument("--shrink", type=float, default=120.0, help="seconds for a broken case")
     parser.add_argument("--case", action="append", help="JSON, or a seed")
-    asked = parser.parse_args()
-    if asked.case or (asked.seed is not None and asked.cases is None):
-        cases = asked.case or [str(asked.seed)]
-        return _run_these(cases, asked.patience, asked.shrink)
-    first = asked.seed or 0
+    arguments = parser.parse_args()
+    if arguments.case or (arguments.seed is not None and arguments.cases is None):
+        cases = arguments.case or [str(arguments.seed)]
+        return _run_these(cases, arguments.patience, arguments.shrink)
+    first = arguments.seed or 0
     figures = explore(
-        range(first, first + (asked.cases or 100)),
-        processes=asked.processes,
-        patience=asked.patience,
-        shrinks=asked.shrink,
+        range(first, first + (arguments.cases or 100)),
+        processes=arguments.processes,
+        patience=arguments.patience,
+        shrinks=arguments.shrink,
         progress=True,
     )
     print(figures.show())

@@ -78,7 +78,7 @@ class Case:
 
     @property
     def averages(self) -> bool:
-        """Whether the ranks are to be equal."""
+        """Returns whether all ranks get equal gradients."""
         switched = {event[2] for event in self.events if event[1] == "switch"}
         return "noop" not in switched | {self.scheme}
 

@@ -33,7 +33,7 @@ def here(tensor: Any) -> Tensor:
 
 
 def takes_shards(scheme: Scheme) -> bool:
-    """Whether each rank may get its shard of the mean alone."""
+    """Returns whether each rank may get its shard of the mean alone."""
     return scheme.traits.averages and scheme.traits.shards and not scheme.traits.coalesce
 
 
@@ -57,7 +57,7 @@ class Hosted(Run):
 
     @classmethod
     def takes(cls, scheme: Scheme, setting: tuple[str, ...]) -> bool:
-        """Whether the host runs a scheme."""
+        """Returns whether the host runs a scheme."""
         return scheme.traits.averages
 
     def wrap(self) -> None:
@@ -79,7 +79,7 @@ class Hosted(Run):
 
     def step(self, number: int, plan: Plan) -> Record | None:
         held = self.residuals()
-        wanted = self.own(number, plan)
+        wanted = self.local_gradients(number, plan)
         self.exchange(number, plan, wanted)
         means = self.means()
         flat = self.spread([flat_of(mean, mean) for mean in means])
@@ -103,8 +103,8 @@ class Hosted(Run):
             parameter.grad = None
         return record
 
-    def own(self, number: int, plan: Plan) -> list[Tensor]:
-        """This rank's gradients, by the model alone."""
+    def local_gradients(self, number: int, plan: Plan) -> list[Tensor]:
+        """Returns the local gradients, from a model without a host."""
         for parameter in self.reference.parameters():
             parameter.grad = None
         for micro in range(self.case.micro):
@@ -137,7 +137,7 @@ class Hosted(Run):
 
     @contextlib.contextmanager
     def quiet(self, is_quiet: bool) -> Iterator[None]:
-        """Whether a pass only accumulates."""
+        """Runs a pass that only accumulates gradients, if it is to be quiet."""
         if hasattr(self.call, "set_requires_gradient_sync"):
             self.call.set_requires_gradient_sync(not is_quiet)
             yield
@@ -153,7 +153,7 @@ class Hosted(Run):
         return [local[name] for name in self.trained]
 
     def known(self) -> list[Any]:
-        """Those of the model alone."""
+        """The trained parameters of the model without a host."""
         local = dict(self.reference.named_parameters())
         return [local[name] for name in self.trained]
 
@@ -168,7 +168,7 @@ class Hosted(Run):
         return [local.numel() for local in self.spread([flat_of(p, None) for p in self.locals()])]
 
     def locals(self) -> list[Tensor]:
-        """This rank's part of the model alone."""
+        """The local shards of the model without a host."""
         return [here(value) for value in self.known()]
 
     def shown(self) -> list[Tensor]:
@@ -181,7 +181,7 @@ class Hosted(Run):
     # ---- memory
 
     def residuals(self) -> list[Tensor]:
-        """This rank's, or the mean of all ranks' where a rank has parts of them."""
+        """Returns the local residuals, or the mean over ranks where a rank keeps parts of them."""
         parts = [self._residuals_of(index) for index in range(len(self.hooks))]
         results = []
         for name, like in zip(self.trained, self.locals(), strict=True):
@@ -211,7 +211,7 @@ class Hosted(Run):
         return results
 
     def _keeps(self) -> bool:
-        """Whether a scheme of the case keeps memory."""
+        """Returns whether a scheme of the case keeps memory."""
         case = self.case
         built = [build(case.scheme, case.options, case.wrap)]
         built += [build(event[2], event[3], ()) for event in case.events if event[1] == "switch"]

@@ -352,7 +352,7 @@ class _DiLoCo(_Optimizer):
         )
         self.hooks, self.rates = [self.keeper.hook], [1.0] * len(self.trained)
 
-    def own(self, number: int, plan: Plan) -> list[Tensor]:
+    def local_gradients(self, number: int, plan: Plan) -> list[Tensor]:
         """Trains this rank's model; returns how far it came."""
         self.note()
         for micro in range(self.case.micro):

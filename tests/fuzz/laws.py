@@ -123,7 +123,7 @@ def _of_unused(case: Case, ranks: Sequence[Report]) -> Verdict:
 
 
 def _refused(case: Case, text: str) -> bool:
-    """Whether an error is what a case with these features may end with."""
+    """Returns whether a case with these features may end with an error."""
     for pattern, least in REFUSALS:
         needed = Case(**least).features
         of_any = {name for name in needed if name.startswith(("host=", "scheme=", "use="))}
@@ -246,14 +246,14 @@ def _of_local(ranks: Sequence[Report]) -> Verdict:
 
 
 def keeps_sums(case: Case) -> bool:
-    """Whether residuals are what is still to be applied."""
+    """Returns whether residuals are the part of gradients that is not applied yet."""
     built = [build(case.scheme, case.options, case.wrap)]
     built += [build(e[2], e[3], ()) for e in case.events if e[1] == "switch"]
     return all(law_of(value).kind in ("sum", "noisy") for value in built)
 
 
 def continues(before: Sequence[Report], after: Sequence[Report]) -> Verdict:
-    """Whether a leg begins with what the one before held back: its mean over ranks."""
+    """Holds that a leg begins with the mean over ranks of the residuals before it."""
 
     def mean(ranks: Sequence[Any], name: str) -> torch.Tensor:
         return torch.stack([torch.cat(getattr(r, name)) for r in ranks if not r.idle]).mean(0)

@@ -69,17 +69,17 @@ def _hosted(draw: random.Random, values: dict[str, Any], kind: type[Hosted]) -> 
     values["model"] = tuple(model)
     events: list[tuple[Any, ...]] = []
     for _ in range(draw.choice((0, 1, 1, 2))):
-        what, at = draw.choice(kind.happens), draw.randrange(values["steps"])
-        if what == "poison":
-            events.append((at, what, draw.choice(_PLACES), draw.choice(("inf", "nan"))))
-        elif what == "switch":
+        happens, at = draw.choice(kind.happens), draw.randrange(values["steps"])
+        if happens == "poison":
+            events.append((at, happens, draw.choice(_PLACES), draw.choice(("inf", "nan"))))
+        elif happens == "switch":
             other = fitting()
             if not other["wrap"]:
-                events.append((at, what, other["scheme"], other["options"]))
-        elif what == "resume":
-            events.append((at, what, draw.choice(("torch", "gathered"))))
+                events.append((at, happens, other["scheme"], other["options"]))
+        elif happens == "resume":
+            events.append((at, happens, draw.choice(("torch", "gathered"))))
         else:
-            events.append((at, what))
+            events.append((at, happens))
     values["events"] = tuple(sorted(events, key=lambda event: event[0]))
     if kind.resizes and draw.random() < 0.25:
         # What a reduce-scatter needs of padding would be another shape of the same name.

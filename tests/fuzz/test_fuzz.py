@@ -49,7 +49,7 @@ def _ends(rank: int, size: int, how: str) -> str:
     return how
 
 
-def test_a_rank_that_raises_dies_or_hangs_is_told() -> None:
+def test_a_rank_that_raises_dies_or_hangs_is_reported() -> None:
     for store in ("file", "tcp"):
         team = Team(2, patience=1.0, store=store)
         assert team.run(_ends, "returned") == team.run(_ends, "returned") == ["returned"] * 2

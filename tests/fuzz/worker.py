@@ -247,11 +247,11 @@ class _Player:
             state = commhooks.checkpoint.unflatten_state(tensors, metadata)
         state = _unpack(_pack(state))
         again = self._start(run.group, like=run)
-        for (_, value), (_, theirs) in zip(
+        for (_, value), (_, before) in zip(
             again.net.named_parameters(), run.net.named_parameters(), strict=True
         ):
-            value.requires_grad_(theirs.requires_grad)
-            value.grad = None if theirs.grad is None else theirs.grad.detach().clone()
+            value.requires_grad_(before.requires_grad)
+            value.grad = None if before.grad is None else before.grad.detach().clone()
         again.register()
         self._switches(again, self.switched)
         again.load(state)

@@ -38,7 +38,7 @@ SCHEMES: dict[str | None, dict[str, Any]] = {
 }
 
 
-def _train(scheme: str | None, options: Any, in_backward: bool, rank: int) -> Any:
+def _trained_model(scheme: str | None, options: Any, in_backward: bool, rank: int) -> Any:
     module = mlp(depth=6)
     if in_backward:
         _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
@@ -57,9 +57,9 @@ def _train(scheme: str | None, options: Any, in_backward: bool, rank: int) -> An
 def _as_on_the_cpu(
     rank: int, scheme: str | None, mode: str, in_backward: bool, behind: float
 ) -> list[bool]:
-    expected = parameters(_train(scheme, MODES[mode], in_backward, rank))
+    expected = parameters(_trained_model(scheme, MODES[mode], in_backward, rank))
     with as_gpu(behind) as gpu:
-        model = _train(scheme, MODES[mode], in_backward, rank)
+        model = _trained_model(scheme, MODES[mode], in_backward, rank)
         assert equal_bits([expected, parameters(model)])
         frame = model.timeline.frame()
         assert frame.round_ended.isna().any() == (behind > 0)
@@ -243,7 +243,7 @@ def _use_gradients(device: Device) -> None:
     time.sleep(1)
 
 
-def test_whoever_waits_for_the_gpu_hears_of_a_rank_that_has_failed(watched: Any) -> None:
+def test_whoever_waits_for_the_gpu_is_notified_of_a_rank_that_has_failed(watched: Any) -> None:
     _enqueue(watched, 4)
     with pytest.raises(PeerError, match=r"rank 1: step 3, bucket 0.*resume from the last"):
         _use_gradients(watched.device)
@@ -285,7 +285,7 @@ def test_the_thread_ends_with_the_watch(watched: Any) -> None:
     assert not thread.is_alive()
 
 
-def train(model: Any, gpu: Any, rank: int) -> None:
+def run_steps(model: Any, gpu: Any, rank: int) -> None:
     for step in range(3):
         model(batch(step, rank, 4, 16)).float().square().mean().backward()
         if rank == 1 or step == 0:
@@ -310,7 +310,7 @@ def _peer_fails(rank: int, world_size: int, mode: str) -> str:
         model.register_comm_hook(None, hook)
         with mock.patch.object(watch, "backend_for", return_value=backend):
             with pytest.raises((RuntimeError, ValueError)) as caught:
-                train(model, gpu, rank)
+                run_steps(model, gpu, rank)
             assert aborted.called == (rank == 0), str(caught.value)
     return f"{type(caught.value).__name__}: {caught.value}"
 
@@ -347,7 +347,7 @@ def _peer_goes_on(rank: int, world_size: int) -> str:
                 with pytest.raises(ArithmeticError):
                     loss.backward()
             with pytest.raises(RuntimeError) as caught:
-                train(model, gpu, rank)
+                run_steps(model, gpu, rank)
     return f"{type(caught.value).__name__}: {caught.value}"
 
 

@@ -27,6 +27,7 @@ from tests.tools.training import (
     equal_on_all_ranks,
     gradients,
     mlp,
+    train,
 )
 
 LIMITED = [name for name in BUILT_IN if commhooks.make(name).traits.max_bucket_numel < sys.maxsize]
@@ -88,8 +89,7 @@ def test_coalesced_buckets_are_cut_too(rank: int) -> None:
     scheme = Small(commhooks.make("topk", ratio=0.1, coalesce=True))
     model = _model(True, 1e-3, {})
     hook = commhooks.register(model, scheme)
-    for step in range(3):
-        model(batch(step, rank, 4, 16)).square().mean().backward()
+    train(model, rank, range(3))
     assert equal_on_all_ranks(gradients(model))
     assert len(hook.report().query("step == 2")) == 6  # three weights, three biases
 

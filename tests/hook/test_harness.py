@@ -71,15 +71,15 @@ def _fail_on_one(rank):
 
 
 def test_tests_of_ranks_share_processes_until_one_fails(tmp_path):
-    def tell():
+    def process_ids():
         _tell_process(folder=tmp_path)
         return [int(Path(tmp_path, str(rank)).read_text()) for rank in range(2)]
 
-    processes = tell()
-    assert tell() == processes
+    processes = process_ids()
+    assert process_ids() == processes
     with pytest.raises(RankError, match="does not like"):
         _fail_on_one()
-    assert not set(tell()) & set(processes)
+    assert not set(process_ids()) & set(processes)
 
 
 @on_ranks(2)

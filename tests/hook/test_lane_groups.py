@@ -15,21 +15,18 @@ import ddp_core
 from ddp_core import AllReduce, Lanes, Task
 from ddp_core.exchange._lane_groups import _pools
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import batch, equal_bits, equal_on_all_ranks, gradients, mlp
+from tests.tools.training import batch, equal_bits, equal_on_all_ranks, gradients, mlp, train
 
 TINY = 0.2  # KiB a bucket: several buckets
 
 
-def _train(place, group, scheme, steps=2, **options):
-    """The hook, and what the last step's gradients are."""
+def _hook_and_gradients(place, group, scheme, steps=2, **options):
+    """Returns the hook, and the gradients of the last step."""
     model = ddp_core.DistributedDataParallel(
         mlp(), process_group=group, bucket_cap_mb=TINY / 1024, init_sync=False
     )
     hook = commhooks.register(model, scheme, **options)
-    for step in range(steps):
-        model.zero_grad()
-        model(batch(step, place, 4, 16)).square().sum().backward()
-    return hook, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    return hook, train(model, place, range(steps))[-1]
 
 
 # ---- TORCH_DISTRIBUTED_DEBUG=DETAIL: a collective returns when all ranks have come to it
@@ -47,7 +44,7 @@ def test_schemes_of_several_rounds_train_where_every_collective_is_checked(rank,
             wrapper = type(group._get_backend(torch.device("cpu"))).__name__
             assert (wrapper == "_ProcessGroupWrapper") == (level == dist.DebugLevel.DETAIL)
             for name, options in SCHEMES.items():
-                hook, grads = _train(rank, group, name, 3, **options)
+                hook, grads = _hook_and_gradients(rank, group, name, 3, **options)
                 hook.close()
                 results[name].append(grads)
     finally:
@@ -78,19 +75,19 @@ def _again_and_again(rank, world_size, directory):
     for mode in ("close", "keep", "uneven"):
         group = group_of_two()
         for _ in range(3):
-            hook, _ = _train(rank, group, "int4", 1)
+            hook, _ = _hook_and_gradients(rank, group, "int4", 1)
             names.setdefault(mode, []).append(lanes(hook)[0])
             if mode == "close" or (mode == "uneven" and rank >= 2):
                 hook.close()
             kept.append(hook)
     for _ in range(2):
         group = group_of_two()
-        _train(rank, group, "int4", 1)[0].close()
+        _hook_and_gradients(rank, group, "int4", 1)[0].close()
         dist.destroy_process_group(group)
     dist.destroy_process_group()
     store = dist.FileStore(str(Path(directory, "again")), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-    hook, grads = _train(rank, None, "powersgd", 2)
+    hook, grads = _hook_and_gradients(rank, None, "powersgd", 2)
     hook.close()
     return names, grads
 

@@ -41,6 +41,7 @@ from tests.tools.training import (
     mlp,
     outcome,
     parameters,
+    train,
 )
 
 BUCKETS = 36
@@ -116,11 +117,7 @@ def _delays(rank, world_size, steps):
     _pauses(model, rank)
     scheme = Jitter(commhooks.make("powersgd", rank=1), share=0.02)
     hook = commhooks.register(model, scheme)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for step in range(steps):
-        optimizer.zero_grad()
-        model(batch(step, rank, 4, 8)).square().sum().backward()
-        optimizer.step()
+    train(model, rank, range(steps), lr=0.005, width=8)
     rounds = {(row.bucket, row.round) for row in hook.ledger._rows if row.step == steps - 1}
     hook.close()
     assert len(rounds) == 2 * BUCKETS
@@ -344,7 +341,7 @@ def test_a_hook_leaves_no_thread_and_its_group_to_the_next(rank, close):
         threads = [t for t in threading.enumerate() if t.name == "commhooks-lanes"]
         return len(threads), *_pool()
 
-    def train():
+    def hooked():
         model = ddp(mlp())
         hook = commhooks.register(model, "powersgd")
         model(batch(0, rank, 4, 16)).sum().backward()
@@ -352,7 +349,7 @@ def test_a_hook_leaves_no_thread_and_its_group_to_the_next(rank, close):
 
     assert count() == (0, 0, 0)
     for _ in range(2):
-        model, hook = train()
+        model, hook = hooked()
         assert count() == (1, 1, 0)
         if close:
             hook.close()
@@ -437,8 +434,7 @@ if pid == 0:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     model = ddp(mlp())
     hook = commhooks.register(model, "powersgd")
-    for step in range(3):
-        model(batch(step, rank, 4, 16)).square().sum().backward()
+    train(model, rank, range(3))
     dist.barrier()
     exec(EXIT_PATHS[path])
 """
@@ -473,6 +469,6 @@ def test_a_process_ends_cleanly_whatever_it_leaves_open(tmp_path):
     ends = _ends(tmp_path)
     assert list(ends) == list(EXIT_PATHS)
     for path, ranks in ends.items():
-        for got, text in ranks:
-            assert got == (3 if path == "uncaught exception" else 0), (path, text)
+        for code, text in ranks:
+            assert code == (3 if path == "uncaught exception" else 0), (path, text)
             assert not any(word in text.lower() for word in ("traceback", "abort", "terminate"))

@@ -13,7 +13,9 @@ from tests.tools.harness import on_ranks
 from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, parameters
 
 
-def _train(rank: int, freeze_step: int, steps: int, onebit: bool) -> tuple[list[float], Any, float]:
+def _run_adam(
+    rank: int, freeze_step: int, steps: int, onebit: bool
+) -> tuple[list[float], Any, float]:
     """Losses, the model, and how many times as much a dense run sends."""
     model = ddp(mlp())
     optimizer: torch.optim.Optimizer
@@ -37,19 +39,21 @@ def _train(rank: int, freeze_step: int, steps: int, onebit: bool) -> tuple[list[
 
 @on_ranks(2)
 def test_until_it_freezes_it_is_adamw(rank: int) -> None:
-    ours, theirs = (parameters(_train(rank, 20, 20, onebit)[1]) for onebit in (True, False))
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)
+    onebit_adam, adamw = (
+        parameters(_run_adam(rank, 20, 20, onebit)[1]) for onebit in (True, False)
+    )
+    torch.testing.assert_close(onebit_adam, adamw, rtol=0, atol=2e-6)
 
 
 @pytest.mark.slow
 @on_ranks(2)
 def test_one_bit_ends_near_adamw(rank: int) -> None:
-    ours, model, ratio = _train(rank, 60, 400, True)
-    theirs, _, _ = _train(rank, 60, 400, False)
+    onebit_adam, model, ratio = _run_adam(rank, 60, 400, True)
+    adamw, _, _ = _run_adam(rank, 60, 400, False)
     assert equal_on_all_ranks(parameters(model))
-    begin, end = theirs[0], sum(theirs[-20:]) / 20
+    begin, end = adamw[0], sum(adamw[-20:]) / 20
     assert end < 0.5 * begin
-    assert sum(ours[-20:]) / 20 < end + 0.1 * (begin - end)
+    assert sum(onebit_adam[-20:]) / 20 < end + 0.1 * (begin - end)
     assert ratio > 3.5  # 60 dense steps of 400
 
 

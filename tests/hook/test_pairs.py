@@ -18,7 +18,7 @@ from ddp_core.exchange import _collectives as collectives
 from ddp_core.exchange import _pairs as pairs
 from ddp_core.exchange._pairs import Pairs, on_gloo
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import batch, ddp, equal_on_all_ranks, mlp, parameters
+from tests.tools.training import ddp, equal_on_all_ranks, mlp, parameters, train
 
 SHAPES = ((), (0,), (1,), (1001,), (3, 5))
 
@@ -113,18 +113,13 @@ def test_parts_of_the_ranks_exchange_among_themselves(rank: int) -> None:
 def test_two_levels_of_four_ranks_agree_bit_for_bit(rank: int) -> None:
     model = ddp(mlp())
     hook = commhooks.register(model, "sdp4bit", local_size=2, between_block=64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(6):
-        optimizer.zero_grad()
-        x = batch(step, rank, 8, 16)
-        (model(x) - x.roll(1, 1)).square().mean().backward()
-        optimizer.step()
+    train(model, rank, range(6), lr=0.001)
     assert hook.report()["round"].max() == 3
     assert equal_on_all_ranks(parameters(model))
 
 
 @on_ranks(4)
-def test_ranks_that_count_nodes_differently_are_told(rank: int) -> None:
+def test_ranks_that_count_nodes_differently_raise_an_error(rank: int) -> None:
     nodes = mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2" if rank else "4")
     with nodes, pytest.raises(commhooks.errors.MismatchError, match="ranks of a node"):
         commhooks.register(ddp(mlp()), "sdp4bit")

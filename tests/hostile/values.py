@@ -80,14 +80,14 @@ def changed(state: Any, rng: random.Random, values: Sequence[Callable[[], Any]] 
         if not places:
             break
         holder, key = rng.choice(places)
-        what = rng.randrange(5)
-        if what == 0:
+        change = rng.randrange(5)
+        if change == 0:
             del holder[key]
-        elif what == 1 and isinstance(holder, dict):
+        elif change == 1 and isinstance(holder, dict):
             holder[rng.choice([f"{key}x", "rank1", "rank00", "rank9999999999", 5, None])] = holder[
                 key
             ]
-        elif what == 2 and isinstance(holder[key], torch.Tensor) and holder[key].numel():
+        elif change == 2 and isinstance(holder[key], torch.Tensor) and holder[key].numel():
             _damage(holder[key], rng)
         else:
             holder[key] = rng.choice(values)()
@@ -122,16 +122,16 @@ def _places(value: Any, inside: int = 0) -> Any:
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
     """Bytes with some changed, cut off, put in or put twice; or others altogether."""
-    what = rng.randrange(8)
+    change = rng.randrange(8)
     changed = bytearray(data)
     place = rng.randrange(len(changed) + 1)
-    if what == 0:
+    if change == 0:
         return rng.randbytes(rng.choice((0, 1, 63, 64, 65, 500, 5000)))
-    if what == 1:
+    if change == 1:
         return bytes(changed[:place])
-    if what == 2:
+    if change == 2:
         return bytes(changed[:place] + rng.randbytes(rng.choice((1, 8, 100))) + changed[place:])
-    if what == 3:
+    if change == 3:
         return bytes(changed[:place] + changed[rng.randrange(len(changed)) :])
     for _ in range(rng.choice((1, 2, 8, 60))):
         if changed:

@@ -41,7 +41,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32))
 
 
-def train(net: nn.Module) -> None:
+def run_steps(net: nn.Module) -> None:
     for step in range(STEPS):
         inputs = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
         net(inputs).square().sum().backward()
@@ -57,7 +57,7 @@ def train(net: nn.Module) -> None:
 
 
 def trains(host: str, name: str) -> None:
-    train(MODELS[host](made(name), model()))
+    run_steps(MODELS[host](made(name), model()))
 
 
 def reduces(host: str, name: str) -> None:
@@ -71,7 +71,7 @@ def gathers(name: str) -> None:
     fully_shard(net[0], mesh=mesh)  # type: ignore[index]
     fully_shard(net, mesh=mesh)
     commhooks.fsdp.gather_parameters(net, name)
-    train(net)
+    run_steps(net)
 
 
 def _zero(**options: Any) -> None:

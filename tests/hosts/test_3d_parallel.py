@@ -94,9 +94,9 @@ def _run(rank: int, world_size: int, folder: str) -> dict[str, Any]:
         if state is folder:
             commhooks.load_dcp(other, folder)
         else:
-            for theirs in (every[rank ^ 1], wholes[rank ^ 1]):
+            for foreign_state in (every[rank ^ 1], wholes[rank ^ 1]):
                 with pytest.raises(CheckpointError, match="of another part of the model"):
-                    other.load_state_dict(theirs)
+                    other.load_state_dict(foreign_state)
             other.load_state_dict(state)
         loaded = _kept(other)
         # A file has a place for every parameter: of what nothing is kept it says zero.

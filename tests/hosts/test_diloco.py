@@ -39,7 +39,7 @@ def _inner(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, rank: 
     optimizer.step()
 
 
-def _train(
+def _run_diloco(
     rank: int, steps: int, options: dict[str, Any], scheme: str = "none"
 ) -> tuple[Tensor, list[bool], int]:
     model = mlp()
@@ -99,7 +99,7 @@ def _by_hand(
 )
 @on_ranks(3)
 def test_it_is_what_the_papers_say(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    results, applied, _ = _train(rank, 14, options)
+    results, applied, _ = _run_diloco(rank, 14, options)
     wanted = _by_hand(14, world_size, **options)[rank]
     torch.testing.assert_close(results, wanted, rtol=0, atol=2e-5)
     exchanges = 14 // (options["every"] // options.get("fragments", 1))
@@ -111,7 +111,7 @@ def test_it_is_what_the_papers_say(rank: int, world_size: int, options: dict[str
 def test_ranks_agree_bit_for_bit_after_an_exchange_and_gradients_do_not_travel(
     rank: int, scheme: str
 ) -> None:
-    results, applied, rounds = _train(rank, 12, {"every": 4}, scheme)
+    results, applied, rounds = _run_diloco(rank, 12, {"every": 4}, scheme)
     assert equal_on_all_ranks(results)
     assert applied == [step % 4 == 3 for step in range(12)]
     assert rounds == 3 or scheme != "none"
@@ -130,20 +130,20 @@ def test_a_resumed_run_equals_one_that_went_on(
         optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=0.9)
         return model, optimizer, DiLoCo(model, scheme, **options)
 
-    def train(run: Any, steps: range) -> Tensor:
+    def go_on(run: Any, steps: range) -> Tensor:
         for step in steps:
             _inner(*run[:2], step, rank)
             run[2].step()
         return parameters(run[0])
 
     going, resumed = begun(), begun()
-    train(going, range(9))
+    go_on(going, range(9))
     states = copy.deepcopy([part.state_dict() for part in going])
-    wanted = train(going, range(9, 20))
-    train(resumed, range(5))  # until an exchange is under way, which loading has to drop
+    wanted = go_on(going, range(9, 20))
+    go_on(resumed, range(5))  # until an exchange is under way, which loading has to drop
     for part, state in zip(resumed, states, strict=True):
         part.load_state_dict(state)
-    assert torch.equal(train(resumed, range(9, 20)), wanted)
+    assert torch.equal(go_on(resumed, range(9, 20)), wanted)
 
 
 @on_ranks(2)
@@ -196,9 +196,9 @@ def test_a_rank_that_diverges_takes_no_other_with_it(rank: int) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         outer.step()
-    said = [str(warning.message) for warning in caught]
+    messages = [str(warning.message) for warning in caught]
     assert torch.equal(before, parameters(model))
-    assert any("go back to the parameters of the last exchange" in text for text in said)
+    assert any("go back to the parameters of the last exchange" in text for text in messages)
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from tests.hosts.every_host import (
     Elsewhere,
 )
 from tests.tools.harness import run_ranks
-from tests.tools.training import batch, mlp
+from tests.tools.training import mlp, train
 
 AVG, SUM = dist.ReduceOp.AVG, dist.ReduceOp.SUM
 QUIET = (".*FSDP", ".*deprecated", ".*NO_SHARD", ".*TypedStorage")
@@ -135,7 +136,7 @@ DIFFERENT_HALVES = {"int8", "int8, to nearest", "topk"}
 
 
 def run_on(scheme: Scheme, host: str) -> bool:
-    """Whether a host takes a scheme."""
+    """Returns whether a host takes a scheme."""
     if slots_of(scheme) and host in NAMELESS:
         return False
     return scheme.traits.shards or host not in SHARDS | SHARD_CALLS
@@ -243,14 +244,7 @@ def test_hosts_of_one_layout_give_the_same_bits_and_others_have_the_error_of_the
 
 # ---- without a scheme: the bits of the host itself
 
-
-def _trained(model: nn.Module, rank: int) -> list[Tensor]:
-    means = []
-    for step in range(STEPS):
-        model.zero_grad()
-        model(batch(step, rank, 8, 32)).square().sum().backward()
-        means.append(_flat(model))
-    return means
+trained = partial(train, steps=range(STEPS), width=32)
 
 
 def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
@@ -265,16 +259,16 @@ def _models(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
             for module in (plain[0], plain):  # type: ignore[index]
                 on_fsdp(module, mesh=mesh)
         models = MODELS[host](none, mlp(32, 4)), plain
-        results[host] = [_trained(model, rank) for model in models]
+        results[host] = [trained(model, rank) for model in models]
     ours, plain = (composable(mlp(32, 4), bucket_cap_mb=0.004) for _ in range(2))
     commhooks.register(ours, none)
-    results["`replicate()`, composable"] = [_trained(model, rank) for model in (ours, plain)]
+    results["`replicate()`, composable"] = [trained(model, rank) for model in (ours, plain)]
     group = commhooks.process_group(none, least=1)
     grouped, plain = (
         DistributedDataParallel(mlp(32, 4), process_group=over, bucket_cap_mb=0.004)
         for over in (group, None)
     )
-    results["`process_group`"] = [_trained(model, rank) for model in (grouped, plain)]
+    results["`process_group`"] = [trained(model, rank) for model in (grouped, plain)]
     assert group.hook.ledger.dense_bytes > 0
     return results
 
@@ -297,7 +291,7 @@ def _calls(rank: int, world_size: int) -> dict[str, list[Tensor]]:
 
 
 def near(left: Tensor, right: Tensor) -> bool:
-    """Whether they differ by a few roundings."""
+    """Returns whether two tensors differ by a few roundings at the most."""
     return float((left - right).norm()) < 4 * 2**-24 * float(right.norm())
 
 

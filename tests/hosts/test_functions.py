@@ -355,7 +355,7 @@ class _Raises(commhooks.schemes.Dense):
 
 
 @on_ranks(2)
-def test_a_call_that_failed_is_told_where_nobody_kept_its_handle() -> None:
+def test_a_call_that_failed_is_reported_where_nobody_kept_its_handle() -> None:
     collectives = commhooks.Collectives(_Raises())
     good, bad = torch.ones(600), torch.ones(600)
     collectives.all_reduce(bad, "bad", async_op=True)

@@ -25,23 +25,12 @@ from commhooks.hosts import accelerate, fabric, ray
 from commhooks.hosts._framework_hook import FrameworkHook
 from commhooks.hosts.megatron import ReduceScatter
 from tests.tools.harness import on_ranks
+from tests.tools.training import same, train
 
 
 def wrapped() -> DistributedDataParallel:
     torch.manual_seed(0)
     return DistributedDataParallel(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4)))
-
-
-def train(model: nn.Module, steps: range) -> torch.Tensor:
-    """Plain SGD on data of rank and step; the parameters after it."""
-    for step in steps:
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        model.zero_grad()
-        model(torch.randn(4, 8, generator=generator)).square().mean().backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.1 * parameter.grad
-    return torch.cat([value.detach().flatten() for value in model.parameters()])
 
 
 def error_of(call: Any, kind: type[Exception] = RegistrationError) -> str:
@@ -60,14 +49,14 @@ def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(
     folder = str(tmp_path)
     model, host = wrapped(), FrameworkHook("topk", ratio=0.1)
     host._attach(model, world_size)
-    train(model, range(4))
+    train(model, rank, range(4), lr=0.01, width=8)
     weights = {name: value.clone() for name, value in model.state_dict().items()}
     host.save(folder)
     state = host.state_dict()
     assert bool(state) == (rank == 0)
     if rank == 0:
         assert {"rank0", "rank1"} <= set(state)
-    expected = train(model, range(4, 8))
+    expected = train(model, rank, range(4, 8), lr=0.01, width=8)
     dist.barrier()
 
     for loads_first in (True, False):
@@ -80,7 +69,7 @@ def test_rank_0_has_the_state_of_all_and_everyone_goes_on_from_it(
         if not loads_first:
             host.load(folder)
         assert host.hook.step == 4
-        assert torch.equal(train(model, range(4, 8)), expected)
+        assert same(train(model, rank, range(4, 8), lr=0.01, width=8), expected)
 
 
 @on_ranks(2)
@@ -110,8 +99,8 @@ def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
 
     group = dist.new_group([rank], use_local_synchronization=True)
     alone = DistributedDataParallel(nn.Linear(2, 2), process_group=group)
-    said = error_of(lambda: host._attach(alone, world_size))
-    assert "has 2 ranks and gradients are averaged over 1 of them" in said
+    message = error_of(lambda: host._attach(alone, world_size))
+    assert "has 2 ranks and gradients are averaged over 1 of them" in message
     assert not alone._comm_hooks
     # Registered for training by groups is what the option asks for, not the model.
     grouped = FrameworkHook("none", process_group=group)
@@ -119,7 +108,7 @@ def test_a_hook_that_would_not_run_or_not_be_saved_is_an_error(
 
 
 @on_ranks(2)
-def test_a_second_run_has_a_hook_of_its_own(world_size: int) -> None:
+def test_a_second_run_has_a_hook_of_its_own(rank: int, world_size: int) -> None:
     host = FrameworkHook("int8")
     with pytest.warns(RuntimeWarning, match="there is one process"):
         host._attach(nn.Linear(2, 2), 1)  # a run in one process comes before
@@ -129,7 +118,7 @@ def test_a_second_run_has_a_hook_of_its_own(world_size: int) -> None:
     host._attach(model, world_size)
     assert first._closed
     assert host.hook is not first
-    train(model, range(2))
+    train(model, rank, range(2), width=8)
     assert host.hook.step == 2
     assert host.metrics()["comm/wire_bytes"] > 0
 
@@ -141,9 +130,9 @@ def test_in_one_process_a_warning_says_that_nothing_is_exchanged(
     tmp_path: Path, scheme: str, options: dict[str, Any]
 ) -> None:
     model, host = nn.Linear(2, 2), FrameworkHook(scheme, **options)
-    with pytest.warns(RuntimeWarning, match="there is one process") as said:
+    with pytest.warns(RuntimeWarning, match="there is one process") as caught:
         [host._attach(model, 1) for _ in range(2)]  # of two runs
-    assert len(said) == 1
+    assert len(caught) == 1
     assert (host.hook.step, host.metrics()) == (0, {})
     assert "nothing has been exchanged" in host.hook.summary()
     host.save(tmp_path)
@@ -208,8 +197,8 @@ def test_fabric_accelerate_and_ray_are_asked_for_what_they_have(world_size: int)
     assert objects == [comm]
     for given in (SimpleNamespace(value="power_sgd"), print):
         accelerator.ddp_handler.comm_hook = given
-        said = error_of(lambda: accelerate.CommHook("int8").attach(accelerator, wrapped()))
-        assert "Accelerate registers the members of its own enum" in said
+        message = error_of(lambda: accelerate.CommHook("int8").attach(accelerator, wrapped()))
+        assert "Accelerate registers the members of its own enum" in message
 
 
 def _module(name: str, **members: Any) -> None:
@@ -218,7 +207,7 @@ def _module(name: str, **members: Any) -> None:
 
 
 @on_ranks(2)
-def test_lightning_by_what_it_has_published(world_size: int) -> None:
+def test_lightning_by_what_it_has_published(rank: int, world_size: int) -> None:
     _module("lightning")
     _module("lightning.pytorch", Callback=type("Callback", (), {}))
     strategy_class = type("DDPStrategy", (), {"determine_ddp_device_ids": lambda self: None})
@@ -243,7 +232,7 @@ def test_lightning_by_what_it_has_published(world_size: int) -> None:
     comm.setup(trainer, None, "fit")
     comm.on_fit_start(trainer, None)
     for step in range(4):
-        train(model, range(step, step + 1))
+        train(model, rank, [step], width=8)
         trainer.global_step += 1
         comm.on_train_batch_end(trainer, None, None, None, step)
     assert comm.hook.step == 4
@@ -256,7 +245,7 @@ def test_lightning_by_what_it_has_published(world_size: int) -> None:
 
 
 @on_ranks(2)
-def test_transformers_by_what_it_has_published(world_size: int, tmp_path: Path) -> None:
+def test_transformers_by_what_it_has_published(rank: int, world_size: int, tmp_path: Path) -> None:
     folder = str(tmp_path)
     _module("transformers", TrainerCallback=type("TrainerCallback", (), {}))
     from commhooks.hosts.transformers import CommHook
@@ -281,7 +270,7 @@ def test_transformers_by_what_it_has_published(world_size: int, tmp_path: Path) 
     first, state = trainer(model, "a"), SimpleNamespace(global_step=0, stateful_callbacks={})
     comm = begun(first, state)
     for step in range(4):
-        train(model, range(step, step + 1))
+        train(model, rank, [step], width=8)
         state.global_step += 1
         comm.on_step_end(first.args, state, SimpleNamespace(should_log=step == 2))
     assert len(first.logged) == 1
@@ -302,8 +291,8 @@ def test_transformers_by_what_it_has_published(world_size: int, tmp_path: Path) 
     assert begun(trainer(wrapped(), "a"), after).hook.step == 4
     assert after.stateful_callbacks != saved[0]  # each run has a name of its own
     elsewhere = trainer(wrapped(), "b")
-    said = error_of(lambda: begun(elsewhere, restored()), CheckpointError)
-    assert "checkpoint-4" in said
+    message = error_of(lambda: begun(elsewhere, restored()), CheckpointError)
+    assert "checkpoint-4" in message
     resumed = begun(trainer(wrapped(), "b"), restored(), resume_from=checkpoint)
     assert resumed.hook.step == 4
     # Another run's checkpoint of this step has a file of another name.

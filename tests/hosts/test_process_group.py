@@ -27,32 +27,14 @@ from commhooks.errors import MismatchError, RegistrationError, UnknownSchemeErro
 from commhooks.hosts._process_group import SchemeGroup
 from commhooks.schemes import TopK
 from tests.tools.harness import on_ranks, run_ranks
-from tests.tools.training import batch, equal_on_all_ranks, gradients, mlp, relative_error
+from tests.tools.training import batch, equal_on_all_ranks, mlp, relative_error, train
 
 STEPS = 5
 scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 SMALL = {"bucket_cap_mb": 0.004}  # several buckets, some of them of equal size
 
 
-def train(model: nn.Module, rank: int, steps: int = STEPS, first: int = 0) -> list[Tensor]:
-    """Gradients of each step."""
-    means = []
-    for step in range(first, first + steps):
-        model.zero_grad()
-        model(batch(step, rank, 8, 32)).square().sum().backward()
-        means.append(gradients(model))
-    return means
-
-
-def local_means(model: nn.Module, rank: int) -> list[Tensor]:
-    """This rank's pieces of the averaged gradients of each step, flat, of a model of FSDP2."""
-    means = []
-    for step in range(STEPS):
-        model.zero_grad()
-        model(batch(step, rank, 8, 32)).square().sum().backward()
-        grads: list[Any] = [parameter.grad for parameter in model.parameters()]
-        means.append(torch.cat([grad.to_local().double().view(-1) for grad in grads]))
-    return means
+train_five = partial(train, steps=range(STEPS), width=32)
 
 
 def worst_error(means: list[Tensor], exact: list[Tensor]) -> float:
@@ -218,7 +200,7 @@ def test_what_has_a_scheme_of_its_own_runs_it_alone_over_a_group(
         )
         model = fully_shard(mlp(32, 4), mesh=mesh)
         commhooks.register(model, "none")
-        means.append(local_means(model, rank))
+        means.append(train_five(model, rank))
     assert torch.equal(by_function, total)
     assert torch.equal(by_object, total)
     assert all(map(torch.equal, *means))
@@ -244,18 +226,18 @@ def test_two_ranks_without_a_hook_get_what_a_hook_gives(rank: int) -> None:
         model = wrapped(commhooks.process_group(name, least=1, **options))
         other = wrapped()
         commhooks.register(other, name, **options)
-        assert worst_error(train(model, rank), train(other, rank)) < most, name
+        assert worst_error(train_five(model, rank), train_five(other, rank)) < most, name
     first, again, another = (
-        train(wrapped(commhooks.process_group("int8", least=1, seed=seed)), rank, 1)[0]
+        train_five(wrapped(commhooks.process_group("int8", least=1, seed=seed)), rank)[0]
         for seed in (0, 0, 1)
     )
     assert torch.equal(first, again)
     assert not torch.equal(first, another)
     model = wrapped(commhooks.process_group("int8", least=1))
-    dense = train(wrapped(), rank)
-    assert worst_error(train(model, rank), dense) < 0.04
+    dense = train_five(wrapped(), rank)
+    assert worst_error(train_five(model, rank), dense) < 0.04
     core = ddp_core.DistributedDataParallel(mlp(32, 4), process_group=model.process_group)
-    assert worst_error(train(core, rank, 1), dense[:1]) < 0.04
+    assert worst_error(train_five(core, rank), dense) < 0.04
     assert core.process_group is model.process_group
 
 
@@ -293,7 +275,7 @@ def test_a_biased_scheme_without_feedback_is_no_surprise(rank: int) -> None:
 
 @on_ranks(2, ignore_warnings=(".*is deprecated.*",))
 def test_replicas_on_fsdp2_average_by_a_scheme(rank: int, world_size: int) -> None:
-    dense = train(DistributedDataParallel(mlp(32, 4)), rank)
+    dense = train_five(DistributedDataParallel(mlp(32, 4)), rank)
     group = commhooks.process_group("int8", least=1)
     mesh = DeviceMesh.from_group(
         group, "cpu", mesh=list(range(world_size)), mesh_dim_names=("replicate",)
@@ -301,12 +283,12 @@ def test_replicas_on_fsdp2_average_by_a_scheme(rank: int, world_size: int) -> No
     model = mlp(32, 4)
     for module in (model[0], model[2], model):
         on_fsdp(module, mesh=mesh)
-    assert worst_error(local_means(model, rank), dense) <= 0.04
+    assert worst_error(train_five(model, rank), dense) <= 0.04
     assert group.hook.calls == 3 * STEPS
     for name, allowed in {"none": 1e-6, "int8": 0.04, "powersgd": 3.0}.items():
         model = mlp(32, 4)
         hook = commhooks.fsdp.replicate(model, name, modules=[model[0], model[2]])
-        means = local_means(model, rank)
+        means = train_five(model, rank)
         assert worst_error(means, dense) <= allowed, name
         assert (hook.step, hook.calls) == (STEPS, 3 * STEPS)
         assert equal_on_all_ranks(means[-1])
@@ -343,7 +325,7 @@ def test_fully_shard_over_a_group_is_compressed(rank: int, world_size: int) -> N
         model = mlp(32, 4)
         for module in (model[0], model[2], model):
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=dtype))
-        return local_means(model, rank)
+        return train_five(model, rank)
 
     dense = means_over(dist.group.WORLD)
     for name, dtype in (("int8", None), ("int8", torch.float16), ("none", None), ("fp8", None)):
@@ -355,7 +337,7 @@ def test_fully_shard_over_a_group_is_compressed(rank: int, world_size: int) -> N
 
 
 @on_ranks(2)
-def test_a_reduce_scatter_that_is_not_compressed_is_told_once(world_size: int) -> None:
+def test_a_reduce_scatter_that_is_not_compressed_warns_once(world_size: int) -> None:
     whole, part = torch.ones(world_size * 2000), torch.empty(2000)
 
     def expected(name: str, **options: Any) -> list[str]:
@@ -416,12 +398,12 @@ def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward(
     rank: int, steps_before: int
 ) -> None:
     model, plain = composable(mlp(32, 4), **SMALL), wrapped()
-    train(model, rank, steps_before)
+    train(model, rank, range(steps_before), width=32)
     hook, other = (commhooks.register(value, "topk", ratio=0.1) for value in (model, plain))
     if not steps_before:
         with pytest.raises(RegistrationError, match="already has a hook"):
             commhooks.register(model, "topk")
-    same = all(map(torch.equal, train(model, rank), train(plain, rank)))
+    same = all(map(torch.equal, train_five(model, rank), train_five(plain, rank)))
     # Buckets after the first step, from which the hook may begin here, are others.
     assert same or steps_before
     assert hook.step == other.step == STEPS
@@ -431,12 +413,12 @@ def test_a_module_of_replicate_is_registered_before_and_after_its_first_forward(
 
 
 @on_ranks(2)
-def test_a_parameter_that_replicate_does_not_average_is_told_once(rank: int) -> None:
+def test_a_parameter_that_replicate_does_not_average_warns_once(rank: int) -> None:
     module = mlp(32, 4)
     module.get_parameter("2.bias").requires_grad_(False)
     model = composable(module)
     commhooks.register(model, "int8")
-    train(model, rank, 1)
+    train(model, rank, range(1), width=32)
     model.get_parameter("2.bias").requires_grad_(True)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -449,11 +431,11 @@ def test_a_parameter_that_replicate_does_not_average_is_told_once(rank: int) -> 
 def test_a_module_of_replicate_averages_over_its_mesh_or_group(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
     group = mesh.get_group("dp")
-    dense = train(wrapped(group), rank, 2)
+    dense = train_five(wrapped(group), rank)
     for ranks in ({"device_mesh": mesh["dp"]}, {"process_group": group}):
         model = composable(mlp(32, 4), **SMALL, **ranks)
         hook = commhooks.register(model, "int8")
-        assert 0 < worst_error(train(model, rank, 2), dense) < 0.04
+        assert 0 < worst_error(train_five(model, rank), dense) < 0.04
         assert hook.world_size == 2
 
 

@@ -45,7 +45,7 @@ def _build(mesh: Any) -> nn.Module:
     return model
 
 
-def _train(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
+def _trained_parameters(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     replica = mesh["dp"].get_local_rank()
     for step in range(steps):
@@ -59,12 +59,12 @@ def _train(model: nn.Module, mesh: Any, steps: int = 3) -> list[torch.Tensor]:
 @on_ranks(4)
 def test_shards_are_averaged_and_names_stay(name: str) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    theirs = TorchDDP(_build(mesh), device_mesh=mesh["dp"])
-    ours = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
-    hook = commhooks.register(ours, name)
-    wanted, results = _train(theirs, mesh), _train(ours, mesh)
-    assert [key for key, _ in ours.named_parameters()] == NAMES
-    assert not any(isinstance(parameter, DTensor) for parameter in ours.parameters())
+    torch_model = TorchDDP(_build(mesh), device_mesh=mesh["dp"])
+    core_model = DistributedDataParallel(_build(mesh), device_mesh=mesh["dp"])
+    hook = commhooks.register(core_model, name)
+    wanted, results = _trained_parameters(torch_model, mesh), _trained_parameters(core_model, mesh)
+    assert [key for key, _ in core_model.named_parameters()] == NAMES
+    assert not any(isinstance(parameter, DTensor) for parameter in core_model.parameters())
     assert hook.step == 3
     for value, other in zip(wanted, results, strict=True):
         if name == "none":
@@ -166,13 +166,13 @@ class _Net(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.layers = model_of((5, 8, 3))
-        self.one, self.two = nn.Linear(3, 7, bias=False), nn.Linear(3, 7, bias=False)
-        self.two.weight = self.one.weight
+        self.first, self.second = nn.Linear(3, 7, bias=False), nn.Linear(3, 7, bias=False)
+        self.second.weight = self.first.weight
         self.rows = nn.Parameter(torch.randn(8, 3))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         inputs = self.layers(inputs)
-        for matrix in (self.one.weight, self.two.weight, self.rows):
+        for matrix in (self.first.weight, self.second.weight, self.rows):
             whole = matrix.full_tensor() if isinstance(matrix, DTensor) else matrix
             inputs = inputs @ whole.t() @ whole
         return inputs
@@ -195,8 +195,8 @@ def _cut(net: _Net, mesh: Any) -> None:
             stride=net.rows.stride(),
         )
     net.rows = nn.Parameter(rows)
-    weight = nn.Parameter(distribute_tensor(net.one.weight.detach(), mesh, cuts))
-    net.one.weight = net.two.weight = weight
+    weight = nn.Parameter(distribute_tensor(net.first.weight.detach(), mesh, cuts))
+    net.first.weight = net.second.weight = weight
 
 
 LAYOUTS: dict[str, tuple[int, ...]] = {
@@ -239,10 +239,10 @@ def test_a_checkpoint_is_the_same_on_every_mesh(rank: int, tmp_path: Path) -> No
         assert all(isinstance(value, DTensor) for value in state.values())
     assert model.module.layers.state_dict().keys() == {"0.weight", "0.bias", "2.weight", "2.bias"}
     state = model.state_dict(keep_vars=True)
-    assert state["module.one.weight"].requires_grad
+    assert state["module.first.weight"].requires_grad
     # The memory is that of the parameters: nothing is copied or gathered.
-    local = model.state_dict()["module.one.weight"].to_local()
-    assert local.data_ptr() == model.module.one.weight.data_ptr()
+    local = model.state_dict()["module.first.weight"].to_local()
+    assert local.data_ptr() == model.module.first.weight.data_ptr()
     saved = {
         "model": model.module.state_dict(),
         "optimizer": get_optimizer_state_dict(model, optimizer),
@@ -316,7 +316,7 @@ def test_files_of_each_rank_load_with_shards_or_dtensors(rank: int) -> None:
         assert all(not isinstance(v, DTensor) for s in optimizer.state.values() for v in s.values())
     with pytest.raises(RuntimeError, match=r'Missing key\(s\).*"module.rows"'):
         model.load_state_dict({k: v for k, v in state["model"].items() if "rows" not in k})
-    prefixed = model.module.one.state_dict(prefix="deep.")
+    prefixed = model.module.first.state_dict(prefix="deep.")
     assert type(prefixed["deep.weight"]) is DTensor
     turned = init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "dp"))
     foreign = DTensor.from_local(plain["module.rows"], turned, [Shard(0), Replicate()])

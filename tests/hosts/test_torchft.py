@@ -164,7 +164,7 @@ def test_what_a_gpu_does_not_end_in_time_gives_the_group_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     limits: list[Any] = []
-    published = SimpleNamespace(stream_timeout=lambda *what: limits.append(what))
+    published = SimpleNamespace(stream_timeout=lambda *limit: limits.append(limit))
     monkeypatch.setitem(sys.modules, "torchft", SimpleNamespace(futures=published))
     monkeypatch.setitem(sys.modules, "torchft.futures", published)
     manager: Any = SimpleNamespace(_pg=SimpleNamespace(abort=print), _timeout=timedelta(seconds=7))

@@ -32,7 +32,7 @@ from tests.hosts.zero_training import (
     inputs_of,
     model_of,
     same,
-    train,
+    take_steps,
     values,
     wrapped,
 )
@@ -49,8 +49,8 @@ def test_shards_train_as_a_plain_optimizer_does(rank: int, world_size: int, name
     for in_backward in (False, True):
         plain, ours = (wrapped(model_of(), gradient_as_bucket_view=name == "sgd") for _ in range(2))
         zero = ZeroOptimizer(ours, kind, in_backward=in_backward, **settings)
-        train(plain, kind(plain.parameters(), **settings), rank, 0, 5)
-        train(ours, zero, rank, 0, 5)
+        take_steps(plain, kind(plain.parameters(), **settings), rank, 0, 5)
+        take_steps(ours, zero, rank, 0, 5)
         assert len(ours.reducer.buckets) > 1
         agree(ours)
         if world_size == 2:
@@ -63,10 +63,10 @@ def test_a_scheme_may_return_the_mean_in_memory_of_its_own(rank: int) -> None:
     kind, settings = OPTIMIZERS["sgd"]
     for in_backward in (False, True):
         plain, ours = wrapped(model_of()), wrapped(model_of())
-        theirs = ZeroOptimizer(plain, kind, **settings)
+        plain_optimizer = ZeroOptimizer(plain, kind, **settings)
         zero = ZeroOptimizer(ours, kind, scheme=Elsewhere(), in_backward=in_backward, **settings)
-        train(plain, theirs, rank, 0, 2)
-        train(ours, zero, rank, 0, 2)
+        take_steps(plain, plain_optimizer, rank, 0, 2)
+        take_steps(ours, zero, rank, 0, 2)
         assert same(plain, ours), in_backward
 
 
@@ -114,10 +114,10 @@ def _pair(rank: int, features: Collection[str]) -> None:
             {"params": [value for name, value in named if "bias" in name], "lr": 3e-3},
         ]
 
-    theirs = kind(groups(plain), **settings)
+    plain_optimizer = kind(groups(plain), **settings)
     in_backward = "in backward" in features
     zero = ZeroOptimizer(ours, kind, params=groups(ours), in_backward=in_backward, **settings)
-    for model, optimizer in ((plain, theirs), (ours, zero)):
+    for model, optimizer in ((plain, plain_optimizer), (ours, zero)):
         every = 2 if "schedule" in features else 100
         schedule = torch.optim.lr_scheduler.StepLR(optimizer, every, 0.3)
         for step in range(4):
@@ -130,7 +130,7 @@ def _pair(rank: int, features: Collection[str]) -> None:
                     optimizer.step()
                     optimizer.zero_grad()
             model.module.skips = "unused" in features and step in (0, 2)
-            train(model, optimizer, rank, step, 1)
+            take_steps(model, optimizer, rank, step, 1)
             schedule.step()
     agree(ours)
     if "two passes" in features and not in_backward:
@@ -162,7 +162,7 @@ def test_pairs_of_features_have_the_bits_of_plain_training(rank: int, first: str
 @on_ranks(3)
 def test_clipping_by_the_norm_over_all_shards(rank: int) -> None:
     for norm_type in (2.0, math.inf):
-        (plain, theirs), (ours, zero) = both_with("adamw")
+        (plain, plain_optimizer), (ours, zero) = both_with("adamw")
         for step, most in enumerate((0.005, 0.005, 100.0)):
             for model in (plain, ours):
                 backward(model, step, rank)
@@ -170,7 +170,7 @@ def test_clipping_by_the_norm_over_all_shards(rank: int) -> None:
             norm = zero.clip_grad_norm_(most, norm_type)
             torch.testing.assert_close(norm, wanted)
             assert 0.005 < norm < 100
-            for optimizer in (theirs, zero):
+            for optimizer in (plain_optimizer, zero):
                 optimizer.step()
                 optimizer.zero_grad()
         agree(ours)
@@ -195,8 +195,8 @@ def _channels_last(rank: int, world_size: int, gather: str) -> None:
     )
     kind, settings = ADAM
     zero = ZeroOptimizer(ours, kind, gather=gather, **settings)
-    train(plain, kind(plain.parameters(), **settings), rank, 0, 3)
-    train(ours, zero, rank, 0, 3)
+    take_steps(plain, kind(plain.parameters(), **settings), rank, 0, 3)
+    take_steps(ours, zero, rank, 0, 3)
     saved = zero.state_dict(gather=True)["pieces"]
     for name, parameter in plain.module.named_parameters():
         exact = saved[name]["entries"]["exact"]
@@ -211,12 +211,12 @@ def _sixteen_bits(rank: int, world_size: int, gather: str) -> None:
     ours, exact = wrapped(model_of(torch.bfloat16)), model_of()
     kind, settings = ADAM
     zero = ZeroOptimizer(ours, kind, gather=gather, **{**settings, "lr": 1e-4})
-    theirs = kind(exact.parameters(), **{**settings, "lr": 1e-4})
+    exact_optimizer = kind(exact.parameters(), **{**settings, "lr": 1e-4})
     for step in range(20):
         backward(ours, step, rank)
         losses = [exact(inputs_of(step, other)).square().mean() for other in range(world_size)]
         torch.stack(losses).mean().backward()
-        for optimizer in (zero, theirs):
+        for optimizer in (zero, exact_optimizer):
             optimizer.step()
             optimizer.zero_grad()
     agree(ours)
@@ -265,7 +265,7 @@ def test_all_ranks_have_equal_parameters_after_every_step(
             in_backward=name in ("int8", "int4"), lr=1e-2,
         )  # fmt: skip
         for step in range(4):
-            train(model, zero, rank, step, 1)
+            take_steps(model, zero, rank, step, 1)
             agree(model)
         collectives = {row.collective for row in zero.hook.ledger._rows}
         assert collectives == {"all_to_all", "all_gather"}, name
@@ -299,7 +299,7 @@ def test_beside_tensor_parallelism_what_is_not_cut_stays_equal(rank: int) -> Non
 
 
 class _Linear(nn.Module):
-    """Its gradients do not depend on its parameters."""
+    """A layer whose gradients do not depend on its parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -347,7 +347,7 @@ def test_what_ranks_have_and_what_the_owner_keeps_are_the_exact_parameters(
 def test_state_is_divided_and_bytes_are_two_halves(rank: int) -> None:
     model, other = wrapped(model_of()), wrapped(model_of())
     zero = ZeroOptimizer(model, torch.optim.AdamW, lr=1e-2)
-    train(model, zero, rank, 0, 1)
+    take_steps(model, zero, rank, 0, 1)
     kept = sum(
         value.numel() for state in zero.state.values() for value in state.values() if value.dim()
     )
@@ -361,7 +361,7 @@ def test_state_is_divided_and_bytes_are_two_halves(rank: int) -> None:
     dense = zero.hook.ledger.dense_wire_bytes
     assert 1.0 <= zero.hook.ledger.wire_bytes / dense < 1.1
     small = ZeroOptimizer(other, torch.optim.AdamW, scheme="int8", gather="int8", lr=1e-2)
-    train(other, small, rank, 0, 1)
+    take_steps(other, small, rank, 0, 1)
     # One byte and some scales for four, in buckets of few blocks.
     assert small.hook.ledger.wire_bytes / dense < 0.35
 
@@ -399,7 +399,7 @@ def test_a_transformer_trains_as_with_bf16(rank: int, world_size: int) -> None:
 def test_a_compiled_model_trains_in_the_same_buckets(rank: int) -> None:
     both = both_with("adamw")
     for model, optimizer in both:
-        train(torch.compile(model, backend="eager"), optimizer, rank, 0, 3)
+        take_steps(torch.compile(model, backend="eager"), optimizer, rank, 0, 3)
     agree(both[1][0])
     assert same(both[0][0], both[1][0])
 

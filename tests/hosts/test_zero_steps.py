@@ -26,7 +26,7 @@ from tests.hosts.zero_training import (
     model_of,
     overflow_once,
     same,
-    train,
+    take_steps,
     values,
     wrapped,
 )
@@ -42,21 +42,21 @@ def test_a_resumed_run_continues_bit_for_bit(rank: int) -> None:
     for gathered in (False, True):
         model, zero = compressed(in_backward=gathered)
         zero.hook.switch("int8", block=2048)  # which would cut other shards
-        train(model, zero, rank, 0, 3)
+        take_steps(model, zero, rank, 0, 3)
         saved = copy.deepcopy((model.state_dict(), zero.state_dict(gather=gathered)))
-        train(model, zero, rank, 3, 3)
+        take_steps(model, zero, rank, 3, 3)
         zero.param_groups[0]["lr"] = 1.0
         other, resumed = compressed(in_backward=gathered)
         resumed.hook.switch("int8", block=2048)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         assert resumed.param_groups[0]["lr"] == 1e-2
-        train(other, resumed, rank, 3, 3)
+        take_steps(other, resumed, rank, 3, 3)
         assert same(model, other)
         other.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])  # once more: of the state before nothing is left
         assert len(resumed.state) == len(resumed._shards.pieces())
-        train(other, resumed, rank, 3, 3)
+        take_steps(other, resumed, rank, 3, 3)
         assert same(model, other)
 
 
@@ -78,7 +78,7 @@ def test_a_piece_of_one_entry_is_gathered_with_the_others() -> None:
 
 def _saved(rank: int, world_size: int) -> tuple[Any, Any]:
     model, zero = compressed()
-    train(model, zero, rank, 0, 3)
+    take_steps(model, zero, rank, 0, 3)
     only = zero.state_dict(gather=True, dst=1)
     assert bool(only) == (rank == 1)
     return model.state_dict(), zero.state_dict(gather=True)
@@ -89,7 +89,7 @@ def _loaded(rank: int, world_size: int, parts: Any) -> Any:
     model.load_state_dict(parts[0])
     zero.load_state_dict(parts[1])
     again = zero.state_dict(gather=True)
-    train(model, zero, rank, 3, 2)
+    take_steps(model, zero, rank, 3, 2)
     agree(model)
     return again
 
@@ -117,7 +117,7 @@ def test_a_gathered_state_loads_on_another_number_of_ranks(
 @on_ranks(2)
 def test_states_that_do_not_fit_are_refused(rank: int) -> None:
     model, zero = compressed()
-    train(model, zero, rank, 0, 1)
+    take_steps(model, zero, rank, 0, 1)
     before = values(model)
     state, whole = zero.state_dict(), zero.state_dict(gather=True)
     torchs = torch.optim.AdamW(model_of().parameters()).state_dict()
@@ -132,9 +132,9 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
     ):
         with pytest.raises(CheckpointError, match=why):
             zero.load_state_dict(wrong)  # type: ignore[arg-type]
-    theirs = everyone(state)[1 - rank]
+    foreign_state = everyone(state)[1 - rank]
     with pytest.raises(CheckpointError):
-        zero.load_state_dict(theirs)
+        zero.load_state_dict(foreign_state)
     assert all(map(torch.equal, before, values(model)))
 
 
@@ -145,15 +145,15 @@ def test_states_that_do_not_fit_are_refused(rank: int) -> None:
 def test_a_step_that_overflows_on_one_rank_changes_nothing_on_any(rank: int) -> None:
     for in_backward, first in ((False, 2), (True, 2), (True, 0)):
         model, zero = compressed(in_backward=in_backward)
-        train(model, zero, rank, 0, first)
+        take_steps(model, zero, rank, 0, first)
         before, kept = values(model), copy.deepcopy(zero.state_dict())
         handle = overflow_once(model.module, rank)
-        train(model, zero, rank, 2, 1)
+        take_steps(model, zero, rank, 2, 1)
         handle.remove()
         assert all(map(torch.equal, before, values(model))), (in_backward, first)
         same_pieces(zero.state_dict()["pieces"], kept["pieces"])
         assert zero.skipped_steps == zero.hook.skipped_steps == 1
-        train(model, zero, rank, 3, 1)
+        take_steps(model, zero, rank, 3, 1)
         agree(model)
         assert not same(model, model_of())
         assert all(bool(value.isfinite().all()) for value in values(model))
@@ -167,7 +167,7 @@ def test_zero_grad_drops_what_was_accumulated(rank: int) -> None:
             with model.no_sync():
                 model(inputs_of(9 + step, rank)).square().mean().backward()
             optimizer.zero_grad()  # a batch that the program has thought better of
-            train(model, optimizer, rank, step, 1)
+            take_steps(model, optimizer, rank, step, 1)
     assert same(both[0][0], both[1][0])
 
 
@@ -216,7 +216,7 @@ def test_a_backward_pass_that_raised_leaves_nothing_behind(rank: int) -> None:
     for in_backward in (False, True):
         plain, ours = (compressed(in_backward=in_backward) for _ in range(2))
         for model, zero in (plain, ours):
-            train(model, zero, rank, 0, 2)
+            take_steps(model, zero, rank, 0, 2)
             if model is ours[0]:
                 # The last layers' buckets are launched before.
                 handle = model.module[0].register_forward_hook(lambda *a: Breaks.apply(a[2], True))
@@ -224,7 +224,7 @@ def test_a_backward_pass_that_raised_leaves_nothing_behind(rank: int) -> None:
                     backward(model, 2, rank)
                 handle.remove()
                 zero.zero_grad()
-            train(model, zero, rank, 2, 2)
+            take_steps(model, zero, rank, 2, 2)
         agree(ours[0])
         assert same(plain[0], ours[0]), in_backward
 
@@ -239,16 +239,16 @@ def test_parameters_that_are_loaded_or_clipped_in_data_hold(rank: int) -> None:
     for gather, most in (("none", 0), ("int8", 1e-3)):
         plain, ours = both_with("sgd", gather=gather)
         for model, optimizer in (plain, ours):
-            train(model, optimizer, rank, 0, 1)
+            take_steps(model, optimizer, rank, 0, 1)
             model.load_state_dict(other)
-            train(model, optimizer, rank, 1, 1)
+            take_steps(model, optimizer, rank, 1, 1)
         agree(ours[0])
         differ_by(plain[0], ours[0], most)
         for model, optimizer in (plain, ours):
             for step in range(3):
                 for parameter in model.parameters():
                     parameter.data.clamp_(-0.05, 0.05)
-                train(model, optimizer, rank, step, 1)
+                take_steps(model, optimizer, rank, step, 1)
         agree(ours[0])
         differ_by(plain[0], ours[0], most)
 
@@ -310,7 +310,7 @@ def test_gradients_of_one_rank_are_no_step(rank: int) -> None:
     zero.zero_grad()
     with pytest.raises(RegistrationError, match="keeps its shards on these ranks"):
         zero.hook.change_group(dist.new_group([0, 1]))
-    train(model, zero, rank, 3, 1)
+    take_steps(model, zero, rank, 3, 1)
     agree(model)
 
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_combined_is_refused(rank: int) -> None:
         model = wrapped(model_of(), **(options or {}))
         with pytest.raises((Error, ValueError), match=why):
             ZeroOptimizer(model, *(args or (torch.optim.AdamW,)), **settings)
-        train(model, torch.optim.SGD(model.parameters()), rank, 0, 1)
+        take_steps(model, torch.optim.SGD(model.parameters()), rank, 0, 1)
 
     refused(r"averages whole buckets.* or PerParameter$", scheme="powersgd")
     refused("does not pack", gather="powersgd")
@@ -378,7 +378,7 @@ def test_misuse_is_an_error(rank: int) -> None:
     zero.hook.switch("int8")
     with pytest.raises(RegistrationError, match="averages whole buckets"):
         zero.hook.switch("powersgd")
-    train(model, zero, rank, 1, 1)
+    take_steps(model, zero, rank, 1, 1)
     with model.no_sync():
         backward(model, 2, rank)
     with pytest.raises(RegistrationError, match="no_sync"):
@@ -392,7 +392,7 @@ def test_misuse_is_an_error(rank: int) -> None:
 def test_a_deleted_optimizer_is_freed_and_missed(rank: int) -> None:
     model = wrapped(model_of())
     zero = ZeroOptimizer(model, torch.optim.AdamW, scheme="int8", gather="int8", lr=1e-2)
-    train(model, zero, rank, 0, 2)
+    take_steps(model, zero, rank, 0, 2)
     refs = [weakref.ref(model), weakref.ref(zero), weakref.ref(zero.hook)]
     gc.disable()
     hook = zero.hook

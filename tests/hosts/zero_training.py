@@ -45,7 +45,7 @@ def backward(model: nn.Module, step: int, rank: int) -> None:
     model(inputs_of(step, rank, dtype)).float().square().mean().backward()
 
 
-def train(
+def take_steps(
     model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, first: int, steps: int
 ) -> None:
     for step in range(first, first + steps):

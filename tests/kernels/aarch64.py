@@ -118,12 +118,12 @@ class Server:
             else:
                 at = -1 if value is None else places.index(value.data_ptr())
                 message.append(struct.pack("<q", at))
-        sent, got = self._process.stdin, self._process.stdout
-        assert sent is not None
-        assert got is not None
-        sent.write(b"".join(message))
-        sent.flush()
+        requests, replies = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert replies is not None
+        requests.write(b"".join(message))
+        requests.flush()
         for data in buffers.values():
-            answer = got.read(data.numel())
+            answer = replies.read(data.numel())
             assert len(answer) == data.numel(), f"{name}: the process ended"
             data.numpy()[:] = memoryview(answer)

@@ -162,7 +162,7 @@ def attempts(name: str) -> Iterator[tuple[str, list[Any], bool]]:
 
 
 def run(call: Callable[..., None], args: list[Any]) -> bool:
-    """Whether the arguments were taken."""
+    """Returns whether the arguments were accepted."""
     try:
         call(*args)
     except Exception:

@@ -63,20 +63,20 @@ def decoded(x: torch.Tensor, block: int) -> torch.Tensor:
 
 def test_entries_are_off_by_half_a_level_at_most():
     x = plain(512 * 20) + 0.5
-    rows, got = x.view(-1, 512), decoded(x, 512).view(-1, 512)
+    rows, actual = x.view(-1, 512), decoded(x, 512).view(-1, 512)
     level = (rows.amax(1).clamp(min=0) - rows.amin(1).clamp(max=0)) / 255
     # The level of zero is rounded: what it pushes over an end loses up to half a level more.
-    assert ((rows - got).abs() <= level[:, None] * 1.001).all()
-    assert ((rows - got).abs() <= level[:, None] * 0.501).float().mean() > 0.95
+    assert ((rows - actual).abs() <= level[:, None] * 1.001).all()
+    assert ((rows - actual).abs() <= level[:, None] * 0.501).float().mean() > 0.95
     assert torch.equal(decoded(torch.zeros(100), 32), torch.zeros(100))
 
 
 def test_what_is_not_finite_spoils_its_own_block():
     x = plain(5 * 32)
     x[40], x[70] = float("nan"), float("-inf")
-    got = decoded(x, 32).view(5, 32)
-    assert got[[1, 2]].isnan().all()
-    assert got[[0, 3, 4]].isfinite().all()
+    actual = decoded(x, 32).view(5, 32)
+    assert actual[[1, 2]].isnan().all()
+    assert actual[[0, 3, 4]].isfinite().all()
 
 
 def fuzz(run: Any, rng: random.Random) -> None:

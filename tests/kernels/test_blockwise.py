@@ -180,8 +180,8 @@ def test_codes_are_the_nearest_ones(format):
     block = 256
     x = plain(4 * block).view(4, block)
     values = nearest_values(format)
-    got = decoded(x.flatten(), format, block).view(4, block)
-    for row, decoded_row in zip(x, got, strict=True):
+    actual = decoded(x.flatten(), format, block).view(4, block)
+    for row, decoded_row in zip(x, actual, strict=True):
         largest = row.abs().max()
         scale = largest / FORMATS[format].top
         if format.startswith("mx"):
@@ -384,13 +384,15 @@ def test_requantize_is_dequantize_then_quantize(format):
         quantize(plain(n, seed=rank), payloads[rank], format, 256, **place)
     total = torch.empty(n)
     dequantize(payloads, total, format, 256, factor=1 / 3, **bits_for(format))
-    expected, got = torch.empty_like(payloads[0]), torch.empty_like(payloads[0])
+    expected, actual = torch.empty_like(payloads[0]), torch.empty_like(payloads[0])
     stream = philox.RandomBits(1, torch.tensor(4))
     quantize(total, expected, format, 256, random=stream)
     segments = segments_for(format, 256, [[n]])
     received = bits_for(format).get("random")
-    requantize(payloads, got, segments, format, 256, factor=1 / 3, received=received, random=stream)
-    assert torch.equal(expected, got)
+    requantize(
+        payloads, actual, segments, format, 256, factor=1 / 3, received=received, random=stream
+    )
+    assert torch.equal(expected, actual)
 
 
 def fuzz(run: Any, rng: random.Random) -> None:

@@ -78,8 +78,8 @@ def test_they_are_those_of_the_cosine_transform():
     turned = torch.exp(-1j * torch.pi * torch.arange(64) / 128) * spectrum
     expected = turned.real / 2 * (2 / 64) ** 0.5
     expected[:, 0] /= 2**0.5
-    got = dct._transformed(torch.nn.functional.pad(x, (0, 0, 0, 59))[None], 0)[0, :5]
-    torch.testing.assert_close(got.double(), expected, atol=1e-4, rtol=1e-5)
+    actual = dct._transformed(torch.nn.functional.pad(x, (0, 0, 0, 59))[None], 0)[0, :5]
+    torch.testing.assert_close(actual.double(), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_whole_number_may_be_given_for_a_float():
     assert torch.equal(*outs)
 
 
-def test_missing_cuda_kernels_are_told_once():
+def test_missing_cuda_kernels_are_reported_once():
     _op._say_once.cache_clear()
     with mock.patch.dict(_op._MISSING, cuda=lambda: "there is no CuPy"):
         with pytest.warns(RuntimeWarning, match="there is no CuPy"):

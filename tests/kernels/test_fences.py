@@ -43,7 +43,7 @@ NAMES = {
 
 
 def accesses(ptx: str) -> list[str]:
-    """What NAMES has a name for, in the order of the text; once where it is repeated."""
+    """Returns names of instructions in NAMES, in the order of the text; repeated ones once."""
     names = []
     for operation in re.findall(r"^\t(?:@\S+ )?([\w.]+)[\s;]", ptx, re.MULTILINE):
         names += [name for form, name in NAMES.items() if re.fullmatch(form, operation)]

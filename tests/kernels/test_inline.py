@@ -36,11 +36,11 @@ def clipped():
 def test_it_is_compiled_and_gets_its_arguments(clipped, dtype, cpp):
     names = {"clipped (inline)": [f"clipped<{cpp}>"]}
     x = torch.randn(5001).to(dtype)
-    expected, got = torch.empty(2, 5001, dtype=dtype)
+    expected, actual = torch.empty(2, 5001, dtype=dtype)
     clipped.definition(x, expected, 0.5, True)
     with emulated(names):
-        clipped.kernels["cuda"](x, got, 0.5, True)
-    assert torch.equal(expected, got)
+        clipped.kernels["cuda"](x, actual, 0.5, True)
+    assert torch.equal(expected, actual)
     assert nvrtc.compile_cubin("clipped (inline)", *names.values(), "90").code
 
 

@@ -121,8 +121,8 @@ def test_a_device_without_the_instructions_runs_pytorch_code(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", capabilities.__getitem__)
     monkeypatch.setattr(torch.cuda, "get_device_name", ["H100", "T4"].__getitem__)
-    said = cuda.missing.__wrapped__()
-    assert said == "cuda:1 (T4) has compute capability 7.5; the kernels need 8.0"
+    message = cuda.missing.__wrapped__()
+    assert message == "cuda:1 (T4) has compute capability 7.5; the kernels need 8.0"
     capabilities[1] = (8, 0)
     assert cuda.missing.__wrapped__() is None
 

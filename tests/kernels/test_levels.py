@@ -51,11 +51,13 @@ def test_the_nearest_level_is_taken_and_the_projection_is_right(size):
     quantize_levels(x, values, payload[0], 1024, unsent=left)
     dequantize_levels(payload, values, out, 1024)
     scales = payload[0, :16].view(torch.float32)
-    rows, got = (x / size).view(4, 1024).double(), (out / size).view(4, 1024).double()
+    rows, actual = (x / size).view(4, 1024).double(), (out / size).view(4, 1024).double()
     units = rows / rows.square().mean(1, keepdim=True).sqrt()
     nearest = values[(units[..., None] - values).abs().argmin(-1)]
-    torch.testing.assert_close(got / (scales / size)[:, None], nearest.double(), rtol=1e-5, atol=0)
-    torch.testing.assert_close((got * rows).sum(1), rows.square().sum(1), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        actual / (scales / size)[:, None], nearest.double(), rtol=1e-5, atol=0
+    )
+    torch.testing.assert_close((actual * rows).sum(1), rows.square().sum(1), rtol=1e-5, atol=0)
     torch.testing.assert_close(left, x - out)
 
 

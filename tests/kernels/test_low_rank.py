@@ -121,9 +121,9 @@ def test_a_short_last_row_is_one_that_ends_in_zeros(places, lacking, dtype):
     padded = torch.cat([x, zeros.to(dtype)]), torch.cat([kept, zeros])
     for machine in machines(orders=ORDERS):
         with on(machine, KERNELS) as run:
-            got = outputs(run, short.table, x, kept)
+            actual = outputs(run, short.table, x, kept)
             expected = outputs(run, whole.table, *padded)
-        for i, (tensor, other) in enumerate(zip(got, expected, strict=True)):
+        for i, (tensor, other) in enumerate(zip(actual, expected, strict=True)):
             assert same(tensor, other), (machine, places, i)
     defined = outputs(define, short.table, x, kept)
     for tensor, other in zip(defined, outputs(define, whole.table, *padded), strict=True):
@@ -157,10 +157,10 @@ def test_products_are_those_of_the_matrices(dtype, mode):
         c, d = sent[0][of_left].view(rank, rows).double(), sent[1][of_right].view(rank, columns)
         m, e = (flat[part].view(rows, columns).double() for flat in (x, residual))
 
-        def near(got: Tensor, want: Tensor, magnitudes: Tensor, terms: int) -> None:
-            kind = torch.finfo(got.dtype)
+        def near(actual: Tensor, want: Tensor, magnitudes: Tensor, terms: int) -> None:
+            kind = torch.finfo(actual.dtype)
             bound = terms * kind.eps * magnitudes + max(kind.tiny * kind.eps, 1e-37)
-            assert ((got.double().view(want.shape) - want).abs() <= bound).all()
+            assert ((actual.double().view(want.shape) - want).abs() <= bound).all()
 
         near(p[of_left], b @ (m + e).T, b.abs() @ (m.abs() + e.abs()).T, columns + 1)
         near(q[of_right], a @ m, a.abs() @ m.abs(), rows)
@@ -177,7 +177,7 @@ def test_products_are_those_of_the_matrices(dtype, mode):
 @pytest.mark.parametrize("offset", [0, 7])
 @pytest.mark.parametrize("columns", [1056, 1057])
 def test_large_results_are_those_of_small_ones(columns, offset):
-    """They are written past the cache; every row of ``left`` and ``right`` is tried alone too."""
+    """Large results are written past the cache; single rows of ``left`` and ``right`` are tried."""
     n, last = offset + 1000 * columns, 500 * columns + offset
     matrices, some = Matrices([(offset, 1000, columns, 2)]), Matrices([(0, 10, columns, 2)])
     left, right = plain(matrices.left_numel), plain(matrices.right_numel, seed=1)

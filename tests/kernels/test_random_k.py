@@ -66,7 +66,7 @@ def test_every_place_is_as_likely():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("feedback", [True, False])
-def test_an_entry_that_is_not_finite_is_told_by_its_stratum(feedback, bad):
+def test_an_entry_that_is_not_finite_is_found_by_its_stratum(feedback, bad):
     # 97 strata of 5000 entries are 51 or 52 long; warps take 39 of them.
     for place in (0, 51, 2048, 4999):
         x, places = plain(5000), random_places(5000, 97, 5, *KEY[1:])

@@ -21,9 +21,9 @@ def test_the_order_of_blocks_changes_nothing(data, n, k, seed):
     expected = outputs(define, x, k, residual=True, left=True)
     order = ORDERS[seed % len(ORDERS)]
     with emulated(KERNELS, order, RESIDENT, blocks=9, seed=seed):
-        got = outputs(Runner("cuda"), x, k, residual=True, left=True)
+        actual = outputs(Runner("cuda"), x, k, residual=True, left=True)
     for name, value in expected.items():
-        assert same(value, got[name]), name
+        assert same(value, actual[name]), name
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -31,14 +31,14 @@ def test_one_more_stage_where_too_few_reach_the_bound(seed):
     x = large_where_sampled(100_000)
     expected = outputs(define, x, 30_000, residual=False, left=True)
     with emulated(KERNELS, 0, RESIDENT, blocks=9, seed=seed):
-        got = outputs(Runner("cuda"), x, 30_000, residual=False, left=True)
+        actual = outputs(Runner("cuda"), x, 30_000, residual=False, left=True)
     for name, value in expected.items():
-        assert same(value, got[name]), name
+        assert same(value, actual[name]), name
 
 
 def test_more_blocks_than_parts_end():
     x = tricky(5000)
     expected = outputs(define, x, 50, residual=False, left=False)
     with emulated(KERNELS, 0, RESIDENT, blocks=1000, seed=1):
-        got = outputs(Runner("cuda"), x, 50, residual=False, left=False)
-    assert torch.equal(expected["indices"], got["indices"])
+        actual = outputs(Runner("cuda"), x, 50, residual=False, left=False)
+    assert torch.equal(expected["indices"], actual["indices"])

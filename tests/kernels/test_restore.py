@@ -26,10 +26,10 @@ def test_kernels_equal_the_definition(good):
             restore_op.definition(defined, old, torch.tensor(good))
             assert same(defined, expected)
             for machine in machines(orders=(0,)):
-                got = values.clone()
+                actual = values.clone()
                 with on(machine, KERNELS) as run:
-                    run(restore_op, got, old, torch.tensor(good), *[None] * 6)
-                assert same(got, expected), (machine, n, dtype)
+                    run(restore_op, actual, old, torch.tensor(good), *[None] * 6)
+                assert same(actual, expected), (machine, n, dtype)
 
 
 @pytest.mark.parametrize("good", [True, False])

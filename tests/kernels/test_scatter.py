@@ -34,17 +34,17 @@ def test_payloads_are_added_in_order():
     sizes = ((0, 0, 0), (0, 9, 0), (3, 1, 1), (4, 1000, 100), (130, 9000, 700), (9, 8192, 8192))
     for (count, n, k), dtype in itertools.product(sizes, DTYPES):
         indices, values = payloads(count, n, k)
-        expected, got = torch.full((2, n), 7.0, dtype=dtype)
+        expected, actual = torch.full((2, n), 7.0, dtype=dtype)
         if n > 1000:
             values[-1, -1] = math.inf
         scatter_sum_op.definition(indices, values, expected, 1 / 3, None)
         for machine in machines():
             with on(machine, KERNELS) as run:
-                run(scatter_sum_op, indices, values, got.fill_(7.0), 1 / 3, None)
-                assert same(expected, got), (machine, count, n, k, dtype)
+                run(scatter_sum_op, indices, values, actual.fill_(7.0), 1 / 3, None)
+                assert same(expected, actual), (machine, count, n, k, dtype)
                 finite = torch.tensor(not expected.isfinite().all())
-                run(scatter_sum_op, indices, values, got.fill_(7.0), 1 / 3, finite)
-            assert same(expected, got), (machine, count, n, k, dtype)
+                run(scatter_sum_op, indices, values, actual.fill_(7.0), 1 / 3, finite)
+            assert same(expected, actual), (machine, count, n, k, dtype)
             assert finite == expected.isfinite().all(), (machine, count, n, k, dtype)
 
 

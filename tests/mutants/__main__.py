@@ -40,13 +40,13 @@ def main() -> int:
             f"{mutant.where}: {mutant.name}",
             flush=True,
         )
-        if not outcome.found:
+        if not outcome.is_killed:
             print(f"        {mutant.test}\n{outcome.text}", flush=True)
 
     outcomes = run_all(chosen, arguments.jobs, report)
     counts = Counter(outcome.verdict for outcome in outcomes)
     print(", ".join(f"{number} {verdict}" for verdict, number in counts.most_common()))
-    return 0 if all(outcome.found for outcome in outcomes) else 1
+    return 0 if all(outcome.is_killed for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

@@ -37,15 +37,15 @@ class Outcome:
     text: str
 
     @property
-    def found(self) -> bool:
-        """Whether the test has found the bug."""
+    def is_killed(self) -> bool:
+        """Returns whether the test has found the bug."""
         return self.verdict == "killed"
 
 
 def run_all(
     mutants: Sequence[Mutant], jobs: int, report: Callable[[Outcome], None]
 ) -> list[Outcome]:
-    """Runs mutants side by side, and tells of each as it ends."""
+    """Runs mutants side by side, and reports each as it ends."""
     with ThreadPoolExecutor(jobs) as pool:
         running = [pool.submit(_run, mutant) for mutant in mutants]
         outcomes = []

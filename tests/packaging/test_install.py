@@ -39,10 +39,10 @@ def rounds():
     simulation = commhooks.Simulation("int4", {"p": (1000,)}, world_size=2)
     for _ in range(3):
         simulation.step([torch.ones(1000)] * 2)
-with warnings.catch_warnings(record=True) as told:
+with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     rounds()
-print(*[f"{one.category.__name__}: {one.message}" for one in told], sep="\\n")
+print(*[f"{warning.category.__name__}: {warning.message}" for warning in caught], sep="\\n")
 print(commhooks.kernels.implementations("cpu")["quantize"])
 """
 
@@ -86,10 +86,10 @@ class Environment:
         ]
         (self.packages / "running.pth").write_text("\n".join(running) + "\n")
 
-    def install(self, *what: str | Path) -> None:
+    def install(self, *packages: str | Path) -> None:
         options = ["--no-deps", "--no-build-isolation", "--ignore-installed"]
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-        run(*pip, "--python", self.python, "install", *options, *what, cwd=self.folder)
+        run(*pip, "--python", self.python, "install", *options, *packages, cwd=self.folder)
 
     def imported(self) -> list[Path]:
         lines, _ = run(self.python, "-c", SCRIPT, cwd=self.folder)
@@ -313,8 +313,8 @@ def test_without_a_compiler_it_says_so_and_runs_pytorch_code(
         assert words in warned
     assert "from its source folder: 'pip install --force-reinstall --no-deps .'" in warned
     assert "was installed without its CPU kernels" in implementation
-    asked = {"COMMHOOKS_KERNELS": "definition"}
-    printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder, environment=asked)
+    forced = {"COMMHOOKS_KERNELS": "definition"}
+    printed, _ = run(environment.python, "-c", WARNED, cwd=environment.folder, environment=forced)
     assert printed.strip() == "definition: asked for"
 
 

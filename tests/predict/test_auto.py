@@ -273,7 +273,7 @@ def test_steps_of_a_gpu_are_timed_by_the_gpu(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @on_ranks(2)
-def test_ranks_that_would_race_other_candidates_are_told(rank: int) -> None:
+def test_ranks_that_would_race_other_candidates_raise_an_error(rank: int) -> None:
     with pytest.raises(MismatchError, match=r"(?s)candidates.*int4"):
         commhooks.register(CoreDDP(mlp()), "auto", candidates=["int4" if rank else "int8"])
 

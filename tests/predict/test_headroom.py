@@ -88,9 +88,9 @@ def test_a_script_without_a_model_keeps_its_exit_code(
     script = f"import os, sys; print(os.environ['MINE']); sys.exit({code})"
     with mock.patch.dict(os.environ, MINE="from the environment"):
         assert headroom([sys.executable, "-c", script], 10, 100.0, out) == expected
-    said = capfd.readouterr()
-    assert f"ended with exit code {code} and never built a DistributedDataParallel" in said.err
-    assert said.out == "from the environment\n"
+    printed = capfd.readouterr()
+    assert f"ended with exit code {code} and never built a DistributedDataParallel" in printed.err
+    assert printed.out == "from the environment\n"
     assert not out.exists()
     assert signal.getsignal(signal.SIGTERM) is handler
 
@@ -110,9 +110,9 @@ def test_a_script_that_never_ends_is_stopped(
     monkeypatch.setattr(command, "_GRACE", 0.0)
     script = "import time; time.sleep(1000)"
     assert headroom([sys.executable, "-c", script], 10, 2.0, None) == 1
-    said = " ".join(capfd.readouterr().err.split())
-    assert "was stopped and never built a DistributedDataParallel" in said
-    assert "raise --time-limit" in said
+    printed = " ".join(capfd.readouterr().err.split())
+    assert "was stopped and never built a DistributedDataParallel" in printed
+    assert "raise --time-limit" in printed
 
 
 def test_a_machine_without_rank_0_has_no_file(
@@ -132,9 +132,9 @@ def test_a_python_that_ignores_the_environment_is_said_to(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     assert headroom([sys.executable, "-I", "-c", "print('done')"], 10, 100.0, None) == 1
-    said = capfd.readouterr()
-    assert said.out == "done\n"
-    assert "ignores the environment (python -I, -E)" in said.err
+    printed = capfd.readouterr()
+    assert printed.out == "done\n"
+    assert "ignores the environment (python -I, -E)" in printed.err
 
 
 def test_a_command_that_is_none_is_refused() -> None:
@@ -186,14 +186,14 @@ def test_a_script_that_never_trains_through_the_wrapper(shape: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("shape", ["own_hook", "late_hook"])
-def test_a_script_with_a_hook_of_its_own_is_told_which(shape: str, tmp_path: Path) -> None:
+def test_a_script_with_a_hook_of_its_own_gets_its_name(shape: str, tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", shape, 200)
     assert ran.codes == (0, 0), ran.output
     assert ran.report["own_hook"] == "fp16_compress_hook"
     assert "the script has ended" not in ran.output[0]
 
 
-def test_a_script_that_wraps_its_model_again_is_told_so(tmp_path: Path) -> None:
+def test_a_script_that_wraps_its_model_again_is_reported(tmp_path: Path) -> None:
     ran = run_script(tmp_path, "shapes.py", "rebuilt", 200)
     assert ran.codes == (0, 0), ran.output
     assert ran.report["rewrapped"] == 20

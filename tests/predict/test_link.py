@@ -72,7 +72,7 @@ def test_a_long_delay_leaves_the_bandwidth_known(rank: int, world_size: int) -> 
 
 
 @on_ranks(4)
-def test_nodes_are_told_by_torchruns_number_of_local_ranks(rank: int) -> None:
+def test_nodes_are_counted_by_torchruns_number_of_local_ranks(rank: int) -> None:
     """Four ranks that torchrun would have started on two machines, and a group of two."""
     with mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="2"):
         whole = link_report(budget_s=0.1, timeout_s=30)
@@ -110,10 +110,10 @@ def test_the_command_writes_a_file_that_simulate_reads(
     monkeypatch.setenv("COLUMNS", "200")
     file = tmp_path / "link.json"
     run_cli("link", "--budget", "0.3", "--out", file)
-    said = capfd.readouterr().out
-    assert "2 ranks on 1 node, cpu tensors over gloo" in said
-    assert "inside a node: latency" in said
-    assert f"wrote {file}" in said
+    printed = capfd.readouterr().out
+    assert "2 ranks on 1 node, cpu tensors over gloo" in printed
+    assert "inside a node: latency" in printed
+    assert f"wrote {file}" in printed
     fabric = load_fabric(file)
     assert isinstance(fabric, Fabric)
     assert fabric.library == "gloo"

@@ -1,4 +1,4 @@
-"""Lets buckets on the CPU take the ways of a GPU: the stream driver, its clock, and its waiting."""
+"""Runs DistributedDataParallel on the CPU by the code for CUDA: streams, events and waiting."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class Gpu(Device):
 
 
 class _Outcome(launch.Outcome):
-    def __init__(self, device: Any, **what: Any) -> None:
-        super().__init__(GPU, **what)
+    def __init__(self, device: Any, **options: Any) -> None:
+        super().__init__(GPU, **options)
 
     def is_done(self) -> bool:
         done = super().is_done()

@@ -288,12 +288,12 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 def _start_store() -> tuple[Any, tuple[int, int]]:
     """Starts the process that holds a TCPStore; also returns its number and the port."""
     _start_server()
-    ours, theirs = _context.Pipe(duplex=False)
-    process = _context.Process(target=_hold_store, args=(theirs,), daemon=True)
+    parent_end, child_end = _context.Pipe(duplex=False)
+    process = _context.Process(target=_hold_store, args=(child_end,), daemon=True)
     process.start()
-    theirs.close()
-    port = ours.recv()
-    ours.close()
+    child_end.close()
+    port = parent_end.recv()
+    parent_end.close()
     assert process.pid is not None
     return process, (process.pid, port)
 
@@ -301,11 +301,11 @@ def _start_store() -> tuple[Any, tuple[int, int]]:
 def _start_rank(rank: int, main: Callable[..., None] | None = None, *arguments: Any) -> _Rank:
     """Starts a process that calls ``main`` with its end of the pipe and the arguments."""
     _start_server()
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=main or _main, args=(theirs, *arguments), daemon=True)
+    parent_end, child_end = _context.Pipe()
+    process = _context.Process(target=main or _main, args=(child_end, *arguments), daemon=True)
     process.start()
-    theirs.close()
-    return _Rank(rank, process, ours)
+    child_end.close()
+    return _Rank(rank, process, parent_end)
 
 
 def _end(ranks: list[_Rank]) -> None:

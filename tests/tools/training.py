@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 import io
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import commhooks
@@ -83,10 +84,9 @@ def ddp(module: nn.Module, bucket_kb: float = 2.0, **options: Any) -> Distribute
 
 
 def flat(tensors: Any) -> Tensor:
-    """All tensors one after the other; sparse ones made dense, complex ones as pairs."""
-    parts = [
-        tensor.detach().to_dense() if tensor.is_sparse else tensor.detach() for tensor in tensors
-    ]
+    """All tensors one after the other: this rank's part, sparse as dense, complex as pairs."""
+    parts = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    parts = [part.detach().to_dense() if part.is_sparse else part.detach() for part in parts]
     parts = [torch.view_as_real(part) if part.is_complex() else part for part in parts]
     return torch.cat([part.reshape(-1).to(torch.float64) for part in parts])
 
@@ -105,8 +105,22 @@ def gradients(model: nn.Module) -> Tensor:
     )
 
 
+def train(
+    model: nn.Module, rank: int, steps: Iterable[int], *, lr: float = 0.0, width: int = 16
+) -> list[Tensor]:
+    """Returns the gradients of each step, flat; without a rate, parameters stay as they are."""
+    results = []
+    for step in steps:
+        model.zero_grad()
+        model(batch(step, rank, 8, width)).square().sum().backward()
+        results.append(gradients(model))
+        if lr:
+            torch.optim.SGD(model.parameters(), lr=lr).step()
+    return results
+
+
 def residuals(hook: commhooks.HookState, model: nn.Module) -> Tensor:
-    """This rank's residuals in the order of ``gradients``; zero where there is none."""
+    """Returns the local residuals in the order of ``gradients``; zero where there is none."""
     parts = []
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -116,7 +130,7 @@ def residuals(hook: commhooks.HookState, model: nn.Module) -> Tensor:
 
 
 def averaged(tensor: Tensor) -> Tensor:
-    """Its mean over all ranks."""
+    """Returns the mean over all ranks."""
     mean = tensor.clone()
     dist.all_reduce(mean)
     return mean / dist.get_world_size()
@@ -128,14 +142,14 @@ def relative_error(tensor: Tensor, exact: Tensor) -> float:
 
 
 def everyone(value: Any, group: Any = None) -> list[Any]:
-    """What each rank of a group has."""
+    """Returns the values of all ranks of a group."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
 
 
 def same(left: Any, right: Any) -> bool:
-    """Whether two values are equal; of tensors, also inside, all numbers."""
+    """Returns whether two values are equal; of tensors, also inside, all numbers."""
     if isinstance(left, Tensor):
         return torch.equal(left, right)
     if isinstance(left, dict):
@@ -154,12 +168,12 @@ def sealed(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def equal_bits(tensors: list[Tensor]) -> bool:
-    """Whether all are the same, bit for bit."""
+    """Returns whether all tensors are equal, bit for bit."""
     return all(torch.equal(tensor, tensors[0]) for tensor in tensors)
 
 
 def equal_on_all_ranks(*tensors: Tensor) -> bool:
-    """Whether all ranks have the same finite numbers, bit for bit."""
+    """Returns whether all ranks have the same finite numbers, bit for bit."""
     here = flat(tensors)
     everywhere = [torch.empty_like(here) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, here)

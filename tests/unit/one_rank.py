@@ -14,7 +14,7 @@ def layers(count=3):
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(count)))
 
 
-def train(model, steps=1, value=1.0):
+def run_steps(model, steps=1, value=1.0):
     for _ in range(steps):
         model.zero_grad()
         model(torch.full((2, 8), value, requires_grad=True)).sum().backward()

@@ -28,7 +28,7 @@ def normal(numel: int, *seed: int) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(number))
 
 
-def gradients(world_size: int, step: int, numel: int) -> list[Tensor]:
+def rank_gradients(world_size: int, step: int, numel: int) -> list[Tensor]:
     return [normal(numel, step, rank) for rank in range(world_size)]
 
 
@@ -131,18 +131,20 @@ def in_two_phases(
 # ---- comparing
 
 
-def close(got: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
+def close(actual: Tensor, expected: Tensor, tolerance: float = 2e-5) -> None:
     """float32 against float64: a few hundred roundings of entries of about 1."""
-    torch.testing.assert_close(got.double().flatten(), expected.flatten(), rtol=0, atol=tolerance)
+    torch.testing.assert_close(
+        actual.double().flatten(), expected.flatten(), rtol=0, atol=tolerance
+    )
 
 
-def mostly_close(got: Tensor, expected: Tensor) -> None:
+def mostly_close(actual: Tensor, expected: Tensor) -> None:
     """The same, but for blocks where a mean of levels lay halfway between two.
 
     Means of few ranks' levels do at times; which way it goes is a matter of the last bit, and a
     rotation makes that a whole block's, in all later steps.
     """
-    near = (got.double().flatten() - expected.flatten()).abs() < 1e-4
+    near = (actual.double().flatten() - expected.flatten()).abs() < 1e-4
     assert near.double().mean() > 0.75
 
 
@@ -162,7 +164,7 @@ def assert_feedback(
     world_size, n = len(ranks.engines), ranks.layout.numel
     e = [torch.zeros(n, dtype=torch.float64) for _ in range(world_size)]
     for step in range(steps):
-        grads = gradients(world_size, step, n)
+        grads = rank_gradients(world_size, step, n)
         expected, e = exchange([g + kept for g, kept in zip(grads, e, strict=True)], step)
         near(all_equal(ranks.step(grads)), expected)
         for rank in range(world_size):

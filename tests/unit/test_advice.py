@@ -1,4 +1,4 @@
-"""What users are told of their choice of a scheme: its name as typed, costs, and mistakes."""
+"""Errors and warnings name the scheme as users type it, its costs, and what to type instead."""
 
 import json
 import logging
@@ -24,7 +24,7 @@ from commhooks.schemes import Blockwise, PowerSGD, SignSGD, TopK
 from commhooks.wrappers import Coalesced, DelayedStart, PeriodicDense
 from commhooks.wrappers._make import as_typed, short_repr
 from ddp_core.exchange._errors import raised_in
-from tests.unit.one_rank import layers, train
+from tests.unit.one_rank import layers, run_steps
 
 # ---- a scheme as it is typed
 
@@ -67,7 +67,7 @@ def test_a_text_that_is_no_description_is_shown_as_it_is(text: str) -> None:
 def test_summary_and_errors_name_the_scheme_as_typed() -> None:
     model = DistributedDataParallel(layers())
     hook = commhooks.register(model, "powersgd", rank=1, start_step=1)
-    train(model, steps=2)
+    run_steps(model, steps=2)
     assert hook.summary().startswith("powersgd, rank=1, start_step=1 on 1 rank, steps 0 to 1")
     other = HookState("int4", layers())
     with pytest.raises(
@@ -197,8 +197,8 @@ def test_the_cost_of_sending_few_entries_is_said_once_where_logging_is_not_set_u
         monkeypatch.setenv("LOCAL_RANK", local_rank)
         for scheme in ("int8", "powersgd", name):
             HookState(scheme, nn.Linear(4, 4))
-    said = capfd.readouterr().err
-    assert said.count("(ratio=0.01) sends each entry every 100 steps on average") == 1
+    printed = capfd.readouterr().err
+    assert printed.count("(ratio=0.01) sends each entry every 100 steps on average") == 1
 
 
 # ---- checks of a scheme

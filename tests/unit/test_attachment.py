@@ -25,7 +25,7 @@ from commhooks.hook import _parameters as _model
 from commhooks.hook import as_hook
 from commhooks.hook._attachment import ShardedModelGuard
 from ddp_core import DistributedDataParallel as CoreDDP
-from tests.unit.one_rank import KINDS, layers, train
+from tests.unit.one_rank import KINDS, layers, run_steps
 
 pytestmark = pytest.mark.usefixtures("one_rank", "warnings_are_errors", "few_objects")
 
@@ -84,7 +84,7 @@ def test_a_state_moves_between_wrapped_and_plain_models(kind):
     for how in hows:
         model = kind(wrapped(how))
         hook = commhooks.register(model, "powersgd", rank=1)
-        train(model)
+        run_steps(model)
         states[how] = hook.state_dict()
         names[how] = sorted(parameter.name for parameter in hook.parameters)
         assert hook.residual("1.weight") is not None
@@ -104,14 +104,14 @@ def test_a_state_saved_by_full_names_loads(monkeypatch):
         before.setattr(_model, "plain_names", lambda names: {n: f"_orig_mod.{n}" for n in names})
         model = DistributedDataParallel(layers())
         hook = commhooks.register(model, "powersgd", rank=1)
-        train(model)
+        run_steps(model)
         state, wanted = hook.state_dict(), hook.residual("_orig_mod.0.weight")
     assert "_orig_mod.0.weight" in state["rank0"]["memory"]["residual"]
     other = DistributedDataParallel(layers())
     again = commhooks.register(other, "powersgd", rank=1)
     again.load_state_dict(state)
     assert torch.equal(again.residual("0.weight"), wanted)
-    train(other)
+    run_steps(other)
 
 
 def test_a_layout_by_the_scheme_sees_the_names_that_the_scheme_sees():
@@ -119,7 +119,7 @@ def test_a_layout_by_the_scheme_sees_the_names_that_the_scheme_sees():
     scheme = commhooks.PerParameter(rules, default=commhooks.make("powersgd", rank=1))
     model = ddp_core.DistributedDataParallel(torch.compile(layers(), backend="eager"))
     commhooks.register(model, scheme, layout="scheme")
-    train(model, 3)
+    run_steps(model, 3)
     buckets = [bucket.names for bucket in model.reducer.buckets]
     for names in buckets:
         assert len({"_orig_mod.0." in name for name in names}) == 1
@@ -135,21 +135,21 @@ def test_a_layer_may_be_frozen_between_wrapping_and_registering(kind):
     model[0].requires_grad_(False)
     hook = commhooks.register(ddp, "powersgd", rank=1)
     assert len(hook.parameters) == 6
-    train(ddp)
+    run_steps(ddp)
     assert model[0].weight.grad is None
     assert hook.step == 1
     state = hook.state_dict()
     assert "0.weight" in state["rank0"]["memory"]["residual"]
     hook.load_state_dict(state)
     model[0].requires_grad_(True)
-    train(ddp)
-    train(ddp)
+    run_steps(ddp)
+    run_steps(ddp)
     assert model[0].weight.grad is not None
 
 
 @pytest.mark.parametrize("when", ["before register", "in training"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_layer_that_is_unfrozen_is_told_of_once_and_our_class_refuses_it(kind, when):
+def test_a_layer_that_is_unfrozen_warns_once_and_our_class_refuses_it(kind, when):
     model = layers()
     model[1].requires_grad_(False)
     ddp = kind(model)
@@ -158,25 +158,25 @@ def test_a_layer_that_is_unfrozen_is_told_of_once_and_our_class_refuses_it(kind,
     hook = commhooks.register(ddp, "powersgd", rank=1)
     assert {parameter.name[0] for parameter in hook.parameters} == {"0", "2"}
     if when == "in training":
-        train(ddp, 5)
+        run_steps(ddp, 5)
         model[1].requires_grad_(True)
     warns = pytest.warns(RuntimeWarning, match="1.weight, 1.bias did not require a gradient")
     if kind is CoreDDP:
         with warns, pytest.raises(RuntimeError, match="bias was frozen when Distributed"):
-            train(ddp)
+            run_steps(ddp)
         return
     with warns:
-        train(ddp)
-    train(ddp, 3)
+        run_steps(ddp)
+    run_steps(ddp, 3)
 
 
 def test_a_layer_may_be_trained_once_it_is_wrapped_anew():
     model = layers()
     model[1].requires_grad_(False)
     old = ddp_core.DistributedDataParallel(model)
-    train(old)
+    run_steps(old)
     model[1].requires_grad_(True)
-    train(ddp_core.DistributedDataParallel(model))
+    run_steps(ddp_core.DistributedDataParallel(model))
     model[1].requires_grad_(False)
     again = ddp_core.DistributedDataParallel(model)
     model[1].requires_grad_(True)
@@ -184,17 +184,17 @@ def test_a_layer_may_be_trained_once_it_is_wrapped_anew():
     gc.collect()
     del old
     gc.collect()
-    train(model)  # by itself
+    run_steps(model)  # by itself
 
 
-def test_an_ignored_parameter_is_not_told_of():
+def test_an_ignored_parameter_does_not_warn():
     model = layers()
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
         model, ["1.weight", "1.bias"]
     )
     ddp = DistributedDataParallel(model)
     commhooks.register(ddp, "none")
-    train(ddp)
+    run_steps(ddp)
 
 
 # ---- a hook that is never called
@@ -224,7 +224,7 @@ def test_a_hook_that_was_refused_does_not_warn_as_well(recwarn):
 def test_a_state_whose_model_trained_without_it_warns_when_it_is_dropped(kind):
     ddp = kind(layers())
     held = {"state": HookState("int8", ddp)}
-    train(ddp, 3)
+    run_steps(ddp, 3)
     with pytest.warns(
         RuntimeWarning, match=r"never called, though its model was trained.*Lightning"
     ):
@@ -240,31 +240,31 @@ def test_a_loss_computed_beside_the_wrapper_warns_when_the_hook_is_dropped():
 
 
 @pytest.mark.parametrize(
-    "what", ["nothing", "one step", "no_sync", "another hook", "called", "described", "diloco"]
+    "case", ["nothing", "one step", "no_sync", "another hook", "called", "described", "diloco"]
 )
-def test_a_state_that_did_what_was_asked_of_it_says_nothing(what):
+def test_a_state_that_did_what_was_asked_of_it_says_nothing(case):
     ddp = DistributedDataParallel(layers())
-    if what == "diloco":
+    if case == "diloco":
         ddp.register_comm_hook(None, commhooks.noop_hook)
         outer = commhooks.DiLoCo(ddp, "none", every=100)
-        train(ddp, 3)
+        run_steps(ddp, 3)
         outer.close()
         held = {"outer": outer}
         del outer
     else:
         held = {"state": HookState("int8", ddp)}
-    if what == "one step":
-        train(ddp)
-    elif what == "no_sync":
+    if case == "one step":
+        run_steps(ddp)
+    elif case == "no_sync":
         with ddp.no_sync():
-            train(ddp, 3)
-    elif what == "another hook":
+            run_steps(ddp, 3)
+    elif case == "another hook":
         commhooks.register(ddp, "none")
-        train(ddp, 3)
-    elif what == "called":
+        run_steps(ddp, 3)
+    elif case == "called":
         ddp.register_comm_hook(held["state"], comm_hook)
-        train(ddp, 3)
-    elif what == "described":
+        run_steps(ddp, 3)
+    elif case == "described":
         repr(held["state"])
         held["state"].state_dict()
     drop(*held, scope=held)
@@ -314,16 +314,16 @@ def test_a_residual_that_was_asked_for_stays_what_it_is():
     ddp = DistributedDataParallel(layers())
     hook = commhooks.register(ddp, "topk", ratio=0.1)
     for _ in range(2):  # buckets are others after the first step, and so are their buffers
-        train(ddp)
+        run_steps(ddp)
     residual = hook.residual("0.weight")
     before = residual.clone()
     for value in (2.0, 3.0, 4.0):  # memory fills two buffers in turn
-        train(ddp, value=value)
+        run_steps(ddp, value=value)
         assert torch.equal(residual, before)
         assert not torch.equal(hook.residual("0.weight"), before)
 
 
-def test_quantization_per_channel_is_by_blocks_of_the_size_that_is_told():
+def test_quantization_per_channel_is_by_blocks_of_the_size_given():
     gradients = []
     for size in (16, 64):
         ddp = DistributedDataParallel(layers(1))
@@ -354,7 +354,7 @@ def test_a_shared_parameter_is_known_by_both_names():
     model[2].weight = model[0].weight
     ddp = DistributedDataParallel(model)
     hook = commhooks.register(ddp, "powersgd", rank=1)
-    train(ddp)
+    run_steps(ddp)
     assert hook.residual("0.weight").any()
     assert torch.equal(hook.residual("2.weight"), hook.residual("0.weight"))
 
@@ -375,7 +375,7 @@ def test_a_state_that_was_asked_before_it_has_a_model_finds_it(ask):
     ask(hook)
     ddp = DistributedDataParallel(layers())
     ddp.register_comm_hook(hook, comm_hook)
-    train(ddp)
+    run_steps(ddp)
     assert hook.residual("0.weight") is not None
 
 
@@ -383,7 +383,7 @@ def test_a_state_that_was_asked_before_it_has_a_model_finds_it(ask):
 def test_a_module_given_to_replicate_takes_a_hook(when):
     model = replicate(layers())
     if when == "after":
-        train(model)
+        run_steps(model)
         for parameter in model.parameters():
             parameter.grad = None
     if when == "by hand":
@@ -391,7 +391,7 @@ def test_a_module_given_to_replicate_takes_a_hook(when):
         model.register_comm_hook(hook, comm_hook)
     else:
         hook = commhooks.register(model, "powersgd", rank=1)
-    train(model, 3)
+    run_steps(model, 3)
     assert hook.step == 3
     assert hook.residual("1.weight") is not None
     with pytest.raises(RegistrationError, match=r"has a hook already|already has a hook"):
@@ -405,7 +405,7 @@ def test_comm_hook_takes_a_hook_state(state):
     with pytest.raises(
         TypeError, match=r"comm_hook takes a commhooks.HookState.*HookState\('int8'"
     ):
-        train(ddp)
+        run_steps(ddp)
 
 
 def test_a_process_group_is_one():
@@ -416,7 +416,7 @@ def test_a_process_group_is_one():
         HookState("none", process_group=dist.GroupMember.NON_GROUP_MEMBER)
 
 
-def test_a_layout_function_of_the_wrong_shape_is_told_of():
+def test_a_layout_function_of_the_wrong_shape_is_an_error():
     ddp = ddp_core.DistributedDataParallel(layers())
     with pytest.raises(
         commhooks.errors.OptionError, match="cannot be called with a name and a parameter"

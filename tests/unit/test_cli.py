@@ -283,9 +283,9 @@ def test_the_shell_completes_commands_schemes_and_files(
     Path("fp_mine.py").touch()
 
     def completed(line: str) -> list[str]:
-        asked = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": line}
-        asked["COMP_CWORD"] = str(len(line.split()) - 1)
-        done = CliRunner().invoke(app, [], prog_name="commhooks", env=asked)
+        variables = {"_COMMHOOKS_COMPLETE": "complete_bash", "COMP_WORDS": line}
+        variables["COMP_CWORD"] = str(len(line.split()) - 1)
+        done = CliRunner().invoke(app, [], prog_name="commhooks", env=variables)
         return done.output.split()
 
     assert completed(f"commhooks {command[:3]}") == [command]
@@ -533,12 +533,12 @@ def test_options_follow_a_file_as_they_follow_a_name(
     monkeypatch.setattr(conformance, "LAWS", dict(list(LAWS.items())[:1]))
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
-    asked = [f"{path}:row=64"]
+    arguments = [f"{path}:row=64"]
     if command == "tradeoff":
-        asked += ["fp16"]
+        arguments += ["fp16"]
     if command == "simulate":
-        asked = ["--schemes", *asked, "--model", "resnet50", "--ranks", "2"]
-    output = run_cli(command, *asked)
+        arguments = ["--schemes", *arguments, "--model", "resnet50", "--ranks", "2"]
+    output = run_cli(command, *arguments)
     assert re.search("needs_row[: ]row=64", output)
 
 
@@ -549,10 +549,10 @@ def test_a_scheme_of_a_file_that_is_named_with_options_is_not_made_without(
 ) -> None:
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
-    asked = [str(path), "needs_row:row=64"]
+    arguments = [str(path), "needs_row:row=64"]
     if command in ("simulate", "advise"):
-        asked = ["--schemes", ",".join(asked), "--model", "resnet50", "--ranks", "2"]
-    output = run_cli(command, *asked)
+        arguments = ["--schemes", ",".join(arguments), "--model", "resnet50", "--ranks", "2"]
+    output = run_cli(command, *arguments)
     assert re.search("needs_row[: ]row=64|needs_row: ", output)
     if command == "schemes":
         assert 'register(ddp_model, "needs_row", row=64)' in output
@@ -573,14 +573,14 @@ def test_two_settings_of_a_file_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
-def test_a_missing_option_is_told_as_it_is_given(tmp_path: Path) -> None:
+def test_a_missing_option_is_named_as_it_is_given(tmp_path: Path) -> None:
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
     assert "needs_row:row=..." in run_cli("check", path, code=2, columns=400)
 
 
 @pytest.mark.usefixtures("forget_new_schemes")
-def test_a_scheme_that_raises_is_checked_once_and_its_line_is_told(tmp_path: Path) -> None:
+def test_a_scheme_that_raises_is_checked_once_and_its_line_is_shown(tmp_path: Path) -> None:
     path = tmp_path / "needs.py"
     path.write_text(NEEDS_ROW)
     output = run_cli("check", f"{path}:row=100", code=1, columns=400)
@@ -685,5 +685,5 @@ def test_a_scheme_that_cannot_be_made_does_not_spoil_the_listing(name: str, tmp_
     with mock.patch.object(_catalogue, "_bits", return_value="0"):
         listed = run_cli("schemes", tmp_path / name)
     assert "see commhooks schemes test_cli_scheme" in row(listed, "test_cli_scheme")
-    asked = run_cli("schemes", "test_cli_scheme", code=0 if name == "needs.py" else 2)
-    assert FILES[name][1] in asked or "needed" in row(asked, "bits")
+    described = run_cli("schemes", "test_cli_scheme", code=0 if name == "needs.py" else 2)
+    assert FILES[name][1] in described or "needed" in row(described, "bits")

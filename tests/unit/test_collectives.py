@@ -42,10 +42,10 @@ def tensors(world_size: int, *shape: int) -> list[Tensor]:
 
 
 def run(requests: list[Collective]) -> list[Tensor]:
-    def one(request: Collective):
+    def exchange(request: Collective):
         return (yield request)
 
-    return simulate([one(request) for request in requests])
+    return simulate([exchange(request) for request in requests])
 
 
 @pytest.mark.parametrize("world_size", SIZES)
@@ -137,7 +137,7 @@ def test_an_unknown_operation_is_refused() -> None:
         lambda: Broadcast(torch.zeros(3)),
     ],
 )
-def test_ranks_that_ask_for_different_things_are_told(other: Callable[[], Collective]) -> None:
+def test_ranks_with_different_collectives_raise_an_error(other: Callable[[], Collective]) -> None:
     with pytest.raises(
         MismatchError, match=r"round 0, rank 0 yields .*, rank 1 yields .* not on values"
     ):
@@ -149,7 +149,7 @@ def test_broadcasts_from_different_sources_do_not_match() -> None:
         run([Broadcast(torch.zeros(3), 0), Broadcast(torch.zeros(3), 1)])
 
 
-def test_a_rank_that_ends_early_is_told() -> None:
+def test_a_rank_that_ends_early_is_an_error() -> None:
     def rounds(count: int):
         for _ in range(count):
             yield AllReduce(torch.zeros(1))
@@ -209,7 +209,7 @@ def test_a_failure_is_thrown_into_the_exchange_and_names_the_place() -> None:
         task.outcome()
 
 
-def test_a_maximum_does_not_tell_of_a_nan() -> None:
+def test_a_maximum_may_hide_a_nan() -> None:
     """On Gloo it may be lost, so that a scheme that relies on it fails in the simulation, too."""
     first, second = torch.tensor([nan, 1.0, nan]), torch.tensor([1.0, nan, nan])
     for result in run([AllReduce(first, "max"), AllReduce(second, "max")]):

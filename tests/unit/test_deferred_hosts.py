@@ -116,7 +116,7 @@ def stepped(order: Order, gather: str) -> list[Tensor]:
             parameters=Parameters(module),
             engine=Engine(commhooks.make("none"), rank=0, world_size=1),
             drivers=Drivers(1),
-            attach_shards=lambda *what: None,
+            attach_shards=lambda *args: None,
         )
         buckets = [
             SimpleNamespace(number=number, parameters=[parameter])

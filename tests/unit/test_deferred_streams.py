@@ -58,7 +58,7 @@ class Bucket:
         return self._all[3]
 
 
-def train(
+def bucket_contents(
     machine: LazyDevice,
     name: str,
     options: dict[str, Any],
@@ -144,7 +144,7 @@ def _opened(hook: HookState) -> Verification:
 def found_in(order: Order, name: str, options: dict[str, Any], **case: bool) -> list[Tensor]:
     torch.manual_seed(0)
     with lazy_device(order) as machine:
-        return train(machine, name, options, **case)
+        return bucket_contents(machine, name, options, **case)
 
 
 def assert_same(left: list[Tensor], right: list[Tensor]) -> None:
@@ -354,7 +354,7 @@ def test_work_is_done_when_somebody_waits_for_it_and_memory_is_given_back_in_ord
         assert memory.isnan().all()
 
 
-def test_marks_tell_how_far_a_device_has_come_without_a_call_to_it() -> None:
+def test_marks_show_how_far_a_device_has_come_without_a_call_to_it() -> None:
     with lazy_device("late") as machine:
         marks = Marks(torch.device("meta"))
         assert [marks.enqueue(), marks.enqueue()] == [1, 2]

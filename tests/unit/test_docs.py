@@ -123,7 +123,7 @@ def test_examples_run(page: Path, tmp_path: Path) -> None:
 
 
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Its cells in their order, in one process, with a backend that shows no window."""
+    """Cells run in their order, in one process, with a backend that shows no window."""
     cells = json.loads((ROOT / "docs" / "examples" / "quickstart.ipynb").read_text())["cells"]
     code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = f"import matplotlib\nmatplotlib.use('agg')\n{code}"
@@ -154,8 +154,8 @@ def _schemes_of_the_guide() -> dict[str, type[commhooks.Scheme]]:
 def test_schemes_of_the_guide_obey_the_laws(name: str, laws: Laws) -> None:
     scheme = _schemes_of_the_guide()[name]
     made = partial(make, scheme(), error_feedback=scheme.traits.biased)  # as by name
-    theirs = [text for text in laws_of(made()) if text in laws]
-    assert not [verdict for verdict in check_scheme(made, theirs) if not verdict.holds]
+    promised = [text for text in laws_of(made()) if text in laws]
+    assert not [verdict for verdict in check_scheme(made, promised) if not verdict.holds]
 
 
 def anchors(page: Path) -> set[str]:
@@ -164,7 +164,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def is_entry(page: Path, anchor: str) -> bool:
-    """Whether a page of the reference describes the module of a name, and the name exists."""
+    """Returns whether a page of the reference describes the module of an existing name."""
     modules = re.findall(r"^::: ([\w.]+)$", page.read_text(), flags=re.MULTILINE)
     with contextlib.suppress(AttributeError, ImportError, ValueError):
         return anchor.startswith(tuple(modules)) and resolve_name(anchor) is not None
@@ -253,7 +253,7 @@ def options() -> frozenset[str]:
 
 
 def test_schemes_and_options_in_the_text_exist() -> None:
-    """Those of calls and of ``option=value`` between backticks; blocks of code are run."""
+    """Calls and ``option=value`` between backticks are looked up; blocks of code are run."""
     for page in PAGES:
         for code in re.findall(r"`([^`\n]+)`", without_code(page)):
             for scheme in re.findall(r"\b(?:make\(|switch\(|register\(\w+, )\"(\w+)\"", code):
@@ -355,13 +355,13 @@ def classes_of_the_reference() -> dict[type, set[str]]:
                 of_page = (yaml_load(dedent(indented)) or {"options": {}})["options"]
                 for member in of_page.get("members", module.__all__):
                     if inspect.isclass(value := getattr(module, member)):
-                        asked = {**usual, **of_page}
-                        classes[value] = set(asked["inherited_members"])
+                        options = {**usual, **of_page}
+                        classes[value] = set(options["inherited_members"])
     return classes
 
 
 def test_the_reference_has_the_methods_that_pages_call() -> None:
-    """Those of the class itself, and those of its base classes that it is told to show."""
+    """Methods of a class, and of the base classes whose members its page shows."""
     classes, calls = classes_of_the_reference(), set()
     for page in PAGES:
         if "design" not in page.parts:

@@ -46,9 +46,9 @@ def test_what_cuda_kernels_need_is_what_the_extra_installs(
 ) -> None:
     monkeypatch.setattr(torch.version, "cuda", f"{major}.0")
     monkeypatch.setitem(sys.modules, "cupy", None)
-    said = cuda.missing.__wrapped__()
-    assert said.startswith("CuPy cannot be imported (")
-    _, command, packages = said.partition(": pip install ")
+    message = cuda.missing.__wrapped__()
+    assert message.startswith("CuPy cannot be imported (")
+    _, command, packages = message.partition(": pip install ")
     assert command
     assert shlex.split(packages) == EXTRAS[f"cuda{major}"]
 
@@ -62,27 +62,27 @@ TEXTS = [
 ]
 
 
-def told(pattern: str, files: Iterable[Path]) -> list[tuple[str, str]]:
+def matches(pattern: str, files: Iterable[Path]) -> list[tuple[str, str]]:
     """Returns the matches of a pattern's group, each with the file's name."""
     regex = re.compile(pattern, re.MULTILINE)
     return [(match, path.name) for path in files for match in regex.findall(path.read_text())]
 
 
-def test_commands_that_users_are_told_to_run_exist() -> None:
-    commands = told(
+def test_commands_in_texts_for_users_exist() -> None:
+    commands = matches(
         r"(?:^ *|`)(?:python -m )?commhooks ([a-z]+)(?: [A-Za-z_]+(?:\.py)?)?(?:`| --| *#|   |$)",
         TEXTS,
     )
     assert {"check", "doctor", "new", "schemes", "tradeoff"} <= {name for name, _ in commands}
     assert not [(name, where) for name, where in commands if name not in COMMANDS]
-    extras = told(r"pip install [^`\n]*\.\[([\w,]+)\]", TEXTS)
+    extras = matches(r"pip install [^`\n]*\.\[([\w,]+)\]", TEXTS)
     assert "cli" in [name for listed, _ in extras for name in listed.split(",")]
     assert not [extra for extra in extras if not set(extra[0].split(",")) <= set(EXTRAS)]
 
 
 def test_nobody_is_sent_to_an_index_or_to_the_studies_of_a_clone() -> None:
-    assert not told(r"(pip install [^`\n]*\bcommhooks\b)", TEXTS)
-    assert not told(r"(python -m experiments)", set(TEXTS) - set(PAGES))
+    assert not matches(r"(pip install [^`\n]*\bcommhooks\b)", TEXTS)
+    assert not matches(r"(python -m experiments)", set(TEXTS) - set(PAGES))
 
 
 PUBLIC = [

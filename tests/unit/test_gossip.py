@@ -1,4 +1,4 @@
-"""Gossip: who meets whom, and its law, bit for bit."""
+"""The scheme "gossip": which ranks average with each other in a step, and its formula."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 from commhooks import Simulation
 from commhooks.schemes.gossip import partner_of
-from tests.unit.references import gradients, mean
+from tests.unit.references import mean, rank_gradients
 
 N = 300
 world_sizes = pytest.mark.parametrize("world_size", range(1, 9))
@@ -30,7 +30,7 @@ def test_the_law_holds_bit_for_bit(world_size: int, dtype: torch.dtype) -> None:
     ranks = Simulation("gossip", {"a": (100,), "b": (20, 10)}, world_size=world_size)
     sums = [torch.zeros(N, dtype=wide) for _ in range(world_size)]
     for step in range(6):
-        grads = [grad.to(dtype) for grad in gradients(world_size, step, N)]
+        grads = [grad.to(dtype) for grad in rank_gradients(world_size, step, N)]
         halves = [(s + g) / 2 for s, g in zip(sums, grads, strict=True)]
         for rank, given in enumerate(ranks.step(grads)):
             partner = partner_of(rank, step, world_size)
@@ -45,7 +45,7 @@ def test_the_law_holds_bit_for_bit(world_size: int, dtype: torch.dtype) -> None:
 def test_a_gradient_reaches_all_of_2_to_the_k_ranks_alike_in_k_steps(bits: int) -> None:
     world_size = 2**bits
     ranks = Simulation("gossip", {"p": (N,)}, world_size=world_size)
-    grads = gradients(world_size, 0, N)
+    grads = rank_gradients(world_size, 0, N)
     total = [torch.zeros(N, dtype=torch.float64) for _ in range(world_size)]
     for step in range(bits):
         given = ranks.step([grad if step == 0 else torch.zeros(N) for grad in grads])
@@ -71,15 +71,15 @@ def test_a_cast_rounds_no_sum() -> None:
     plain = Simulation("gossip", {"p": (N,)}, world_size=2)
     cast = Simulation("gossip", {"p": (N,)}, world_size=2, wire_dtype="bf16")
     for step in range(3):
-        grads = gradients(2, step, N)
+        grads = rank_gradients(2, step, N)
         assert torch.equal(plain.step(grads)[0], cast.step(grads)[0])
 
 
 def test_one_message_of_the_gradient_s_size_travels() -> None:
     ranks = Simulation("gossip", {"p": (N,)}, world_size=8)
-    ranks.step(gradients(8, 0, N))
+    ranks.step(rank_gradients(8, 0, N))
     assert ranks.requests == [("all_gather", 4 * N)]
     assert ranks.wire_bytes == [4 * N]
     resting = Simulation("gossip", {"p": (N,)}, world_size=3)
-    resting.step(gradients(3, 0, N))
+    resting.step(rank_gradients(3, 0, N))
     assert resting.wire_bytes == [0]

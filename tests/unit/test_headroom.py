@@ -247,7 +247,7 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
         ({}, "never built a DistributedDataParallel"),
         ({"ddp": True}, "before a forward pass through it in training"),
@@ -262,12 +262,12 @@ def test_the_schedule_of_steps_is_the_one_by_which_they_are_sorted() -> None:
         ({"failed": "of a rank"}, "of a rank"),
     ],
 )
-def test_each_reason_for_no_answer_has_words(state: dict[str, Any], said: str) -> None:
-    assert said in command._reason(state, 0, False, 600.0)
+def test_each_reason_for_no_answer_has_words(state: dict[str, Any], message: str) -> None:
+    assert message in command._reason(state, 0, False, 600.0)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--out", "/", "--", "true"], "is a folder"),
         (["--out", "/none/x.json", "--", "true"], "there is no folder"),
@@ -275,11 +275,11 @@ def test_each_reason_for_no_answer_has_words(state: dict[str, Any], said: str) -
         (["--", "/none/x"], "cannot run /none/x"),
     ],
 )
-def test_a_wrong_command_is_a_sentence(arguments: list[str], said: str) -> None:
-    assert said in run_cli("headroom", *arguments, code=2)
+def test_a_wrong_command_is_a_sentence(arguments: list[str], message: str) -> None:
+    assert message in run_cli("headroom", *arguments, code=2)
 
 
-def test_a_system_without_process_groups_is_told_so_first(
+def test_a_system_without_process_groups_is_reported_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delattr("os.killpg")
@@ -288,15 +288,17 @@ def test_a_system_without_process_groups_is_told_so_first(
     assert not out.exists()
 
 
-def test_a_short_script_is_told_the_command_that_measures_it() -> None:
+def test_a_short_script_gets_the_command_that_measures_it() -> None:
     again = ["--", "torchrun", "a b.py"]
-    said = command._reason({"needed": 155, "ended": 154}, 0, False, 600.0, again)
-    assert "Or, for a less exact answer: commhooks headroom --steps 25 -- torchrun 'a b.py'" in said
-    said = command._reason({"needed": 155, "ended": 58}, 0, False, 600.0)
-    assert said.endswith("At least 59 steps are needed, with --steps 10.")
+    reason = command._reason({"needed": 155, "ended": 154}, 0, False, 600.0, again)
+    assert (
+        "Or, for a less exact answer: commhooks headroom --steps 25 -- torchrun 'a b.py'" in reason
+    )
+    reason = command._reason({"needed": 155, "ended": 58}, 0, False, 600.0)
+    assert reason.endswith("At least 59 steps are needed, with --steps 10.")
 
 
-def test_the_command_that_is_told_has_the_options_of_the_one_that_ran(
+def test_the_command_that_is_printed_has_the_options_of_the_one_that_ran(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def runs(words: list[str], environment: dict[str, str], limit: float) -> tuple[int, bool]:
@@ -307,8 +309,8 @@ def test_the_command_that_is_told_has_the_options_of_the_one_that_ran(
     monkeypatch.setattr(command, "_run", runs)
     out = tmp_path / "out.json"
     options = ["--time-limit", "900", "--out", out]
-    said = run_cli("headroom", *options, "--", "train", code=1, columns=400)
-    assert f"commhooks headroom --steps 25 --time-limit 900 --out {out} -- train" in said
+    output = run_cli("headroom", *options, "--", "train", code=1, columns=400)
+    assert f"commhooks headroom --steps 25 --time-limit 900 --out {out} -- train" in output
 
 
 def test_the_steps_that_are_asked_for_are_those_that_are_needed() -> None:
@@ -317,7 +319,7 @@ def test_the_steps_that_are_asked_for_are_those_that_are_needed() -> None:
         assert most_counted(steps - 1) == most_counted(steps) - (BLOCK - 1)
 
 
-def test_a_script_that_failed_is_not_told_to_train_longer() -> None:
+def test_a_script_that_failed_is_not_asked_to_train_longer() -> None:
     state = {"needed": 130, "ended": 20}
     assert "Train longer" in command._reason(state, 0, False, 600.0)
     assert "Train longer" not in command._reason(state, 1, False, 600.0)

@@ -100,14 +100,14 @@ def test_what_takes_other_arguments_is_refused(function: Any) -> None:
         as_hook(function)
 
 
-@pytest.mark.parametrize("thing", [None, 3, "hook", nn.ReLU])
-def test_what_is_no_callable_or_takes_no_two_arguments_is_refused(thing: Any) -> None:
+@pytest.mark.parametrize("value", [None, 3, "hook", nn.ReLU])
+def test_what_is_no_callable_or_takes_no_two_arguments_is_refused(value: Any) -> None:
     with pytest.raises(TypeError, match="as_hook"):
-        as_hook(thing)
+        as_hook(value)
 
 
 @pytest.mark.parametrize("result", [None, torch.zeros(1)])
-def test_what_returns_no_future_is_told(result: Any) -> None:
+def test_what_returns_no_future_is_an_error(result: Any) -> None:
     with pytest.raises(TypeError, match=r"returns a torch\.futures\.Future"):
         as_hook(lambda state, bucket: result)(None, None)
 

@@ -41,7 +41,7 @@ def test_the_lines_of_a_page_are_those_of_its_script(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_framework_takes_at_most_five_lines(name: str) -> None:
-    """Those that import from here, or use what was imported, without the printed summary."""
+    """Lines count that import commhooks or use its hook, but for the printed summary."""
     lines = set()
     for node in ast.walk(ast.parse(script(name))):
         imported = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("commhooks")

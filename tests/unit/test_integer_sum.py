@@ -9,10 +9,10 @@ import torch
 
 from commhooks import ErrorFeedback, Scheme, Simulation
 from commhooks.research.baselines import GlobalQSGD, IntSGD
-from tests.unit.references import gradients as gradients_of
+from tests.unit.references import rank_gradients
 
 N = 5000
-gradients = partial(gradients_of, numel=N)
+random_gradients = partial(rank_gradients, numel=N)
 
 
 def ranks_of(scheme: Scheme, world_size: int) -> Simulation:
@@ -32,7 +32,7 @@ def test_the_sum_of_codes_never_wraps(scheme: Scheme, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 8])
 def test_error_is_that_of_the_levels_left(world_size: int) -> None:
-    grads = gradients(world_size, 0)
+    grads = random_gradients(world_size, 0)
     exact, levels = torch.stack(grads).mean(0), 127 // world_size
     largest = torch.stack([g.abs() for g in grads]).amax(0).split(256)
     scale = torch.cat([part.amax().expand(len(part)) for part in largest]) / levels
@@ -43,11 +43,11 @@ def test_error_is_that_of_the_levels_left(world_size: int) -> None:
 
 def test_a_byte_an_entry_travels() -> None:
     ranks = ranks_of(GlobalQSGD(block=1024), 4)
-    ranks.step(gradients(4, 0))
+    ranks.step(random_gradients(4, 0))
     assert ranks.requests == [("all_reduce", 4 * 5), ("all_reduce", N)]
     ranks = ranks_of(IntSGD(), 4)
     for step in range(2):
-        ranks.step(gradients(4, step))
+        ranks.step(random_gradients(4, step))
     assert ranks.requests == [("all_reduce", 4 * N), ("all_reduce", N + 1)]
 
 
@@ -57,7 +57,7 @@ def test_adaptive_levels_are_as_in_the_paper() -> None:
     ranks = ranks_of(IntSGD(precision, decay), world_size)
     r = 0.0
     for step in range(4):
-        mean = ranks.step(gradients(world_size, step))[0]
+        mean = ranks.step(random_gradients(world_size, step))[0]
         if step:
             alpha = precision * (N / (2 * world_size * r)) ** 0.5
             units = mean * alpha * world_size
@@ -70,8 +70,8 @@ def test_adaptive_levels_are_as_in_the_paper() -> None:
 
 def test_a_sudden_gradient_is_clipped_and_then_followed() -> None:
     ranks = ranks_of(IntSGD(decay=0.0), 2)
-    ranks.step(gradients(2, 0))
-    sudden = [[1e4 * grad for grad in gradients(2, step)] for step in range(1, 8)]
+    ranks.step(random_gradients(2, 0))
+    sudden = [[1e4 * grad for grad in random_gradients(2, step)] for step in range(1, 8)]
     norms = [float(ranks.step(grads)[0].norm()) for grads in sudden]
     exact = 1e4 * (N / 2) ** 0.5
     assert norms[0] < 0.1 * exact
@@ -83,7 +83,7 @@ def test_from_zero_gradients_there_is_a_way_back() -> None:
     for _ in range(3):
         assert not ranks.step([torch.zeros(N)] * 2)[0].any()
     for step in range(60):
-        mean = ranks.step(gradients(2, step))[0]
+        mean = ranks.step(random_gradients(2, step))[0]
     assert float(mean.norm()) > 0.5 * (N / 2) ** 0.5
 
 
@@ -91,7 +91,7 @@ def test_clipped_parts_wait_in_the_residual() -> None:
     ranks = ranks_of(ErrorFeedback(IntSGD(decay=0.0)), 2)
     applied = total = torch.zeros(N)
     for step in range(6):
-        grads = [100.0**step * grad for grad in gradients(2, step)]
+        grads = [100.0**step * grad for grad in random_gradients(2, step)]
         total = total + torch.stack(grads).mean(0)
         applied = applied + ranks.step(grads)[0]
     kept = (ranks.memory(0) + ranks.memory(1)) / 2
@@ -104,7 +104,7 @@ def test_clipped_parts_wait_in_the_residual() -> None:
 @pytest.mark.parametrize("world_size", [63, 64])
 def test_a_residual_stays_below_the_gradient_on_any_number_of_ranks(world_size: int) -> None:
     ranks = Simulation(ErrorFeedback(GlobalQSGD()), {"a": (256,)}, world_size=world_size)
-    grads = gradients(world_size, 0, numel=256)
+    grads = random_gradients(world_size, 0, numel=256)
     largest = max(float(grad.abs().max()) for grad in grads)
     for _ in range(12):
         ranks.step(grads)

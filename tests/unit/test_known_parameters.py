@@ -21,7 +21,7 @@ from commhooks.hook._parameters import find_owner
 from ddp_core import DistributedDataParallel as CoreDDP
 from ddp_core import MixedPrecision
 from ddp_core.reducer._known import KnownParameters
-from tests.unit.one_rank import KINDS, layers, train
+from tests.unit.one_rank import KINDS, layers, run_steps
 
 pytestmark = pytest.mark.usefixtures("one_rank", "warnings_are_errors")
 
@@ -36,7 +36,7 @@ class Tracked:
 def test_the_search_for_a_model_keeps_nothing_alive():
     model, hook = DistributedDataParallel(layers()), HookState("int8")
     model.register_comm_hook(hook, comm_hook)
-    train(model)
+    run_steps(model)
     bystander = Tracked()
     alive = weakref.ref(bystander)
     gc.disable()
@@ -52,7 +52,7 @@ def test_the_search_for_a_model_keeps_nothing_alive():
 def trained(kind, scheme, model=None, **options):
     ddp = kind(layers() if model is None else model, **options)
     hook = None if scheme is None else commhooks.register(ddp, scheme)
-    train(ddp, 2)
+    run_steps(ddp, 2)
     return ddp, hook
 
 
@@ -129,7 +129,7 @@ def test_wrappers_that_share_parameters_are_looked_for_once(kind, scheme, monkey
     monkeypatch.setattr("gc.get_objects", lambda: looks.append(1) or find())
     for _ in range(3):
         for wrapper in both:
-            train(wrapper)
+            run_steps(wrapper)
     assert len(looks) <= 2
 
 
@@ -138,7 +138,7 @@ def test_a_frozen_layer_may_be_swapped():
     model = layers()
     model[0].requires_grad_(False)
     ddp = CoreDDP(model)
-    train(ddp)
+    run_steps(ddp)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model[0].double()
@@ -164,7 +164,7 @@ def test_a_converted_layer_whose_memory_is_the_same_by_chance_is_found(kind, sch
     ddp, _ = trained(kind, scheme, layers(20), find_unused_parameters=True)
     ddp.module[13].double().float()
     with pytest.raises(RuntimeError, match=r"13\.\w+ was of another dtype"):
-        train(ddp, 40)
+        run_steps(ddp, 40)
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -174,13 +174,13 @@ def test_a_loss_beside_the_wrapper_is_an_error(kind, scheme, before):
     if scheme:
         commhooks.register(ddp, scheme)
     if before:
-        train(ddp)
+        run_steps(ddp)
     ddp.zero_grad()
     why = "came after this step's" if before else "came without a forward pass of Distributed"
     with pytest.raises(RuntimeError, match=why):
         ddp.module(torch.ones(2, 8)).sum().backward()
     for _ in range(2):  # it goes on
-        train(ddp)
+        run_steps(ddp)
 
 
 # A state may find its model itself, when the ranks meet.
@@ -197,12 +197,12 @@ BY_HAND = {
 def test_a_hook_that_was_registered_by_hand_is_guarded_from_its_first_call(kind, make):
     ddp = kind(layers())
     ddp.register_comm_hook(make("int8", ddp), comm_hook)
-    train(ddp, 2)
+    run_steps(ddp, 2)
     with pytest.raises(RuntimeError, match="came after this step's"):
         ddp.module(torch.ones(2, 8)).sum().backward()
     assign(ddp)
     with pytest.raises(RuntimeError, match="another object"):
-        train(ddp)
+        run_steps(ddp)
 
 
 class Twice(nn.Module):
@@ -222,7 +222,7 @@ def test_a_layer_that_a_reentrant_checkpoint_runs_twice_is_an_error(kind, scheme
     if scheme:
         commhooks.register(ddp, scheme)
     with pytest.raises(RuntimeError, match="marked as ready twice"):
-        train(ddp, 2)
+        run_steps(ddp, 2)
 
 
 def test_parameters_that_were_replaced_before_register_are_not_called_frozen():
@@ -230,7 +230,7 @@ def test_parameters_that_were_replaced_before_register_are_not_called_frozen():
     one_weight(ddp)
     commhooks.register(ddp, "int8")  # no warning
     with pytest.raises(RuntimeError, match=r"1\.weight is another object"):
-        train(ddp)
+        run_steps(ddp)
 
 
 def swapped(ddp, x):
@@ -282,7 +282,7 @@ def unused_layer(ddp, x):
 
 def wrapped_again(ddp, x):
     again = type(ddp)(ddp.module)
-    train(again)
+    run_steps(again)
     ddp.zero_grad()
 
 
@@ -306,7 +306,7 @@ def test_what_is_no_mistake_is_no_error(kind, scheme, use):
     ddp, hook = trained(kind, scheme)
     use(ddp, torch.ones(2, 8))
     ddp.train()
-    train(ddp, 3)
+    run_steps(ddp, 3)
     assert hook is None or hook.step >= 5
 
 
@@ -334,7 +334,7 @@ def test_a_copy_is_evaluated_and_not_trained(kind):
     average.train()
     with pytest.raises(RuntimeError, match=r"unpickled or copied.*eval\(\)"):
         average(x)
-    train(ddp)
+    run_steps(ddp)
 
 
 def changed_step(ddp, zero, change):
@@ -353,7 +353,7 @@ def test_a_zero_optimizer_says_what_is_wrong_with_the_parameters():
     ):
         ddp = CoreDDP(layers())
         zero = commhooks.ZeroOptimizer(ddp, torch.optim.SGD, lr=0.1)
-        train(ddp)
+        run_steps(ddp)
         zero.step()
         with pytest.raises(RuntimeError, match=reason):
             changed_step(ddp, zero, change)

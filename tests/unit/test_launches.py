@@ -1,4 +1,4 @@
-"""Kernel launches of schemes for a bucket on a GPU; nothing in them waits for it."""
+"""Schemes launch few CUDA kernels for a bucket, and never make the host wait for the GPU."""
 
 from __future__ import annotations
 

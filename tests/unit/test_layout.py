@@ -40,16 +40,16 @@ def test_assignment_is_that_of_torch(seed, arrival):
     order = rng.sample(range(len(tensors)), len(tensors)) if arrival else None
     taken = tensors if order is None else [tensors[index] for index in order]
     expected, _ = dist._compute_bucket_assignment_by_size(taken, limits, alone, order or [])
-    got = assign_buckets(
+    actual = assign_buckets(
         [tensor.numel() * tensor.element_size() for tensor in tensors],
         [(tensor.dtype, tensor.device) for tensor in tensors],
         limits,
         alone=alone,
         order=order,
     )
-    assert sorted(got) == sorted(expected)
+    assert sorted(actual) == sorted(expected)
     if order is None:
-        assert got == expected
+        assert actual == expected
 
 
 def parameters(*sizes: int, sparse: tuple[int, ...] = ()) -> list[Trained]:
@@ -129,7 +129,7 @@ def test_it_has_torchs_methods() -> None:
         assert callable(getattr(GradBucket, method))
 
 
-def test_it_tells_what_it_was_given() -> None:
+def test_a_bucket_has_what_it_was_given() -> None:
     given = bucket(is_last=False)
     assert (given.index(), given.is_last(), given.names()) == (3, False, ["a", "b", "c"])
     assert all(left is right for left, right in zip(given.parameters(), PARAMETERS, strict=True))
@@ -185,9 +185,7 @@ def test_a_bucket_of_views_and_copies_is_divided_once(replaced: int) -> None:
     ("needed", "last"),
     [(None, [2]), ([True] * 3, [2]), ([True, True, False], [1]), ([True, False, True], [2])],
 )
-def test_the_last_bucket_that_is_sent_is_told_so(
-    needed: list[bool] | None, last: list[int]
-) -> None:
+def test_the_last_bucket_that_is_sent_is_marked(needed: list[bool] | None, last: list[int]) -> None:
     sent: list[tuple[int, bool]] = []
 
     def launch(bucket: Any, *, is_last: bool, times: object) -> None:

@@ -188,8 +188,8 @@ def test_a_summary_compares_what_travels_with_a_dense_all_reduce(
         ledger.add(RoundRecord(0, 0, round_, "", 0, 0, sent, dense_wire_bytes=dense * (not round_)))
     text = ledger.summary(name, world_size)
     assert text.startswith(f"{name} on {world_size} ranks, step 0: ")
-    said = f"an uncompressed all-reduce sends {dense / 1e6:.3g} MB: {SAID[name, world_size]}"
-    assert said in text
+    sentence = f"an uncompressed all-reduce sends {dense / 1e6:.3g} MB: {SAID[name, world_size]}"
+    assert sentence in text
 
 
 def test_a_summary_says_what_backward_did_not_hide() -> None:
@@ -231,23 +231,23 @@ def test_a_summary_is_a_string_in_a_terminal_and_a_table_in_a_notebook() -> None
         begin = 2.0 * step
         times = {"resumed": begin, "done": begin + 1, "finished": begin + 1}
         ledger.add(row(step, 0, **times, dense_wire_bytes=120.0))
-    said = ledger.summary("PowerSGD(<rank>)", 2)
-    assert isinstance(said, str)
-    assert str(said).startswith("PowerSGD(<rank>) on 2 ranks, steps 0 to 1: ")
-    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", said._repr_html_())
+    summary = ledger.summary("PowerSGD(<rank>)", 2)
+    assert isinstance(summary, str)
+    assert str(summary).startswith("PowerSGD(<rank>) on 2 ranks, steps 0 to 1: ")
+    cells = re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", summary._repr_html_())
     shown = dict(zip(cells[::2], cells[1::2], strict=True))
     assert shown["scheme"] == "PowerSGD(&lt;rank&gt;) on 2 ranks"
     assert shown["steps"] == "0 to 1"
     assert shown["communication per step"] == "1 s"
     for name in ("sent per step and rank", "uncompressed all-reduce sends", "share"):
-        assert shown[name] in said
+        assert shown[name] in summary
     assert shown["share"] == "half (1/2)"
-    assert pickle.loads(pickle.dumps(said))._repr_html_() == said._repr_html_()
+    assert pickle.loads(pickle.dumps(summary))._repr_html_() == summary._repr_html_()
 
 
 def test_a_notebook_shows_words_where_nothing_was_exchanged() -> None:
-    said = HookState("int8").summary()
-    assert said._repr_html_() == f"<p>{said}</p>"
+    summary = HookState("int8").summary()
+    assert summary._repr_html_() == f"<p>{summary}</p>"
 
 
 def test_what_a_host_waits_for_is_exposed_as_a_whole() -> None:

@@ -102,7 +102,7 @@ def test_ranks_of_one_node_have_a_link_inside_and_a_copy_of_it_between() -> None
     assert "copy" in fit.source
 
 
-def test_links_inside_and_between_nodes_are_told_apart() -> None:
+def test_links_inside_and_between_nodes_are_distinguished() -> None:
     layout, inside, between = Layout(8, 4), Link(2e-6, 5e10), Link(4e-5, 1e9)
     fabric = Fabric("planted", between, inside=inside, ranks_per_node=4, library="gloo")
     cells = [Timing(part, name, nbytes, 0.0, 0.0, 0.0) for part in ("inside", "between", "all")
@@ -145,7 +145,7 @@ def test_sizes_that_were_left_out_are_not_needed() -> None:
         ([(0.004, 0.003)] * 3, 1.0),
     ],
 )
-def test_two_messages_at_once_tell_what_share_of_the_latency_they_have_in_common(
+def test_two_messages_at_once_show_what_share_of_the_latency_they_have_in_common(
     pairs: list[tuple[float, float]], overlap: float
 ) -> None:
     assert overlap_of(pairs) == pytest.approx(overlap, abs=0.01)
@@ -221,16 +221,16 @@ def test_without_a_process_group_there_is_nothing_to_measure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "devices", "said"),
+    ("version", "devices", "message"),
     [(None, 0, "this torch has no CUDA: "), ("13.0", 1, "2 ranks need a GPU each, torch sees 1")],
 )
 def test_the_command_says_what_is_missing_for_cuda(
-    version: str | None, devices: int, said: str, monkeypatch: pytest.MonkeyPatch
+    version: str | None, devices: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.version.cuda", version)
     monkeypatch.setattr("torch.version.hip", None)
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
-    assert f"--device cuda: {said}" in run_cli("link", "--device", "cuda", code=2)
+    assert f"--device cuda: {message}" in run_cli("link", "--device", "cuda", code=2)
 
 
 RANK_0 = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
@@ -238,7 +238,7 @@ RANK_0 |= {"MASTER_PORT": "0"}
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
         ({"LOCAL_RANK": None}, "LOCAL_RANK is a whole number, 0 or more, .* it is not set"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is a whole number, 1 or more, .* it is not set"),
@@ -255,7 +255,7 @@ RANK_0 |= {"MASTER_PORT": "0"}
     ],
 )
 def test_the_command_names_what_is_wrong_in_the_environment_of_a_launcher(
-    wrong: dict[str, str | None], said: str, monkeypatch: pytest.MonkeyPatch
+    wrong: dict[str, str | None], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     for name, value in {**RANK_0, **wrong}.items():
@@ -263,7 +263,7 @@ def test_the_command_names_what_is_wrong_in_the_environment_of_a_launcher(
         if value is not None:
             monkeypatch.setenv(name, value)
     output = re.sub(r"[\s│]+", " ", run_cli("link", code=2))
-    assert re.search(said, output), output
+    assert re.search(message, output), output
     assert re.search("[Ss]tart by torchrun", output)
 
 

@@ -15,7 +15,7 @@ from commhooks.schemes import ACPSGD, BatchedPowerSGD, PowerSGD
 from commhooks.schemes.batched_powersgd import KEY as BATCHED_KEY
 from commhooks.schemes.powersgd import KEY, payload_numel
 from ddp_core import simulate
-from tests.unit.references import all_equal, close, gradients, mean, normal, put
+from tests.unit.references import all_equal, close, mean, normal, put, rank_gradients
 
 # Two matrices of one shape are multiplied together.
 SHAPES = {"w": (20, 30), "bias": (20,), "conv": (12, 4, 3, 3), "twin": (20, 30), "scalar": ()}
@@ -64,7 +64,7 @@ def residuals(world_size: int) -> list[Tensor]:
 
 def corrected(world_size: int, step: int, kept: list[Tensor]) -> list[dict[str, Tensor]]:
     """Gradients of the ranks with what they have kept."""
-    pairs = zip(gradients(world_size, step, NUMEL), kept, strict=True)
+    pairs = zip(rank_gradients(world_size, step, NUMEL), kept, strict=True)
     return [parts_of(grad + residual) for grad, residual in pairs]
 
 
@@ -112,7 +112,9 @@ def test_powersgd(world_size: int, rank: int, feedback: bool) -> None:
             arrived[name] = p @ q[name].T
             for share, right in zip(sent, rights, strict=True):
                 share[name] = p @ right.T
-        close(all_equal(ranks.step(gradients(world_size, step, NUMEL))), flat_of(arrived), NEAR)
+        close(
+            all_equal(ranks.step(rank_gradients(world_size, step, NUMEL))), flat_of(arrived), NEAR
+        )
         if feedback:
             e = kept_of(c, sent)
             assert_kept(ranks, e)
@@ -145,7 +147,9 @@ def test_acpsgd(world_size: int) -> None:
                 shares = [basis @ factor.T for factor in rights]
             for whole, share in zip(sent, shares, strict=True):
                 whole[name] = share
-        close(all_equal(ranks.step(gradients(world_size, step, NUMEL))), flat_of(arrived), NEAR)
+        close(
+            all_equal(ranks.step(rank_gradients(world_size, step, NUMEL))), flat_of(arrived), NEAR
+        )
         e = kept_of(c, sent)
         assert_kept(ranks, e)
 
@@ -162,7 +166,7 @@ def test_batched_powersgd(world_size: int) -> None:
         return torch.cat([flat, flat.new_zeros(side * side - NUMEL)]).view(side, side)
 
     for step in range(4):
-        grads = gradients(world_size, step, NUMEL)
+        grads = rank_gradients(world_size, step, NUMEL)
         c = [square(grad.double() + kept) for grad, kept in zip(grads, e, strict=True)]
         p = orthonormal(mean([matrix @ q for matrix in c]))
         rights = [matrix.T @ p for matrix in c]
@@ -184,11 +188,11 @@ def test_factors_and_residuals_move_on_to_other_buckets(name: str) -> None:
     for step in range(6):
         buckets = [layout.pick(places) for places in splits[step % 3]]
         order = [place for places in splits[step % 3] for place in places]
-        grads = gradients(2, step, NUMEL)
+        grads = rank_gradients(2, step, NUMEL)
         expected = settled.step(grads)[0].split(layout.sizes)
         mixed = [torch.cat([grad.split(layout.sizes)[i] for i in order]) for grad in grads]
-        got = moved.step(mixed, buckets=buckets)[0].split([layout.sizes[i] for i in order])
-        for place, part in zip(order, got, strict=True):
+        actual = moved.step(mixed, buckets=buckets)[0].split([layout.sizes[i] for i in order])
+        for place, part in zip(order, actual, strict=True):
             close(part, expected[place].double())
 
 
@@ -269,7 +273,7 @@ def test_a_bucket_that_is_not_compressed_is_a_plain_all_reduce(feedback: bool) -
     scheme: Scheme = PowerSGD(rank=4)
     scheme = ErrorFeedback(scheme) if feedback else scheme
     ranks = Simulation(scheme, {"w": (4, 4), "b": (9,)}, world_size=2)
-    grads = gradients(2, 0, 25)
+    grads = rank_gradients(2, 0, 25)
     assert torch.equal(ranks.step(grads)[0], grads[0] * 0.5 + grads[1] * 0.5)
     assert ranks.requests == [("all_reduce", 100)]
 

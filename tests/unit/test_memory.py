@@ -1,4 +1,4 @@
-"""Memory: found by parameter name, kept if the step was good; and engines, which end steps."""
+"""State that schemes keep by parameter (``Memory``), which changes only with a good step."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_value_of_another_shape_starts_anew() -> None:
     assert initial.tolist() == [1, 1, 1, 1]
 
 
-def test_missing_values_start_as_told() -> None:
+def test_missing_values_start_at_the_given_value() -> None:
     memory = memory_with(B)
     read = memory.read("r", BC, device=CPU, initial=lambda name, shape: torch.full(shape, 7.0))
     assert read.tolist() == [1, 2, 3, 7, 7, 7, 7]

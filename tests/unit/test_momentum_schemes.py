@@ -12,11 +12,11 @@ from torch import Tensor
 
 from commhooks import Simulation
 from commhooks.schemes import DGC, DeMo, DenseMomentum, SignSGD
-from tests.unit.references import gradients as gradients_of
+from tests.unit.references import rank_gradients
 
 SHAPES = {"w": (40, 30), "b": (40,)}
 N = 1240
-gradients = partial(gradients_of, numel=N)
+random_gradients = partial(rank_gradients, numel=N)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -25,7 +25,7 @@ def test_dgc_is_what_the_paper_says(nesterov: bool) -> None:
     ranks = Simulation(scheme, SHAPES, world_size=2)
     u, v = torch.zeros(2, N), torch.zeros(2, N)
     for step in range(5):
-        grads = gradients(2, step)
+        grads = random_gradients(2, step)
         expected = torch.zeros(N)
         for rank, grad in enumerate(grads):
             parts = []
@@ -61,7 +61,7 @@ def test_dgc_leaves_vectors_to_dense_momentum() -> None:
     ranks = Simulation("dgc", SHAPES, world_size=2, ratio=0.01)
     m = torch.zeros(40)
     for step in range(4):
-        grads = gradients(2, step)
+        grads = random_gradients(2, step)
         mean = ranks.step(grads)[0]
         m = 0.9 * m + torch.stack(grads).mean(0)[1200:]
         torch.testing.assert_close(mean[1200:], m)
@@ -74,7 +74,7 @@ def test_dense_momentum_is_that_of_torch(nesterov: bool) -> None:
     p = torch.zeros(N, requires_grad=True)
     optimizer = torch.optim.SGD([p], lr=1.0, momentum=0.9, nesterov=nesterov)
     for step in range(4):
-        grads = gradients(2, step)
+        grads = random_gradients(2, step)
         p.grad = torch.stack(grads).mean(0)
         before = p.detach().clone()
         optimizer.step()
@@ -104,7 +104,7 @@ def test_demo_is_what_the_paper_says(sign: bool) -> None:
         return parts.view(2, 3, 64, 64).transpose(1, 2).reshape(128, 192)[:high, :wide]
 
     for step in range(3):
-        grads = gradients(3, step, numel=high * wide)
+        grads = random_gradients(3, step, numel=high * wide)
         total, count = torch.zeros(6, 4096), torch.zeros(6, 4096)
         for rank, grad in enumerate(grads):
             momenta[rank] = 0.9 * momenta[rank] + grad.view(high, wide).double()
@@ -116,26 +116,26 @@ def test_demo_is_what_the_paper_says(sign: bool) -> None:
             total += sent
             count += torch.zeros(6, 4096).scatter(1, places, 1.0)
         mean = whole(c.T @ (total / count.clamp(min=1)).double().view(6, 64, 64) @ c).flatten()
-        got = ranks.step(grads)[0].double()
+        actual = ranks.step(grads)[0].double()
         if sign:
             sure = mean.abs() > 1e-4
-            assert torch.equal(got[sure], mean[sure].sign())
+            assert torch.equal(actual[sure], mean[sure].sign())
         else:
-            torch.testing.assert_close(got, mean, rtol=0, atol=1e-4)
+            torch.testing.assert_close(actual, mean, rtol=0, atol=1e-4)
         torch.testing.assert_close(
             ranks.memory(2, "demo.momentum").double(), momenta[2].flatten(), rtol=0, atol=1e-3
         )
 
 
 def test_signs_are_the_majority() -> None:
-    grads = gradients(3, 0)
+    grads = random_gradients(3, 0)
     for pattern in ("two_phase", "all_gather"):
-        got = Simulation(SignSGD(0.5, pattern), SHAPES, world_size=3).step(grads)[0]
+        actual = Simulation(SignSGD(0.5, pattern), SHAPES, world_size=3).step(grads)[0]
         votes = sum(torch.where(grad >= 0, 1.0, -1.0) for grad in grads)
-        assert torch.equal(got, 0.5 * torch.sign(torch.as_tensor(votes)))
+        assert torch.equal(actual, 0.5 * torch.sign(torch.as_tensor(votes)))
 
 
 def test_signs_of_a_tie_are_positive_everywhere() -> None:
-    x = gradients(1, 0)[0]
+    x = random_gradients(1, 0)[0]
     means = Simulation(SignSGD(), SHAPES, world_size=2).step([x, -x])
     assert all(torch.equal(mean, torch.ones(N)) for mean in means)

@@ -1,4 +1,4 @@
-"""Hosts and drivers of buckets on devices that are not here: pretended ones."""
+"""Hooks on pretended CUDA devices: streams, events, CUDA graphs, agreement of ranks."""
 
 import math
 from types import SimpleNamespace

@@ -38,7 +38,7 @@ class Course:
         self.buckets = self.plan.initial()
 
     def begin_step(self) -> bool:
-        """Whether the ranks had to agree on buckets."""
+        """Returns whether the ranks had to agree on buckets."""
         new = self.plan.rebuild(self.buckets)
         self.buckets = self.buckets if new is None else new
         return new is not None
@@ -202,19 +202,19 @@ def test_what_is_loaded_decides_the_first_steps(which):
 
 
 def test_buckets_by_arrival_are_no_buckets_by_registration():
-    """Those of torch's class, loaded where the first buckets stay."""
+    """Saved buckets of torch's class do not replace first buckets that stay."""
     course = Course(follows_arrival=False)
     course.plan.resume(BEGUN)
     course.step()
     assert course.buckets == [[3], [2], [1], [0]]
 
 
-@pytest.mark.parametrize("asked", [(ODD_AND_EVEN, None), (None, LARGE)])
-def test_what_is_asked_for_after_loading_is_not_forgotten(asked):
+@pytest.mark.parametrize("requested", [(ODD_AND_EVEN, None), (None, LARGE)])
+def test_what_is_asked_for_after_loading_is_not_forgotten(requested):
     """Also where it is taken back: a run that was not interrupted is laid out anew."""
     course = Course()
     course.plan.resume(FINAL)
-    course.plan.request(*asked)
+    course.plan.request(*requested)
     course.plan.request(None, SMALL)
     assert course.plan.to_save(course.buckets) == ((), SMALL.limits, FORWARD)
     course.step()
@@ -317,7 +317,7 @@ def test_what_is_laid_out_anew_in_the_first_step_is_split_in_the_second():
 
 
 def test_the_same_groups_asked_for_again_are_laid_out_anew():
-    """Their answers may have changed."""
+    """A hook may group parameters otherwise when it is asked once more."""
     course = Course()
     switched(course)
     course.step()

@@ -21,10 +21,10 @@ from commhooks.wrappers import Guard, role_of
 from commhooks.wrappers import _guard as _guard
 from commhooks.wrappers._feedback import RESIDUAL
 from ddp_core import AllReduce
-from tests.unit.references import gradients as gradients_of
+from tests.unit.references import rank_gradients
 
 N = 2048
-gradients = partial(gradients_of, numel=N)
+random_gradients = partial(rank_gradients, numel=N)
 
 
 # ---- rules
@@ -73,7 +73,7 @@ def test_equal_schemes_of_many_rules_share_rounds() -> None:
     assert policy.traits.rounds == 3
     shapes = {f"layer{i}.weight": (64, 8) for i in range(10)}
     ranks = Simulation(policy, shapes, world_size=2)
-    ranks.step(gradients(2, 0, numel=10 * 512))
+    ranks.step(random_gradients(2, 0, numel=10 * 512))
     assert len(ranks.requests) == 2
 
 
@@ -86,7 +86,7 @@ def test_a_schedule_runs_each_part_in_its_steps() -> None:
     names = []
     for step in range(9):
         ranks.requests.clear()
-        ranks.step(gradients(2, step))
+        ranks.step(random_gradients(2, step))
         names.append([name for name, _ in ranks.requests])
     assert names[:3] == [["all_reduce"]] * 3
     assert names[3:6] == [["all_reduce", "all_reduce"]] * 3
@@ -99,7 +99,7 @@ def test_a_schedule_loses_nothing_where_parts_meet(last: str) -> None:
     ranks = Simulation(Schedule(parts), {"w": (32, 64)}, world_size=3)
     applied = total = torch.zeros(N, dtype=torch.float64)
     for step in range(10):
-        grads = gradients(3, step)
+        grads = random_gradients(3, step)
         total = total + torch.stack(grads).double().mean(0)
         applied = applied + ranks.step(grads)[0]
     kept = torch.stack([ranks.memory(rank) for rank in range(3)]).mean(0)
@@ -139,7 +139,7 @@ def _steps(ranks: Simulation, count: int, begin: int = 0) -> tuple[list[float], 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(begin, begin + count):
-            grads = gradients(len(ranks.engines), step)
+            grads = random_gradients(len(ranks.engines), step)
             exact = torch.stack(grads).mean(0)
             means = ranks.step(grads)
             assert all(torch.equal(mean, means[0]) for mean in means)
@@ -150,22 +150,22 @@ def _steps(ranks: Simulation, count: int, begin: int = 0) -> tuple[list[float], 
 def test_a_guard_goes_back_to_dense_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_guard, "_REST", 10)
     guard = Guard(Breaks(22), every=5, max_error=0.5)
-    errors, said = _steps(Simulation(guard, {"w": (N,)}, world_size=3), 45)
+    errors, messages = _steps(Simulation(guard, {"w": (N,)}, world_size=3), 45)
     bad = [step for step, error in enumerate(errors) if error > 0.5]
     assert bad == [22, 23, 24, 35, 36, 37, 38, 39]  # seen in steps 24 and 39, dense for ten
-    assert len(said) == 2
-    assert "step 24, bucket of w: the error of the average is 0.9, at most 0.5" in said[0]
-    assert "Averaging without compression for 10 steps" in said[0]
+    assert len(messages) == 2
+    assert "step 24, bucket of w: the error of the average is 0.9, at most 0.5" in messages[0]
+    assert "Averaging without compression for 10 steps" in messages[0]
 
 
 def test_a_guard_sees_growth_without_a_bound() -> None:
     guard = Guard(Int8ThenBroken(30), every=5)
-    errors, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 60)
+    errors, messages = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 60)
     assert max(errors[:30]) < 0.02
     assert max(errors[35:]) < 1e-6
-    assert len(said) == 1
-    assert "times what it used to be" in said[0]
-    assert "Averaging without compression for 1000 steps" in said[0]
+    assert len(messages) == 1
+    assert "times what it used to be" in messages[0]
+    assert "Averaging without compression for 1000 steps" in messages[0]
 
 
 @dataclass(frozen=True)
@@ -186,9 +186,9 @@ def test_growth_is_that_over_a_moving_average_from_the_fourth_measurement_on(
     # The third is 3.5 times the average before, and not judged. Then the average is 0.8 * 0.1 +
     # 0.2 * 0.35 = 0.15, and 0.5 is 3.3 times that; with its weights swapped it would be 0.3.
     guard = Guard(Wrong((0.1, 0.1, 0.35, 0.5)), every=1)
-    _, said = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 4)
-    assert len(said) == 1
-    assert "step 3, bucket of w: the error is 0.5, 3.3 times what it used to be" in said[0]
+    _, messages = _steps(Simulation(guard, {"w": (N,)}, world_size=2), 4)
+    assert len(messages) == 1
+    assert "step 3, bucket of w: the error is 0.5, 3.3 times what it used to be" in messages[0]
 
 
 @dataclass(frozen=True)
@@ -205,18 +205,18 @@ class Int8ThenBroken(Scheme):
 def test_a_good_scheme_is_left_alone() -> None:
     for name in ("int8", "powersgd", "onebit", "topk"):
         guard = Guard(make(name), every=4)
-        _, said = _steps(Simulation(guard, {"w": (32, 64)}, world_size=2), 60)
-        assert not said, name
+        _, messages = _steps(Simulation(guard, {"w": (32, 64)}, world_size=2), 60)
+        assert not messages, name
 
 
 def test_a_step_that_is_not_finite_is_not_judged() -> None:
     ranks = Simulation(Guard(make("int8"), every=1, max_error=0.5), {"w": (N,)}, world_size=2)
-    bad = gradients(2, 0)
+    bad = random_gradients(2, 0)
     bad[1][5] = math.inf
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not ranks.step(bad)[0][5].isfinite()
-        ranks.step(gradients(2, 1))
+        ranks.step(random_gradients(2, 1))
 
 
 # ---- the budget

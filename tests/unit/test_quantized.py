@@ -17,7 +17,7 @@ from commhooks.core import Bucket, Layout
 from commhooks.research.baselines import QSGD, TernGrad
 from commhooks.schemes import Blockwise, Eden, Hierarchical, RandomK, TopK, TwoPhaseCast
 from commhooks.schemes.eden import _levels
-from tests.unit.references import gradients
+from tests.unit.references import rank_gradients
 
 D = 2**20
 
@@ -271,7 +271,7 @@ def test_all_ranks_get_the_same_mean(world_size: int, local_size: int) -> None:
     for inside, between, error in ((FP32, FP32, 1e-6), (FP32, INT8, 0.015), (INT8, INT4, 0.25)):
         for n in (N, 1, 127, 1025):
             ranks = ranks_of(Hierarchical(inside, between, local_size), world_size, n)
-            grads = gradients(world_size, 0, n)
+            grads = rank_gradients(world_size, 0, n)
             means = ranks.step(grads)
             exact = torch.stack(grads).mean(0)
             assert all(torch.equal(mean, means[0]) for mean in means)
@@ -281,7 +281,7 @@ def test_all_ranks_get_the_same_mean(world_size: int, local_size: int) -> None:
 def test_both_levels_decode_the_dither_of_their_own_ranks() -> None:
     """A draw of another rank would leave up to a step: several times this error."""
     n, omega, half = 2**17, 4.9e-5, TwoPhaseCast(torch.float16)
-    dithered, grads = Blockwise("int8", 256, "dither"), gradients(8, 0, n)
+    dithered, grads = Blockwise("int8", 256, "dither"), rank_gradients(8, 0, n)
     exact = torch.stack(grads).mean(0)
     for inside, between, roundings in ((dithered, half, 1), (half, dithered, 2)):
         mean = ranks_of(Hierarchical(inside, between, 4), 8, n).step(grads)[0]
@@ -292,7 +292,7 @@ def test_both_levels_decode_the_dither_of_their_own_ranks() -> None:
 def test_bytes_between_nodes_are_those_of_a_part() -> None:
     n = 2**16
     ranks = ranks_of(Hierarchical(INT8, INT4, 4), 16, n)
-    ranks.step(gradients(16, 0, n))
+    ranks.step(rank_gradients(16, 0, n))
     eight, four = INT8.payload_bytes(n), INT4.payload_bytes(n)
     inside, across, back, handed_on = ranks.wire_bytes
     assert inside == eight * 3 / 4
@@ -309,10 +309,10 @@ def test_the_node_comes_from_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_level_is_the_codec_itself() -> None:
-    grads = gradients(4, 0, N)
+    grads = rank_gradients(4, 0, N)
     for local_size, codec in ((1, INT4), (4, INT8)):
-        got = ranks_of(Hierarchical(INT8, INT4, local_size), 4).step(grads)
-        assert torch.equal(got[0], ranks_of(codec, 4).step(grads)[0])
+        actual = ranks_of(Hierarchical(INT8, INT4, local_size), 4).step(grads)
+        assert torch.equal(actual[0], ranks_of(codec, 4).step(grads)[0])
 
 
 def test_sixteen_bits_round_stochastically() -> None:

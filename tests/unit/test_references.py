@@ -24,13 +24,13 @@ from tests.unit.references import (
     close,
     flips_of,
     gathered,
-    gradients,
     in_two_phases,
     largest,
     levels,
     mean,
     mostly_close,
     normal,
+    rank_gradients,
     rotated_levels,
     signed,
 )
@@ -84,7 +84,7 @@ def test_scaled_sends_a_share_and_keeps_the_rest() -> None:
     ranks = Simulation(ErrorFeedback(Scaled(codec)), {"p": (N,)}, world_size=1)
     e = torch.zeros(N, dtype=torch.float64)
     for step in range(4):
-        (grad,) = gradients(1, step, N)
+        (grad,) = rank_gradients(1, step, N)
         bare = Simulation(codec, {"p": (N,)}, world_size=1)
         bare.engines[0].step = step
         sent = bare.step([(grad + e).float()])[0].double() / (1 + codec.traits.error.variance)
@@ -103,7 +103,7 @@ def test_ef21_of_topk(world_size: int, momentum: float) -> None:
     booked, velocity = zeros(world_size), zeros(world_size)
     total = torch.zeros(N, dtype=torch.float64)
     for step in range(6):
-        grads = gradients(world_size, step, N)
+        grads = rank_gradients(world_size, step, N)
         sent = []
         for rank, grad in enumerate(grads):
             velocity[rank] = momentum * velocity[rank] + (1 - momentum) * grad
@@ -124,7 +124,7 @@ def test_ef21_of_signs_in_two_phases() -> None:
     ranks = Simulation(EF21(Blockwise("sign", 128)), {"p": (N,)}, world_size=3)
     booked, total = zeros(3), torch.zeros(N, dtype=torch.float64)
     for step in range(5):
-        grads = gradients(3, step, N)
+        grads = rank_gradients(3, step, N)
         difference = [grad - held for grad, held in zip(grads, booked, strict=True)]
         arrived, unsent = in_two_phases(sign_of(128), difference, 128)
         booked = [g + d - u for g, d, u in zip(booked, difference, unsent, strict=True)]
@@ -154,7 +154,7 @@ def test_averaged_feedback(decay: float, reset_every: int) -> None:
     ranks = Simulation(AveragedFeedback(codec, decay, reset_every), shapes, world_size=3)
     e = zeros(3)
     for step in range(8):
-        grads = gradients(3, step, N)
+        grads = rank_gradients(3, step, N)
         c = [g + kept for g, kept in zip(grads, e, strict=True)]
         expected, unsent = in_two_phases(
             lambda c, *_: levels(c, 7, 64), c, 64, sizes=(700, N - 700)
@@ -173,7 +173,7 @@ def test_sdp4bit() -> None:
     ranks = Simulation("sdp4bit", shapes, world_size=6, local_size=2)
     e, layout = zeros(6, 4096), Layout(["p"], [(4096,)])
     for step in range(3):
-        grads = gradients(6, step, 4096)
+        grads = rank_gradients(6, step, 4096)
         c = [g + kept for g, kept in zip(grads, e, strict=True)]
         unsent = [grad.clone() for grad in c]
         expected = torch.zeros(4096, dtype=torch.float64)
@@ -241,7 +241,7 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
     ranks = Simulation(Guard(watched, every=2), {"p": (N,)}, world_size=2)
     e, dense_until, seen = zeros(2), 0, []
     for step in range(9):
-        grads = gradients(2, step, N)
+        grads = rank_gradients(2, step, N)
         seen.append(step < dense_until)
         if step < dense_until:
             expected, e = flushed([g + kept for g, kept in zip(grads, e, strict=True)])
@@ -253,10 +253,10 @@ def test_the_guard_goes_dense_for_as_long_as_it_says_and_flushes(
             expected, e = sent([g + kept for g, kept in zip(grads, e, strict=True)])
         if dense_until == step + 4:
             with pytest.warns(RuntimeWarning, match="the residual is .*Averaging .* for 3 steps"):
-                got = ranks.step(grads)
+                actual = ranks.step(grads)
         else:
-            got = ranks.step(grads)
-        close(all_equal(got), expected)
+            actual = ranks.step(grads)
+        close(all_equal(actual), expected)
     assert True in seen
     assert False in seen[seen.index(True) :]
 
@@ -272,7 +272,7 @@ def test_aligned_topk() -> None:
     )
     e, chosen = zeros(3), []
     for step in range(5):
-        grads = gradients(3, step, N)
+        grads = rank_gradients(3, step, N)
         c = [(g + kept).view(-1, row) for g, kept in zip(grads, e, strict=True)]
         signs = sketch_signs(step, row, directions)
         energy = mean([corrected @ signs for corrected in c]).square().sum(1)
@@ -302,13 +302,13 @@ def sketch_signs(step: int, row: int, directions: int) -> Tensor:
 def test_a_random_block_sends_one_stretch_and_holds_the_rest() -> None:
     ranks, e = Simulation(ErrorFeedback(RandomBlock(0.25)), {"p": (N,)}, world_size=3), zeros(3)
     for step in range(4):
-        grads = gradients(3, step, N)
+        grads = rank_gradients(3, step, N)
         c = [g + kept for g, kept in zip(grads, e, strict=True)]
-        got = all_equal(ranks.step(grads))
-        stretch = (got != 0).double()
+        actual = all_equal(ranks.step(grads))
+        stretch = (actual != 0).double()
         edges = int((stretch != stretch.roll(1)).sum())
         assert (int(stretch.sum()), edges) == (N // 4, 2), "one stretch, around the end at most"
-        close(got, mean(c) * stretch)
+        close(actual, mean(c) * stretch)
         e = [corrected * (1 - stretch) for corrected in c]
         for rank in range(3):
             close(ranks.memory(rank), e[rank])
@@ -324,7 +324,7 @@ def test_onebit_adam_sends_gradients_and_then_momenta() -> None:
     )
     m, e = torch.zeros(N, dtype=torch.float64), zeros(2)
     for step in range(7):
-        grads = gradients(2, step, N)
+        grads = rank_gradients(2, step, N)
         if step < freeze:
             expected = mean(grads)
             m = 0.8 * m + 0.2 * expected

@@ -38,7 +38,7 @@ def test_options_of_a_built_scheme_belong_to_its_class() -> None:
         commhooks.make(3)
 
 
-def test_biased_schemes_get_feedback_by_name_unless_told() -> None:
+def test_biased_schemes_get_feedback_by_name_unless_it_is_off() -> None:
     assert commhooks.make("powersgd") == ErrorFeedback(PowerSGD())
     assert commhooks.make("powersgd", error_feedback=False) == PowerSGD()
     assert commhooks.make(PowerSGD()) == PowerSGD()

@@ -53,7 +53,7 @@ def ledger() -> Ledger:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_page_tells_the_plan_of_auto(tmp_path: Path) -> None:
+def test_a_page_shows_the_plan_of_auto(tmp_path: Path) -> None:
     ddp = DistributedDataParallel(nn.Linear(8, 8))
     hook = commhooks.register(ddp, "auto", candidates=["int8"])
     for _ in range(3):
@@ -79,7 +79,7 @@ def _rows_of(page: str) -> list[list[str]]:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_page_tells_what_was_measured_of_candidates(tmp_path: Path) -> None:
+def test_a_page_shows_what_was_measured_of_candidates(tmp_path: Path) -> None:
     hook: Any = commhooks.register(DistributedDataParallel(nn.Linear(8, 8)), "auto")
     hook._trials._timings = _raced(("int8", 0.0245), ("none", 0.022))
     hook.page(tmp_path / "run.html")

@@ -23,7 +23,7 @@ from commhooks.wrappers import _guard as _guard
 from commhooks.wrappers._base import Wrapper
 from commhooks.wrappers._traced import Traced
 from ddp_core import AllReduce
-from tests.unit.references import gradients, lost
+from tests.unit.references import lost, rank_gradients
 
 LAYOUT = Layout(["p"], [(6,)])
 
@@ -91,16 +91,16 @@ def test_a_cast_multiplies_a_sum_back():
 
 
 def test_a_layout_is_asked_for_when_it_is_read():
-    asked = []
+    calls = []
 
     def layout() -> Layout:
-        asked.append(1)
+        calls.append(1)
         return LAYOUT
 
     given = Bucket(torch.zeros(6), layout)
-    assert not asked
+    assert not calls
     assert given.layout is given.layout is LAYOUT
-    assert len(asked) == 1
+    assert len(calls) == 1
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_an_unknown_attribute_and_a_residual_without_a_place_are_refused():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_dense_exchange_under_feedback_sends_the_gradients_own_dtype(dtype):
     ranks = Simulation(ErrorFeedback(Dense()), {"p": (600,)}, world_size=2)
-    steps = [[grad.to(dtype) for grad in gradients(2, step, 600)] for step in range(4)]
+    steps = [[grad.to(dtype) for grad in rank_gradients(2, step, 600)] for step in range(4)]
     # The sum over ranks is rounded once a step; what a rank rounds it keeps.
     assert lost(ranks, steps) < 4 * 4 * torch.finfo(dtype).eps
     assert {nbytes for _, nbytes in ranks.requests} == {600 * dtype.itemsize}
@@ -185,7 +185,7 @@ class Draws(Wrapper):
 @pytest.mark.parametrize("inside", [TwoPhase(Peeks()), Draws(Peeks()), Draws(Dense())])
 def test_nothing_is_lost_by_a_copy_of_the_bucket(inside):
     ranks = Simulation(ErrorFeedback(inside), {"p": (600,)}, world_size=2)
-    assert lost(ranks, [gradients(2, step, 600) for step in range(4)]) < 1e-5
+    assert lost(ranks, [rank_gradients(2, step, 600) for step in range(4)]) < 1e-5
 
 
 @dataclass(frozen=True)
@@ -197,7 +197,7 @@ class Overlooks(Scheme):
         return Result(mean)
 
 
-def test_a_scheme_that_overlooks_the_residual_is_told():
+def test_a_scheme_that_overlooks_the_residual_is_an_error():
     ranks = Simulation(ErrorFeedback(Overlooks()), {"p": (6,)}, world_size=2)
     with pytest.raises(SchemeError, match=r"Read bucket\.gradient, which is the sum"):
         ranks.step([torch.ones(6), torch.ones(6)])

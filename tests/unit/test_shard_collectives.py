@@ -76,7 +76,7 @@ def engines_of(scheme: Scheme, count: int = RANKS) -> list[Engine]:
 
 
 def step_of(engines: list[Engine], given: list[Tensor], layout: Layout, **how: Any) -> list[Tensor]:
-    """What each rank gets of one bucket, which is all of a step."""
+    """Runs a step of one bucket; returns the result of each rank."""
     exchanges = []
     for engine, raw in zip(engines, given, strict=True):
         engine.begin_bucket(0, is_last=True)
@@ -158,7 +158,7 @@ def test_parts_too_small_for_a_payload_travel_as_they_are():
 
 @pytest.mark.parametrize("inside", [Blockwise("int4", 256), Cast(Dense()), TwoPhaseCast()], ids=str)
 def test_feedback_loses_nothing_of_an_all_gather(inside):
-    """What all steps gathered, with what is held, adds up to what was given."""
+    """Gathered values of all steps and residuals add up to the inputs."""
     scheme, cut = ErrorFeedback(inside), CUTS["aligned"]
     engines, layout = engines_of(scheme), Layout(["w"], [(1024,)])
     applied = total = torch.zeros(RANKS * 1024)

@@ -76,7 +76,7 @@ def test_a_slow_rank_is_waited_for(groups):
     assert _call(groups, [0, 1, 2], before=slow) == [None] * 3
 
 
-def test_who_came_is_told_the_same_words_and_all_may_call_again(groups):
+def test_ranks_that_came_get_the_same_error_and_all_may_call_again(groups):
     assert _call(groups, [0, 1, 2]) == [None] * 3
     first, second = _call(groups, [0, 2], limit=SHORT, call="switch")
     assert first == second
@@ -103,7 +103,7 @@ def test_ranks_that_give_up_one_after_the_other_meet_again(groups, monkeypatch):
     assert later == points * 2
 
 
-def test_a_rank_that_comes_to_an_ended_call_is_told(groups, monkeypatch):
+def test_a_rank_that_comes_to_an_ended_call_gets_an_error(groups, monkeypatch):
     # It had asked for the number of the call before the others gave up.
     point = _roll_call._next_point(groups[1], _roll_call.shared_store(None), SOON)
     assert _call(groups, [0, 2], limit=SHORT)[0] is not None
@@ -122,7 +122,7 @@ def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "alike"),
+    ("dropped", "peer_dropped", "alike"),
     [
         ((3, 2, False), (3, 2, False), True),
         ((3, 2, False), (3, 4, False), False),
@@ -131,7 +131,7 @@ def test_nobody_else_is_waited_for_without_a_store(monkeypatch):
     ],
 )
 def test_only_ranks_that_have_dropped_alike_go_on(
-    ours: Any, theirs: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
+    dropped: Any, peer_dropped: Any, alike: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "group_timeout_s", lambda group: 20.0)
     store = SharedStore(dist.HashStore())
@@ -139,7 +139,7 @@ def test_only_ranks_that_have_dropped_alike_go_on(
     def rank(number: int) -> str:
         group: Any = SimpleNamespace(rank=lambda: number, size=lambda: 2)
         known = AbortAgreement(group, store, "0")
-        step, launched, notified = theirs if number else ours
+        step, launched, notified = peer_dropped if number else dropped
         for _ in range(3):  # may happen again
             known.record(step, launched, from_peer=notified)
             try:
@@ -242,7 +242,7 @@ def test_ranks_that_dropped_a_step_end_within_the_timeout(store: Stopping) -> No
         board.abort_agreement.agree()
 
 
-def test_a_call_that_a_silent_store_ended_is_told_to_the_others(
+def test_a_call_that_a_silent_store_ended_is_reported_to_the_others(
     store: Stopping, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     groups, limit = [Group(0), Group(1)], timedelta(seconds=0.2)

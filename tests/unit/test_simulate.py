@@ -585,20 +585,20 @@ def test_a_step_of_several_passes_computes_longer(command: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["simulate", "advise"])
-def test_a_link_that_was_measured_on_one_machine_is_told(command: str, tmp_path: Path) -> None:
+def test_a_link_that_was_measured_on_one_machine_is_reported(command: str, tmp_path: Path) -> None:
     from commhooks.predict._fabric import COPIED
 
     link = Link(1e-4, 1e9)
     here = Fabric("here", link, inside=link, ranks_per_node=2, library="gloo", source=COPIED)
     save_fabric(here, tmp_path / "link.json")
-    said = "torchrun --standalone --nproc-per-node 4 -m commhooks link"
+    advised = "torchrun --standalone --nproc-per-node 4 -m commhooks link"
     for ranks, shown in (("2", False), ("4", True)):
         given = ("--model", "lstm", "--network", tmp_path / "link.json", "--ranks", ranks)
-        assert (said in " ".join(run_cli(command, *given).split())) == shown
+        assert (advised in " ".join(run_cli(command, *given).split())) == shown
 
 
 @pytest.mark.parametrize("command", ["simulate", "advise"])
-def test_the_batch_and_the_default_device_are_told(command: str) -> None:
+def test_the_batch_and_the_default_device_are_printed(command: str) -> None:
     given = (command, "--model", "bert-base", "--ranks", "2", "--schemes", "int8")
     output = " ".join(run_cli(*given).split())
     assert "109.5 M parameters, 32 samples of 128 tokens per rank, on" in output
@@ -610,7 +610,7 @@ def test_the_batch_and_the_default_device_are_told(command: str) -> None:
     assert "is the default" not in output
 
 
-def test_one_box_is_told_without_links_between_boxes() -> None:
+def test_one_box_is_reported_without_links_between_boxes() -> None:
     given = ("--model", "bert-base", "--network", "pcie3", "--schemes", "int8,powersgd")
     output = simulate(*given, "--ranks", "8")
     assert "powersgd: faster than bf16 on pcie3 with 2 to 8 ranks" in output
@@ -621,7 +621,7 @@ def test_one_box_is_told_without_links_between_boxes() -> None:
     assert "between nodes" in output
 
 
-def test_two_files_of_link_are_told_apart(tmp_path: Path) -> None:
+def test_two_files_of_link_are_distinguished(tmp_path: Path) -> None:
     # Both have the name "measured" inside.
     for name, bandwidth in (("slow", 1e8), ("fast", 1e10)):
         save_fabric(Fabric("measured", Link(1e-4, bandwidth)), tmp_path / f"{name}.json")

@@ -111,17 +111,17 @@ def test_here_is_a_device_of_this_machine() -> None:
 
 
 def test_messages_of_many_ranks_are_not_all_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
+    rank_counts: list[int] = []
 
     def timed(scheme: Scheme, shapes: tuple[torch.Size, ...], ranks: int, _: object) -> tuple:
-        asked.append(ranks)
+        rank_counts.append(ranks)
         return tuple(1.0 for _ in trace_exchange(scheme, shapes, ranks).work)
 
     monkeypatch.setattr(sys.modules["commhooks.predict._device"], "time_parts", timed)
     here = ThisDevice()
     for ranks in (2, 64, 65, 4096):
         here.parts(Sleeps(), SHAPES, ranks)
-    assert asked == [2, 2, 64, 64]
+    assert rank_counts == [2, 2, 64, 64]
 
 
 def test_a_gpu_is_two_figures_of_its_data_sheet() -> None:

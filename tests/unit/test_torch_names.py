@@ -47,11 +47,11 @@ def parameters(function: Any) -> list[Any]:
 
 @pytest.mark.parametrize("module", ["", *MODULES])
 def test_every_name_of_torchs_module_is_here_with_its_arguments(module: str) -> None:
-    theirs, ours = torch_module(module), our_module(module)
-    names = [*public(theirs), *PRIVATE.get(module, [])]
+    original, replacement = torch_module(module), our_module(module)
+    names = [*public(original), *PRIVATE.get(module, [])]
     assert names
     for name in names:
-        their, our = getattr(theirs, name), getattr(ours, name)
+        their, our = getattr(original, name), getattr(replacement, name)
         assert inspect.isclass(their) == inspect.isclass(our), name
         assert parameters(our) == parameters(their), name
         for method, member in inspect.getmembers(their, inspect.isfunction):
@@ -86,12 +86,12 @@ def test_a_state_has_the_attributes_of_torchs_and_no_others(name: str) -> None:
 
 
 def test_the_types_of_hooks_are_torchs() -> None:
-    theirs = torchs.DDPCommHookType.__members__
-    ours = ddp_comm_hooks.DDPCommHookType.__members__
-    assert list(ours) == list(theirs)
-    for name, member in theirs.items():
+    torch_members = torchs.DDPCommHookType.__members__
+    members = ddp_comm_hooks.DDPCommHookType.__members__
+    assert list(members) == list(torch_members)
+    for name, member in torch_members.items():
         for key, value in member.value.keywords.items():
-            default = ours[name].value.keywords[key]
+            default = members[name].value.keywords[key]
             assert default == (getattr(commhooks, value.__name__) if key == "comm_hook" else value)
 
 

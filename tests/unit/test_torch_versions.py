@@ -49,7 +49,7 @@ def recorded() -> dict[tuple[str, str], list[str]]:
 
 
 def exists(owner: str, name: str) -> bool:
-    """Whether the present torch has a name: an attribute, or one that its code gives to objects."""
+    """Returns whether torch has a name: an attribute, or one that its code gives to objects."""
     try:
         owned = resolve_name(owner)
     except (ImportError, AttributeError):
@@ -111,7 +111,7 @@ def own_names(without: Collection[str] = ()) -> set[str]:
 
 
 def is_ours(node: ast.AST) -> bool:
-    """Whether a name is looked up at our own object: ``self``, ``cls`` or ``super()``."""
+    """Returns whether a name is looked up at ``self``, ``cls`` or ``super()``."""
     if not isinstance(node, ast.Attribute):
         return False
     at = node.value.func if isinstance(node.value, ast.Call) else node.value

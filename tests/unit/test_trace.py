@@ -51,8 +51,8 @@ def test_local_gradients_are_written_by_parameter(tmp_path: Path) -> None:
     assert (trace.steps, trace.world_size) == ([0, 2, 4], 3)
     layout, recorded = trace.gradients(2)
     assert layout.names == ("bias", "weight")
-    for given, theirs in zip(grads[2], recorded, strict=True):
-        assert torch.equal(given, theirs)
+    for given, read in zip(grads[2], recorded, strict=True):
+        assert torch.equal(given, read)
     (file, *_) = tmp_path.glob("step0000004_rank1_*")
     assert set(load_file(file)) < set(SHAPES)
 

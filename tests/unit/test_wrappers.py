@@ -81,7 +81,7 @@ def test_a_payload_may_be_a_view(numel: int) -> None:
     assert mean.tolist() == [float(index % 4 == 1) for index in range(numel)]
 
 
-def gradients(
+def rank_gradients(
     world_size: int, step: int, dtype: torch.dtype = torch.float32, numel: int = NUMEL
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * step + world_size)
@@ -106,7 +106,7 @@ def lost_by(
         for index, scheme in enumerate(schemes):
             change(ranks, scheme)
             for step in (2 * index, 2 * index + 1):
-                yield gradients(len(ranks.engines), step, dtype, ranks.layout.numel)
+                yield rank_gradients(len(ranks.engines), step, dtype, ranks.layout.numel)
 
     return lost(ranks, steps())
 
@@ -116,7 +116,7 @@ def lost_by(
 
 def test_the_residual_is_what_was_not_sent() -> None:
     ranks = ranks_of(ErrorFeedback(Half()), 1)
-    (grad,) = gradients(1, 0)
+    (grad,) = rank_gradients(1, 0)
     (mean,) = ranks.step([grad])
     assert torch.equal(mean, grad / 2)
     assert torch.equal(ranks.memory(0), grad / 2)
@@ -124,7 +124,7 @@ def test_the_residual_is_what_was_not_sent() -> None:
 
 def test_feedback_around_a_scheme_that_returns_its_input_keeps_the_mean() -> None:
     # The corrected gradient is the no-op's mean and becomes the residual: two tensors are needed.
-    grads = gradients(2, 0)
+    grads = rank_gradients(2, 0)
     means = ranks_of(ErrorFeedback(Noop())).step(grads)
     assert all(torch.equal(mean, grad) for mean, grad in zip(means, grads, strict=True))
 
@@ -214,7 +214,7 @@ def test_feedback_knows_what_a_cast_rounds(which: str) -> None:
 
 def test_feedback_in_a_rule_knows_of_a_cast_around_all() -> None:
     ranks = ranks_of(Cast(COMPOSED["feedback inside a rule"], torch.float16), 1)
-    (grad,) = gradients(1, 0)
+    (grad,) = rank_gradients(1, 0)
     mean = ranks.step([grad])[0]
     head = slice(132, 252)
     assert_close((mean + ranks.memory(0))[head], grad[head], rtol=0, atol=ATOL)
@@ -239,7 +239,7 @@ def test_flush_adds_the_residual_once(dtype: torch.dtype) -> None:
 
 def test_flush_of_a_float64_residual_is_exact_after_buckets_changed() -> None:
     ranks = ranks_of(ErrorFeedback(Half()), 1)
-    (grad,) = gradients(1, 0, torch.float64)
+    (grad,) = rank_gradients(1, 0, torch.float64)
     ranks.step([grad / 3])
     change(ranks, FlushResidual(Dense()))
     zero = torch.zeros(NUMEL, dtype=torch.float64)
@@ -308,10 +308,10 @@ def test_flags_of_rules_cover_all_schemes() -> None:
 
 def test_a_cast_halves_floating_payloads_only() -> None:
     ranks = ranks_of(Cast(Dense(), torch.float16))
-    ranks.step(gradients(2, 0))
+    ranks.step(rank_gradients(2, 0))
     assert ranks.requests == [("all_reduce", 2 * NUMEL)]
     codec = ranks_of(Cast(Half(), torch.float16))  # packed bytes stay as they are
-    codec.step(gradients(2, 0))
+    codec.step(rank_gradients(2, 0))
     assert codec.requests == [("all_gather", 4 * NUMEL)]
 
 
@@ -367,7 +367,7 @@ def test_ef21_books_what_a_cast_around_it_sent(dtype: torch.dtype) -> None:
     """Or what a rank is given drifts from what it has booked; on one, the sum rounds nothing."""
     ranks = ranks_of(Cast(EF21(PowerSGD(rank=2)), dtype), 1)
     for step in range(30):
-        ranks.step(gradients(1, step))
+        ranks.step(rank_gradients(1, step))
     memory = ranks.engines[0].memory
     for name in SHAPES:
         assert_close(
@@ -397,7 +397,7 @@ def test_a_rule_matches_if_all_its_conditions_hold(rule: Rule, matches: bool) ->
 
 def test_the_first_rule_that_matches_decides() -> None:
     scheme = PerParameter([Rule(Dense(), max_dim=1), Rule(Half(), name="*")], Noop())
-    (grad,) = gradients(1, 0)
+    (grad,) = rank_gradients(1, 0)
     mean = ranks_of(scheme, 1).step([grad])[0]
     weight, bias, head = slice(0, 120), slice(120, 132), slice(132, 252)
     assert torch.equal(mean[bias], grad[bias])
@@ -410,6 +410,6 @@ def test_equal_all_reduces_of_a_round_share_a_message() -> None:
         [Rule(PowerSGD(rank=1), name="head"), Rule(Dense(), max_dim=1)], PowerSGD(rank=1)
     )
     ranks = ranks_of(scheme)
-    ranks.step(gradients(2, 0))
+    ranks.step(rank_gradients(2, 0))
     # First round: two left factors of 12 and 12 biases; second: two right factors of 10.
     assert ranks.requests == [("all_reduce", 4 * 36), ("all_reduce", 4 * 20)]

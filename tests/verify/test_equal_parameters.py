@@ -214,7 +214,7 @@ def test_parameters_are_compared_in_full_precision_and_before_they_are_stepped(r
 
 @on_ranks(4, ignore_warnings=("commhooks:",))
 def test_replicas_of_a_shard_are_compared_with_each_other(rank: int) -> None:
-    """Those of a shard, and those of a rank of tensor parallelism."""
+    """Replicas of a shard of FSDP2, and of a rank of tensor parallelism."""
     for names in (("replicate", "shard"), ("dp", "tp")):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
         model: nn.Module

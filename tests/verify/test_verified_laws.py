@@ -25,14 +25,14 @@ from commhooks.wrappers._base import Wrapper
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.contract.cases import make as make_case
 from tests.contract.cases import registered
-from tests.fsdp.test_fsdp2 import gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.training import mlp, row_of
 from tests.verify.test_verify import backward
 
 
 def test_a_mean_may_have_gaps() -> None:
-    """Such as a column of what a scheme has received: the engine takes it, verified or not."""
+    """A mean with strides, such as a column of a payload, is taken with or without verification."""
     rows, layout = [], Layout(["a", "b"], [(5,), (7,)])
     mean = torch.arange(24.0).view(12, 2)[:, 1]
     for each in (mean, mean.contiguous()):
@@ -110,7 +110,7 @@ def _reports(
         for model in (ours, plain):
             torch.manual_seed(10 * step + rank)
             (model(torch.randn(4, 96)).square().mean() * size).backward()
-        averages, means = gradients(ours), gradients(plain)
+        averages, means = take_gradients(ours), take_gradients(plain)
         for key, mean in means.items():
             rows[step, key.removeprefix("module.")] = row_of(averages[key], mean)
     frame = hook.verification.report()
@@ -140,7 +140,7 @@ def test_errors_of_sketches_are_near_those_of_gradients(rank: int) -> None:
 # Of two sketches each, of 127 numbers; pieces of half a matrix have two of 61.
 @pytest.mark.parametrize(("wrap", "numbers"), [(DistributedDataParallel, 127), (sharded, 2 * 61)])
 @on_ranks(2)
-def test_errors_many_times_the_dense_mean_are_told_as_well(
+def test_errors_many_times_the_dense_mean_are_reported_as_well(
     rank: int, wrap: Any, numbers: int
 ) -> None:
     """The norm of the dense mean is then not what remains of larger, inexact numbers."""

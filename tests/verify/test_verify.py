@@ -64,7 +64,7 @@ class Wrong(Wrapper):
     """Spoils one parameter, in step 2 and later, on one rank or on all."""
 
     scheme: Scheme
-    what: str
+    stage: str
     on: int = 1
     parameter: str = "2.weight"
     variance: float = 0.0
@@ -76,27 +76,27 @@ class Wrong(Wrapper):
 
     def exchange(self, bucket: Bucket) -> SchemeExchange:
         spoils = bucket.step >= 2 and bucket.rank == self.on
-        if self.what == "encodes" and spoils:
+        if self.stage == "encodes" and spoils:
             part = _part(bucket, bucket.raw, self.parameter)
             if part is not None:
                 part.mul_(1.5)
         result = yield from self.scheme.exchange(bucket)
         part = _part(bucket, result.mean, self.parameter)
         if part is not None and bucket.step >= 2:
-            if self.what == "decodes" and spoils:
+            if self.stage == "decodes" and spoils:
                 part[3].add_(1e-7)
-            if self.what == "overflows" and spoils:
+            if self.stage == "overflows" and spoils:
                 part[3] = torch.inf
-            if self.what == "poisons":  # on all ranks, as what they keep of it
+            if self.stage == "poisons":  # on all ranks, as what they keep of it
                 for values in (result.mean, bucket.unsent):
                     _part(bucket, values, self.parameter)[3] = torch.nan
-            if self.what == "loses":  # on all ranks, and says that it has sent it
+            if self.stage == "loses":  # on all ranks, and says that it has sent it
                 part[:5].zero_()
         return result
 
 
 def _bucket_of(step: int, parameter: str) -> int:
-    """The bucket of a parameter of ``_train``: a layer is a bucket, the last layer the first."""
+    """The bucket of a parameter of ``_verified_steps``: a layer each, the last layer the first."""
     # Both classes have all parameters in one bucket until the first backward pass is over.
     return 0 if step == 0 else {"4": 0, "2": 1, "0": 2}[parameter[0]]
 
@@ -109,7 +109,7 @@ class Trained(NamedTuple):
     rows: list[tuple[int, int, str]]
 
 
-def _train(rank: int, wrong: Scheme, kind: str, action: Any) -> Trained:
+def _verified_steps(rank: int, wrong: Scheme, kind: str, action: Any) -> Trained:
     torch.manual_seed(0)
     ddp = KINDS[kind](mlp(16, 3), bucket_cap_mb=1088 / 2**20)  # a layer
     hook = commhooks.register(ddp, wrong, verify=Verification(2, action))
@@ -139,7 +139,7 @@ PLANTED: list[tuple[Scheme, str, tuple[str | None, str, tuple[int, ...]]]] = [
 @on_ranks(3)
 def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
     for wrong, kind, (name, expected, on) in PLANTED:
-        named, texts, rows = _train(rank, wrong, kind, "warn")
+        named, texts, rows = _verified_steps(rank, wrong, kind, "warn")
         assert named
         for step, bucket, parameter, text, ranks in named:
             assert (text, ranks) == (expected, on)
@@ -156,14 +156,14 @@ def test_a_planted_bug_is_named_with_step_rank_and_parameter(rank: int) -> None:
 
 @on_ranks(2)
 def test_an_average_that_overflows_is_named_with_its_rank(rank: int) -> None:
-    named = _train(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
+    named = _verified_steps(rank, Wrong(Dense(), "overflows"), "torch", "warn").findings
     assert named == [(2, 1, "2.weight", kind, (1,)) for kind in ("ranks differ", "not finite")]
 
 
 @on_ranks(2)
 def test_a_residual_that_is_not_finite_hides_no_average(rank: int) -> None:
     wrong = ErrorFeedback(Wrong(commhooks.make("int4", error_feedback=False), "poisons"))
-    assert _train(rank, wrong, "core", "warn").findings[0] == (
+    assert _verified_steps(rank, wrong, "core", "warn").findings[0] == (
         2,
         1,
         "2.weight",
@@ -175,7 +175,7 @@ def test_a_residual_that_is_not_finite_hides_no_average(rank: int) -> None:
 @on_ranks(2)
 def test_with_raise_every_rank_raises_before_the_next_step(rank: int) -> None:
     with pytest.raises(VerificationError) as caught:
-        _train(rank, Wrong(Dense(), "decodes"), "torch", "raise")
+        _verified_steps(rank, Wrong(Dense(), "decodes"), "torch", "raise")
     text = str(caught.value)
     assert "step 2, rank 1, bucket 1, parameter '2.weight'" in text
     assert everyone(text) == [text] * 2
@@ -351,7 +351,7 @@ def _warns(ends: Callable[[], object]) -> bool:
 
 
 @on_ranks(2, ignore_warnings=("commhooks:",))
-def test_a_finding_in_the_last_step_is_told_however_a_hook_ends() -> None:
+def test_a_finding_in_the_last_step_is_reported_however_a_hook_ends() -> None:
     for action in ("warn", "raise"):
         ddp, hook = _wrong_hook(action)
         assert _warns(hook.close)
@@ -386,7 +386,7 @@ for _ in range(3):
 @pytest.mark.parametrize(
     "end", ["dist.destroy_process_group()", pytest.param("", marks=pytest.mark.slow)]
 )
-def test_a_finding_in_the_last_step_is_told_at_exit(end: str, tmp_path: Path) -> None:
+def test_a_finding_in_the_last_step_is_reported_at_exit(end: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", AT_EXIT.format(path=tmp_path / "store") + end],
         cwd=Path(__file__).parents[2],

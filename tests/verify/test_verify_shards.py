@@ -22,7 +22,7 @@ from commhooks.errors import VerificationError
 from commhooks.wrappers import AveragedFeedback, Guard
 from commhooks.wrappers._base import Wrapper
 from tests.fsdp.test_fsdp1 import QUIET, unit
-from tests.fsdp.test_fsdp2 import backward, equal, gradients, model_of, sharded
+from tests.fsdp.test_fsdp2 import backward, equal, model_of, sharded, take_gradients
 from tests.tools.harness import on_ranks
 from tests.tools.training import everyone, row_of
 from tests.verify.test_verify import findings
@@ -63,7 +63,7 @@ def _not_accused(rank: int, host: str, names: Iterable[str]) -> None:
             backward(verified[0], step, rank)
             backward(unverified[0], step, rank)
             if host != "fsdp1":
-                equal(gradients(verified[0]), gradients(unverified[0]))
+                equal(take_gradients(verified[0]), take_gradients(unverified[0]))
         frame = verify.report()
         assert set(frame["step"]) == {0, 2, 4}
         assert len(frame) == 3 * 6
@@ -98,7 +98,7 @@ def test_error_cosine_and_norm_are_those_of_whole_parameters(
     hook = commhooks.register(ours, scheme, verify=1)
     backward(exact, 0, rank)
     backward(ours, 0, rank)
-    wanted, averages = gradients(exact), gradients(ours)
+    wanted, averages = take_gradients(exact), take_gradients(ours)
     frame = hook.verification.report().set_index("parameter")
     assert sorted(frame.index) == sorted(wanted)
     assert dict(frame["bucket"]) == {name: int(name[0]) // 2 for name in wanted}
@@ -143,13 +143,13 @@ class WrongShard(Wrapper):
         return result
 
 
-def _train(model: nn.Module, hook: Any, rank: int) -> list[str]:
+def _run_four_steps(model: nn.Module, hook: Any, rank: int) -> list[str]:
     """Four steps; returns what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(4):
             backward(model, step, rank)
-            gradients(model)
+            take_gradients(model)
         hook.verification.report()
     texts = [str(each.message) for each in caught]
     return [text for text in texts if "commhooks:" in text]
@@ -160,7 +160,7 @@ def test_a_shard_that_is_decoded_wrongly_is_named(rank: int) -> None:
     for scheme in (WrongShard(Dense()), commhooks.wrappers.ErrorFeedback(WrongShard(INT4))):
         model = sharded(model_of())
         hook = commhooks.register(model, scheme, verify=2)
-        texts = _train(model, hook, rank)
+        texts = _run_four_steps(model, hook, rank)
         # Modules are buckets, in the order of the model; the last one is reduced first.
         assert findings(hook) == [(2, 2, "4.weight", "error", (1,))]
         if rank == 0:
@@ -239,7 +239,7 @@ def _poisoned(rank: int) -> nn.Sequential:
 def test_a_gradient_that_is_not_finite_is_named_with_its_rank(rank: int) -> None:
     model = sharded(_poisoned(rank))
     hook = commhooks.register(model, "int8", verify=Verification(1, "raise"))
-    texts = _train(model, hook, rank)
+    texts = _run_four_steps(model, hook, rank)
     assert [finding[0] for finding in findings(hook)] == [0, 1, 2, 3]
     assert {finding[2:] for finding in findings(hook)} == {("1.by", "not finite", (1,))}
     assert len(texts) == int(rank in (0, 1))
@@ -251,6 +251,6 @@ def test_between_nodes_it_is_named_with_its_shard_and_node(rank: int) -> None:
     model = sharded(_poisoned(rank), mesh["shard"])
     verify = Verification(1, "raise")
     hook = commhooks.register(model, "int8", verify=verify, replicate_group=mesh["replicate"])
-    _train(model, hook, rank)
+    _run_four_steps(model, hook, rank)
     expected = (f"1.by#{rank % 2}", "not finite", (0,))
     assert [finding[2:] for finding in findings(hook)] == [expected] * 4

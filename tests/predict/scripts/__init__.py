@@ -1,1 +1,1 @@
-"""Training scripts as others write them: they know nothing of commhooks."""
+"""Plain PyTorch training scripts without commhooks, for the command ``commhooks headroom``."""

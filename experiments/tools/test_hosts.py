@@ -74,7 +74,7 @@ def test_a_host_reaches_only_the_others(way: namespaces.Access) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_fails_is_told_with_its_output() -> None:
+def test_a_rank_that_fails_is_reported_with_its_output() -> None:
     if reason := namespaces.reason_not_to_run():
         pytest.skip(reason)
     with pytest.raises(RuntimeError, match=r"rank [01] ended with 1:(?s:.*)nonsense"):
