@@ -20,6 +20,10 @@ gc.disable()  # until all cases are collected: what is imported stays, and there
 # Tests of many cases that differ in little, by how their names begin: every run takes the first of
 # so many cases, ``make test-all`` all.
 VARIANTS = {
+    "tests/unit/test_simulate.py::test_the_batch_and_the_default_device": 2,
+    "tests/unit/test_simulate.py::test_a_step_of_several_passes": 2,
+    "tests/unit/test_docs.py::test_a_prediction_on_a_page": 2,
+    "tests/hosts/test_zero_optimizer.py::test_shards_train_as_a_plain": 4,
     "tests/contract/test_laws.py::test_a_bad_bucket_keeps_the_memory_of_the_whole_step": 2,
     "tests/contract/test_laws.py::test_schemes_obey_the_laws_inside_every_wrapper": 8,
     "tests/contract/test_laws.py::test_applied_and_residual_sum_to_the_gradients_in_any": 2,
