@@ -201,7 +201,7 @@ def main(
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
     for model, shapes in MODELS.items():
-        for kind, (theirs, ours) in BYTES.items():
+        for kind, (bytes_of_torch, bytes_of_ours) in BYTES.items():
             for buckets, cap in CAPS.items():
                 step = _Step(shapes, cap, rank, kind == "feedback")
                 pairs = {
@@ -218,7 +218,7 @@ def main(
                             ratios[against].append(ratio)
                 for against, values in ratios.items():
                     q1, middle, q3 = pd.Series(values).quantile([0.25, 0.5, 0.75])
-                    floor = theirs / ours if against == "layout" else None
+                    floor = bytes_of_torch / bytes_of_ours if against == "layout" else None
                     rows.append((model, kind, buckets, against, middle, q1, q3, floor))
     dist.destroy_process_group()
     names = ["model", "kind", "buckets", "against", "ratio", "q1", "q3", "floor"]
