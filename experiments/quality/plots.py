@@ -20,7 +20,6 @@ from experiments.quality.verdicts import FIGURES, MARGIN, NARROW, counted
 __all__ = ["draw_forest", "draw_predictors"]
 
 _COLOURS = {"proved": "#1b7837", "refuted": "#b2182b", "better": "#2166ac", "not": "#666666"}
-_WORDS = {"not": "not proved", "refuted": "refuted", "better": "better", "proved": "proved"}
 _SHOWN = 0.03  # gaps beyond it are arrows: controls would make all others invisible
 
 
@@ -42,7 +41,7 @@ def draw_forest(tables: Mapping[str, pd.DataFrame], path: Path) -> None:
         Patch(color="#dddddd"),
         Patch(color="#eeeeee"),
     ]
-    labels = [_WORDS[verdict] for verdict in _COLOURS]
+    labels = ["not proved" if verdict == "not" else verdict for verdict in _COLOURS]
     labels += ["fewer runs than planned", f"{100 * NARROW:.1f} %", f"{100 * MARGIN:.1f} %"]
     figure.legend(marks, labels, loc="outside upper center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=150)

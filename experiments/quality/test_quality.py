@@ -353,6 +353,18 @@ def test_every_task_has_a_place_on_the_page_and_a_single_run_no_interval() -> No
     assert not any("nan" in text for text in pages_with(tables).values())
 
 
+def test_a_verdict_of_fewer_runs_than_planned_is_provisional() -> None:
+    setup, gaps = SETUPS["characters"], {"int8": 0.0, "topk 1 %": 0.02}
+    early, late = (summary(setup, _made_up(gaps, 0.0003, seeds=seeds)) for seeds in (8, 330))
+    results = HOME / "docs/results/quality/README.md", HOME / "docs/schemes/index.md"
+    for path in results:
+        text = pages_with({"characters": early})[path]
+        assert "proved within 0.2 % so far" in text
+        assert "refuted so far" in text
+        assert "8 of " in text
+        assert "so far |" not in pages_with({"characters": late})[path]
+
+
 def test_pages_and_package_have_what_the_runs_say() -> None:
     for path, text in pages_with(command.judged(HOME / command.OUT)).items():
         assert path.read_text() == text, "write it: python -m experiments.quality --report"
