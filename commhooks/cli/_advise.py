@@ -168,7 +168,7 @@ def _by_size(option: Option, options: Sequence[Option]) -> str:
 
 
 def _size_matters(option: Option, options: Sequence[Option]) -> bool:
-    """Whether the bucket size changes the step with a scheme by as much as is reported."""
+    """Returns whether the bucket size changes the time of a step by more than the margin."""
     steps = [each.step.step_s for each in _sizes(option.name, options)]
     return max(steps) > (1 + MARGIN) * min(steps)
 
@@ -221,7 +221,7 @@ def _advice(
 
 
 def _saves(option: Option, over: Option, share: float = MARGIN) -> bool:
-    """Whether the step with an option is shorter by as much as is reported."""
+    """Returns whether the step with an option is shorter by more than a share."""
     return option.step.step_s < (1 - share) * over.step.step_s
 
 

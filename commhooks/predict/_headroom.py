@@ -269,7 +269,7 @@ class Headroom:
 
 
 def headroom(ddp_model: nn.Module, step_fn: Callable[[], Any], *, steps: int = 30) -> Headroom:
-    """Measures what compression could save: uncompressed (dense), bf16, no communication in turn.
+    """Times steps that send uncompressed (dense) gradients, bf16 and nothing, in turn.
 
     All ranks call it with equal arguments. Without communication the ranks' parameters drift
     apart: build model and optimizer anew afterwards, and save nothing of these. The model keeps the

@@ -405,7 +405,7 @@ import gc, os, sys, torch, torch._dynamo
 import torch.distributed as dist
 import commhooks
 from tests.hook.test_lanes import EXIT_PATHS
-from tests.tools.training import batch, ddp, mlp, outcome
+from tests.tools.training import ddp, mlp, outcome, train
 
 def fail_in_backward(model):
     def fail(grad):

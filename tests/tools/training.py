@@ -114,6 +114,7 @@ def train(
         model.zero_grad()
         model(batch(step, rank, 8, width)).square().sum().backward()
         results.append(gradients(model))
+        assert results[-1].any(), "a step has given no gradient"
         if lr:
             torch.optim.SGD(model.parameters(), lr=lr).step()
     return results
