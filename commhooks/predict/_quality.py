@@ -58,15 +58,15 @@ def _signed(percent: float) -> str:
 MEASURED: tuple[Gap, ...] = (
     # <measured>
     Gap("int8", {}, -0.00896, 0.0386, 30, 30),
-    Gap("int4", {}, 0.718, 0.947, 272, 330),
-    Gap("eden", {"bits": 2}, 0.628, 2.09, 9, 100),
+    Gap("int4", {}, 0.725, 0.934, 330, 330),
+    Gap("eden", {"bits": 2}, 0.995, 1.83, 30, 30),
     Gap("powersgd", {"rank": 4}, 2.62, 3.1, 30, 30),
     Gap("none", {}, -0.0128, 0.0118, 30, 30),
     Gap("fp8", {}, -0.109, 0.0167, 30, 30),
-    Gap("onebit", {}, 20.8, 23.1, 8, 100),
-    Gap("powersgd", {"rank": 2}, 5.43, 7.57, 8, 100),
+    Gap("onebit", {}, 21.5, 23.7, 30, 30),
+    Gap("powersgd", {"rank": 2}, 6.43, 7.38, 30, 30),
     Gap("acpsgd", {"rank": 8, "wire_dtype": "bf16"}, 5.16, 6.11, 30, 30),
-    Gap("topk", {"ratio": 0.01}, 15.8, 19.4, 8, 100),
+    Gap("topk", {"ratio": 0.01}, 18.1, 20.2, 30, 30),
     Gap("sdp4bit", {}, 0.0888, 0.438, 100, 100),
     Gap("eden", {"bits": 4}, 0.047, 0.402, 100, 100),
     # </measured>
