@@ -24,7 +24,7 @@ from experiments.quality.page import ADVISED, HOME, pages_with
 from experiments.quality.plots import draw_forest, draw_predictors
 from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
 from experiments.quality.setups import BASE, SETUPS, Setup, small
-from experiments.quality.verdicts import LOOKS, comparable, predictors, sentence, summary
+from experiments.quality.verdicts import FEWEST, LOOKS, comparable, predictors, sentence, summary
 
 OUT = Path("docs/results/quality")
 
@@ -75,15 +75,17 @@ def _file(out: Path, task: str) -> Path:
     return out / f"runs_{task.replace(' ', '_')}.csv"
 
 
-def judged(out: Path = OUT) -> dict[str, pd.DataFrame]:
-    """Returns the table of each task that a folder has judged: some arm has run twice."""
-    tables = {name: summary(setup, read(_file(out, name))) for name, setup in SETUPS.items()}
+def judged(out: Path = OUT, fewest: int = FEWEST) -> dict[str, pd.DataFrame]:
+    """Returns the table of each task that a folder has judged: some arm has enough runs."""
+    tables = {
+        name: summary(setup, read(_file(out, name)), fewest) for name, setup in SETUPS.items()
+    }
     return {name: table for name, table in tables.items() if len(table)}
 
 
-def _report(out: Path) -> None:
+def _report(out: Path, fewest: int) -> None:
     """Judges all runs there are; prints and writes tables and pictures."""
-    tables = judged(out)
+    tables = judged(out, fewest)
     for name, table in tables.items():
         setup = SETUPS[name]
         typer.echo(f"\n{setup.name}: gap to {BASE} in %, with its 95 % interval")
@@ -144,7 +146,7 @@ def main(
             _train(setup, out, seeds=seeds, until=until, jobs=jobs, device=device)
         except MissingPackageError as error:
             typer.echo(f"left out: {error}")
-    _report(out)
+    _report(out, 2 if rehearse else FEWEST)
 
 
 if __name__ == "__main__":

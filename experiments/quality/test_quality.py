@@ -306,7 +306,7 @@ def test_an_interval_is_that_of_the_paired_differences() -> None:
     rows = [
         _row(arm, run, loss=loss) for arm, many in losses.items() for run, loss in enumerate(many)
     ]
-    row = summary(SETUPS["characters"], pd.DataFrame(rows)).set_index("arm").loc["int8"]
+    row = summary(SETUPS["characters"], pd.DataFrame(rows), 2).set_index("arm").loc["int8"]
     # Differences 0.02, 0.03, 0.01: mean 0.02, deviation 0.01; t is 4.3027 with 2 degrees.
     half = 4.3027 * 0.01 / math.sqrt(3)
     assert row.gap == pytest.approx(0.02 / 3)
@@ -346,8 +346,9 @@ def test_other_seeds_are_no_pairs() -> None:
     assert trained(small(SETUPS["digits"]), NULL, 2)["seed"] == 1_000_002
 
 
-def test_every_task_has_a_place_on_the_page_and_a_single_run_no_interval() -> None:
-    runs = pd.DataFrame([_row("bf16", 0), _row("bf16", 1), _row("int8", 0)])
+def test_every_task_has_a_place_on_the_page_and_four_runs_no_interval() -> None:
+    rows = [_row("bf16", run) for run in range(5)] + [_row("int8", run) for run in range(4)]
+    runs = pd.DataFrame(rows)
     tables = {name: summary(setup, runs) for name, setup in SETUPS.items()}
     assert all(list(table.arm) == ["bf16"] for table in tables.values())
     assert not any("nan" in text for text in pages_with(tables).values())

@@ -29,6 +29,7 @@ __all__ = [
 NARROW, MARGIN = 0.002, 0.005
 LOOKS = (30, 100)  # runs after which an arm ends whose verdict is sure
 SURE = 0.999  # level of the interval of a look
+FEWEST = 5  # pairs of runs for an interval: two that are equal by chance would give one of no width
 FIGURES = tuple(f"{kind}_{norm}" for norm in ("error", "worst", "adam") for kind in ("step", "sum"))
 
 
@@ -110,10 +111,12 @@ def wanted(setup: Setup, runs: pd.DataFrame) -> dict[str, int]:
     return needed
 
 
-def _row(setup: Setup, runs: pd.DataFrame, arm: Arm, needed: int) -> dict[str, object] | None:
-    """Returns the row of an arm, of the runs that its base has, too; one alone has no interval."""
+def _row(
+    setup: Setup, runs: pd.DataFrame, arm: Arm, needed: int, fewest: int
+) -> dict[str, object] | None:
+    """Returns the row of an arm, of the runs that its base has, too, or None of too few."""
     values, base = _pairs(setup, runs, arm)
-    if len(values) < 2:
+    if len(values) < fewest:
         return None
     mean, low, high = gap(values.tolist(), base.tolist(), _scale(setup, base))
     rows = runs[(runs.arm == arm.name) & runs.run.isin(values.index)]
@@ -137,15 +140,16 @@ def _row(setup: Setup, runs: pd.DataFrame, arm: Arm, needed: int) -> dict[str, o
     }
 
 
-def summary(setup: Setup, runs: pd.DataFrame) -> pd.DataFrame:
-    """Returns a row per arm that has run twice: outcome, gap with its interval, and verdict.
+def summary(setup: Setup, runs: pd.DataFrame, fewest: int = FEWEST) -> pd.DataFrame:
+    """Returns a row per arm with enough pairs of runs: outcome, gap with its interval, and verdict.
 
     Args:
         setup: the task.
         runs: rows of its file.
+        fewest: pairs that an arm needs, two or more.
     """
     needed = wanted(setup, runs)
-    rows = (_row(setup, runs, arm, needed[arm.name]) for arm in setup.arms)
+    rows = (_row(setup, runs, arm, needed[arm.name], fewest) for arm in setup.arms)
     return pd.DataFrame([row for row in rows if row is not None])
 
 
