@@ -139,7 +139,8 @@ class MiniLm(nn.Module):
         """Returns a unit vector for each text: the mean of its tokens."""
         texts, length = ids.shape
         # Layers get the tokens of all texts as rows, without the padding: a third of a batch.
-        places = (ids != _PAD).flatten().nonzero().squeeze(1)
+        real = ids != _PAD
+        places = real.flatten().nonzero().squeeze(1)
         text, position = places // length, places % length
         hidden = (
             self.embeddings["word_embeddings"](ids.flatten()[places])
@@ -148,7 +149,7 @@ class MiniLm(nn.Module):
         )
         hidden = self.embeddings["LayerNorm"](hidden)
         for layer in self.encoder["layer"]:
-            hidden = layer(hidden, places, texts, length)
+            hidden = layer(hidden, places, real[:, None, None])
         sums = hidden.new_zeros(texts, hidden.shape[1]).index_add(0, text, hidden)
         return F.normalize(sums / text.bincount(minlength=texts).unsqueeze(1), dim=-1)
 
@@ -164,18 +165,16 @@ class _Layer(nn.Module):
         self.intermediate = nn.ModuleDict({"dense": nn.Linear(width, hidden)})
         self.output = _out(hidden, width)
 
-    def forward(self, x: Tensor, places: Tensor, texts: int, length: int) -> Tensor:
-        rows, width = texts * length, x.shape[1]
+    def forward(self, x: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+        (texts, *_, length), width = mask.shape, x.shape[1]
 
-        def padded(rows_of_tokens: Tensor) -> Tensor:
-            whole = x.new_zeros(rows, width).index_copy(0, places, rows_of_tokens)
+        def padded(tokens: Tensor) -> Tensor:
+            whole = x.new_zeros(texts * length, width).index_copy(0, places, tokens)
             return whole.view(texts, length, _HEADS, -1).transpose(1, 2)
 
         query, key, value = (padded(into(x)) for into in self.attention["self"].values())
-        real = torch.zeros(rows, dtype=torch.bool, device=x.device).index_fill(0, places, True)
-        mask = real.view(texts, 1, 1, length)
         mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
-        mixed = mixed.transpose(1, 2).reshape(rows, width)[places]
+        mixed = mixed.transpose(1, 2).reshape(-1, width)[places]
         out = self.attention["output"]
         x = out["LayerNorm"](x + out["dense"](mixed))
         more = self.output["dense"](F.gelu(self.intermediate["dense"](x)))
