@@ -197,6 +197,43 @@ def test_padding_does_not_change_a_text(tiny_minilm: Path) -> None:
         )
 
 
+def test_texts_are_encoded_as_by_the_layers_of_torch(tiny_minilm: Path) -> None:
+    model = minilm(1, batch_size=2, length=16, folder=tiny_minilm).model()
+    weights = dict(model.named_parameters())
+    words = WordPiece(VOCABULARY)
+    texts = "A file.", "Reads the line.", "The lines, write the file.", "A"
+    ids = torch.stack([words.encode(text, 16) for text in texts])
+    real = ids != 0
+    hidden = (
+        weights["embeddings.word_embeddings.weight"][ids]
+        + weights["embeddings.position_embeddings.weight"][:16]
+        + weights["embeddings.token_type_embeddings.weight"][0]
+    )
+    hidden = torch.nn.functional.layer_norm(hidden, (24,), eps=1e-12)
+    names = {
+        "out_proj": "attention.output.dense", "norm1": "attention.output.LayerNorm",
+        "linear1": "intermediate.dense", "linear2": "output.dense", "norm2": "output.LayerNorm",
+    }  # fmt: skip
+    for index in range(2):
+        layer = torch.nn.TransformerEncoderLayer(24, 12, 48, 0.0, "gelu", 1e-12, batch_first=True)
+        state = {}
+        for kind in ("weight", "bias"):
+            for name, ours in names.items():
+                prefix = "self_attn." if name == "out_proj" else ""
+                state[f"{prefix}{name}.{kind}"] = weights[f"encoder.layer.{index}.{ours}.{kind}"]
+            state[f"self_attn.in_proj_{kind}"] = torch.cat(
+                [
+                    weights[f"encoder.layer.{index}.attention.self.{name}.{kind}"]
+                    for name in ("query", "key", "value")
+                ]
+            )
+        layer.load_state_dict(state)
+        hidden = layer(hidden, src_key_padding_mask=~real)
+    means = (hidden * real.unsqueeze(-1)).sum(1) / real.sum(1, keepdim=True)
+    first, second = torch.nn.functional.normalize(means, dim=1).view(2, 2, 24)
+    torch.testing.assert_close(model(ids.view(2, 2, 16)), 20 * first @ second.t())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["--tasks", "digit"], "is not one of"), (["--stages", "0,x"], "numbers with commas")],
