@@ -342,6 +342,23 @@ def test_margins_of_an_accuracy_are_shares_of_it() -> None:
     assert row.verdict == "proved within 0.5 %"
 
 
+def test_equal_counts_prove_no_more_than_their_items_resolve() -> None:
+    rows = [_row(arm, run, misses=164 / 347) for arm in ("bf16", "int8") for run in range(10)]
+    row = summary(SETUPS["minilm"], pd.DataFrame(rows)).iloc[1]
+    # One item more in one of ten runs: deviation 1 / 347 / sqrt(10); t is 2.2622.
+    half = 2.2622 / 347 / 10 / (1 - 164 / 347)
+    assert (row.gap, row.low, row.high) == pytest.approx((0, -half, half), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["minilm", "first try"])
+def test_counts_of_committed_runs_are_of_the_held_out_items(name: str) -> None:
+    setup = SETUPS[name]
+    path = HOME / command.OUT / f"runs_{name.replace(' ', '_')}.csv"
+    counts = setup.items * read(path).misses
+    assert len(counts)
+    assert (counts - counts.round()).abs().max() < 1e-3
+
+
 def test_other_seeds_are_no_pairs() -> None:
     assert trained(small(SETUPS["digits"]), NULL, 2)["seed"] == 1_000_002
 

@@ -50,7 +50,11 @@ def verdict(low: float, high: float) -> str:
 
 
 def gap(
-    values: Sequence[float], base: Sequence[float], scale: float, level: float = 0.95
+    values: Sequence[float],
+    base: Sequence[float],
+    scale: float,
+    level: float = 0.95,
+    items: int = 0,
 ) -> tuple[float, float, float]:
     """Returns the mean gap of paired runs over ``scale``, and its interval.
 
@@ -59,9 +63,12 @@ def gap(
         base: outcome of the run of the same number with the base.
         scale: outcome of the base, of which the gap is a share.
         level: probability with which the interval covers the gap.
+        items: where outcomes are shares of held-out items, their number. Equal counts prove no
+            equal accuracy: the differences vary at least as if one run missed one item more.
     """
     differences = [value - other for value, other in zip(values, base, strict=True)]
-    mean, half = interval(differences, level)
+    least = 1 / (items * math.sqrt(len(differences))) if items else 0.0
+    mean, half = interval(differences, level, least)
     return mean / scale, (mean - half) / scale, (mean + half) / scale
 
 
@@ -101,7 +108,7 @@ def wanted(setup: Setup, runs: pd.DataFrame) -> dict[str, int]:
             if arm.name == arm.base or len(first) < look:
                 continue
             scale = _scale(setup, first_base)
-            _, low, high = gap(first.tolist(), first_base.tolist(), scale, SURE)
+            _, low, high = gap(first.tolist(), first_base.tolist(), scale, SURE, setup.items)
             if verdict(low, high) in (verdict(0, 0), "refuted"):
                 needed[arm.name] = look
                 break
@@ -118,7 +125,8 @@ def _row(
     values, base = _pairs(setup, runs, arm)
     if len(values) < fewest:
         return None
-    mean, low, high = gap(values.tolist(), base.tolist(), _scale(setup, base))
+    items = setup.items if arm.name != arm.base else 0
+    mean, low, high = gap(values.tolist(), base.tolist(), _scale(setup, base), items=items)
     rows = runs[(runs.arm == arm.name) & runs.run.isin(values.index)]
     return {
         "task": setup.name,

@@ -11,7 +11,9 @@ from scipy.special import stdtrit  # scipy.stats takes as long to import as torc
 __all__ = ["interval"]
 
 
-def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
+def interval(
+    values: Sequence[float], level: float = 0.95, least: float = 0.0
+) -> tuple[float, float]:
     """Returns the mean, and half the width of its interval (Student's t).
 
     The half is NaN for a single value.
@@ -19,9 +21,11 @@ def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float
     Args:
         values: of the runs.
         level: probability with which the interval covers the mean.
+        least: standard deviation of the values where they differ by less, as equal counts do.
     """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
         return mean, math.nan
     quantile = float(stdtrit(count - 1, (1 + level) / 2))
-    return mean, quantile * statistics.stdev(values) / math.sqrt(count)
+    deviation = max(statistics.stdev(values), least)
+    return mean, quantile * deviation / math.sqrt(count)

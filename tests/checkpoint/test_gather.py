@@ -20,6 +20,7 @@ from commhooks.hook import _saving
 from ddp_core import DistributedDataParallel as CoreDDP
 from tests.tools.harness import on_ranks, run_ranks
 from tests.tools.training import (
+    assert_sums_close,
     ddp,
     everyone,
     mlp,
@@ -182,7 +183,7 @@ def test_a_distributed_checkpoint_loads_on_any_number_of_ranks(tmp_path):
     for ranks in (1, 2, 3):
         results = run_ranks(_dcp_load, ranks, str(tmp_path), 2, ignore_warnings=DCP_REMARKS)
         for after in zip(*(held for held, *_ in results), strict=True):
-            torch.testing.assert_close(torch.stack(after).mean(0), mean, rtol=1e-5, atol=1e-9)
+            assert_sums_close(torch.stack(after).mean(0), mean, before)
             assert ranks != 2 or all(map(torch.equal, after, before))
         for _, (nothing, *plain), fresh, step, _ in results:
             assert nothing[0] == "CheckpointError"

@@ -137,6 +137,16 @@ def averaged(tensor: Tensor) -> Tensor:
     return mean / dist.get_world_size()
 
 
+def assert_sums_close(actual: Tensor, expected: Tensor, summands: Iterable[Tensor]) -> None:
+    """Checks sums or means of float32 entries, which round as the largest summand, not as the sum.
+
+    Entries of several ranks may cancel, and how much is left of their rounding depends on the
+    processor.
+    """
+    largest = max(float(value.abs().max()) for value in summands)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2**-20 * largest)
+
+
 def relative_error(tensor: Tensor, exact: Tensor) -> float:
     """How far a tensor is from another, by the norm of that one."""
     return float((tensor - exact).norm() / exact.norm())
