@@ -179,9 +179,9 @@ def _named(option: Option, options: Sequence[Option]) -> str:
 
 
 def _keeps_quality(option: Option) -> bool:
-    """Whether an option changes nothing that a training notices, by its error or as measured."""
+    """Whether an option keeps the quality of bf16 as measured, or else by its error."""
     gap = gap_of(option.scheme)
-    return option.error <= SAFE_ERROR or (gap is not None and gap.is_proved)
+    return option.error <= SAFE_ERROR if gap is None else gap.is_proved
 
 
 def _advice(
@@ -230,7 +230,8 @@ def _measured(option: Option) -> str:
     gap = gap_of(option.scheme)
     if gap is None:
         return ""
-    return f" Its loss over bf16's after training a small transformer: {gap} (95 %, {gap.counted})."
+    facts = ", ".join(filter(None, ("95 %", gap.counted, gap.dense)))
+    return f" Its loss over bf16's after training a small transformer: {gap} ({facts})."
 
 
 def _times(option: Option, options: Sequence[Option], workload: Workload) -> str:

@@ -92,8 +92,10 @@ def ladder_lines() -> list[str]:
 
 def _cost(rung: Rung) -> str:
     gap = gap_of(make(rung.then))
-    without = ", without start_step" if "start_step" in _call(rung.then) else ""
-    return f" (loss over bf16's{without}: {gap})" if gap else ""
+    if gap is None:
+        return ""
+    measured = f", with {gap.dense}" if gap.dense else ""
+    return f" (loss over bf16's{measured}: {gap})"
 
 
 def _call(scheme: str) -> str:

@@ -1,7 +1,7 @@
 """Says within which margin each scheme keeps the quality of training with bf16.
 
-Run ``python -m experiments.quality``. ``plan.md`` says what is run and how it is judged; it was
-written before. Each run appends a row to ``runs_<task>.csv``; a study that was ended goes on where
+Run ``python -m experiments.quality``. ``plan.md`` says what is run and how it is judged. Each run
+appends a row to ``runs_<task>.csv``; a study that was ended goes on where
 it stopped, and ``--report`` makes tables and pictures of the runs there are.
 """
 
@@ -90,8 +90,8 @@ def _report(out: Path, fewest: int) -> None:
         setup = SETUPS[name]
         typer.echo(f"\n{setup.name}: gap to {BASE} in %, with its 95 % interval")
         shown = table[["arm", "runs", "planned", "diverged", "outcome"]].copy()
-        for name in ("gap", "low", "high"):
-            shown[name] = 100 * table[name]
+        for column in ("gap", "low", "high"):
+            shown[column] = 100 * table[column]
         shown["verdict"] = table.verdict
         typer.echo(shown.to_string(index=False, float_format="{:.3f}".format))
         correlations = predictors(setup, table)

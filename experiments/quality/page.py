@@ -10,11 +10,11 @@ import pandas as pd
 
 from commhooks.predict._quality import Gap
 from experiments.quality.setups import BASE, SETUPS, Setup
-from experiments.quality.verdicts import comparable, counted, predictors, sentence
+from experiments.quality.verdicts import bootstrapped, comparable, counted, predictors, sentence
 from experiments.tools.schemes import Entry
 from experiments.tools.tables import markdown, replaced
 
-__all__ = ["ADVISED", "HOME", "pages_with"]
+__all__ = ["ADVISED", "HOME", "pages_with", "table_of_task"]
 
 HOME = Path(__file__).parents[2]
 SCHEMES, RESULTS = "docs/schemes/index.md", "docs/results/quality/README.md"
@@ -40,13 +40,21 @@ def _verdict(row: Any) -> str:
 
 def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
     """Returns the arms of a task with their intervals and verdicts, as Markdown."""
+    if not len(table):
+        return "No runs yet, or fewer than five of each arm.\n"
+    planned = {arm.name: arm.seeds or setup.seeds for arm in setup.arms}
     rows: list[tuple[object, ...]] = []
     for row in table.itertuples():
         compared = row.arm != row.base
-        arm = f"{row.arm} (control)" if row.role == "control" else row.arm
+        arm = f"{row.arm} ({row.role})" if row.role else row.arm
         outcome = f"{row.outcome:.4f} ± {row.outcome_half:.4f}"
         interval = _interval(row) if compared else ""
-        rows.append((arm, counted(row), outcome, interval, _verdict(row)))
+        runs = counted(row)
+        if row.planned < planned[row.arm] and compared:
+            runs += ", ended"
+        if row.diverged:
+            runs += f", {row.diverged} diverged"
+        rows.append((arm, runs, outcome, interval, _verdict(row)))
     words = ("loss", f"over that of {BASE}, 95 %")
     if setup.outcome == "misses":
         words = ("share of misses", f"hits lost, of those of {BASE}, 95 %")
@@ -81,14 +89,25 @@ def table_of_cost(tables: Mapping[str, pd.DataFrame]) -> str:
         (name, f"{table.runs.sum()}", f"{(table.runs * table.cpu_seconds).sum() / 7200:.1f}")
         for name, table in tables.items()
     ]
-    return markdown(("task", "runs", "processor hours / 2"), rows)
+    return markdown(("task", "runs", "hours on two cores"), rows)
 
 
-def predictions(correlations: Mapping[str, float]) -> str:
+def predictions(
+    correlations: Mapping[str, float], ranges: Mapping[str, tuple[float, float]]
+) -> str:
     """Returns the rank correlation of each figure with the gap, as Markdown, and what it says."""
-    norms = {"error": "vNMSE", "worst": "of the worst tensor", "adam": "in Adam's metric"}
+    norms = {
+        "error": "vNMSE, `error`",
+        "worst": "of the worst tensor, `worst`",
+        "adam": "in Adam's metric, `adam`",
+    }
+
+    def cell(name: str) -> str:
+        low, high = ranges[name]
+        return f"{correlations[name]:.2f} ({low:.2f} to {high:.2f})"
+
     rows = [
-        (words, *(f"{correlations[f'{kind}_{norm}']:.2f}" for kind in ("step", "sum")))
+        (words, *(cell(f"{kind}_{norm}") for kind in ("step", "sum")))
         for norm, words in norms.items()
     ]
     head = ("error", "of a step", "of the sum of all steps")
@@ -108,7 +127,8 @@ def gaps_as_source(setup: Setup, table: pd.DataFrame) -> str:
     for arm in setup.arms:
         row = rows.get(arm.name)
         if arm.name in names and row is not None and not arm.role:
-            options = ", ".join(f'"{k}": {_literal(v)}' for k, v in arm.entry.options.items())
+            made_with = arm.entry.options_with(None).items()
+            options = ", ".join(f'"{key}": {_literal(value)}' for key, value in made_with)
             figures = f"{100 * row.low:.3g}, {100 * row.high:.3g}, {row.runs}, {row.planned}"
             lines.append(f'    Gap("{arm.entry.scheme}", {{{options}}}, {figures}),\n')
     return "".join(lines)
@@ -127,11 +147,12 @@ def pages_with(tables: Mapping[str, pd.DataFrame]) -> dict[Path, str]:
 
     put(RESULTS, "cost", table_of_cost(tables))
     for name, setup in SETUPS.items():
-        table = table_of_task(setup, tables[name]) if name in tables else ""
+        table = table_of_task(setup, tables.get(name, pd.DataFrame()))
         put(RESULTS, name.replace(" ", "-"), table)
     if ADVISED in tables:
         put(SCHEMES, "quality", table_of_schemes(tables))
         if correlations := predictors(SETUPS[ADVISED], tables[ADVISED]):
-            put(RESULTS, "predictors", predictions(correlations))
+            ranges = bootstrapped(SETUPS[ADVISED], tables[ADVISED])
+            put(RESULTS, "predictors", predictions(correlations, ranges))
         put(PACKAGE, "measured", gaps_as_source(SETUPS[ADVISED], tables[ADVISED]))
     return texts

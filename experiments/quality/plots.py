@@ -71,7 +71,7 @@ def _draw_panel(panel: plt.Axes, task: str, table: pd.DataFrame) -> None:
     panel.set_xlim(-limit, limit)
     panel.set_ylim(len(table) - 0.5, -0.5)
     names = [
-        f"{row.arm} ({counted(row)} runs)" + (", control" if row.role == "control" else "")
+        f"{row.arm} ({counted(row)} runs)" + (f", {row.role}" if row.role else "")
         for row in table.itertuples()
     ]
     panel.set_yticks(range(len(table)), names, fontsize=8)

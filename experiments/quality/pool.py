@@ -60,7 +60,11 @@ def planned(setup: Setup, rows: pd.DataFrame, seeds: int | None = None) -> list[
 
 
 def read(path: Path) -> pd.DataFrame:
-    """Returns the rows of a file; cuts off half a row at its end, left by a power cut."""
+    """Returns the rows of a file; cuts off half a row at its end, left by a power cut.
+
+    Raises:
+        ValueError: a run is there twice.
+    """
     if not path.exists():
         return pd.DataFrame(columns=["task", "arm", "run", "steps", "loss", "misses", "seconds"])
     content = path.read_bytes()
@@ -68,7 +72,15 @@ def read(path: Path) -> pd.DataFrame:
     if len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
-    return pd.read_csv(io.BytesIO(whole), dtype={"commit": str})
+    rows = pd.read_csv(io.BytesIO(whole), dtype={"commit": str})
+    twice = rows[rows.duplicated(["arm", "run"])]
+    if len(twice):
+        runs = ", ".join(f"{row.run} of {row.arm}" for row in twice.head(3).itertuples())
+        raise ValueError(
+            f"{path} has runs twice ({runs}), as two studies leave that write to one file: "
+            "delete one row of each"
+        )
+    return rows
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

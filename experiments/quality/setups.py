@@ -12,9 +12,10 @@ from experiments.tools.schemes import SCHEMES, VARIANTS, Entry
 from experiments.tools.tasks import Task, characters, digits, lstm
 from experiments.traces.minilm import minilm
 
-__all__ = ["BASE", "SETUPS", "Arm", "Setup", "small"]
+__all__ = ["BASE", "NEGATIVE", "POSITIVE", "SETUPS", "Arm", "Setup", "small"]
 
 BASE = "bf16"
+POSITIVE, NEGATIVE = "positive control", "negative control"
 FIRST_SEED, OTHER_SEEDS = 100, 1_000_000  # seeds below 100 were used to plan the study
 CLIP = 0.5  # largest norm of a mean gradient
 
@@ -27,7 +28,8 @@ class Arm:
         name: in tables.
         entry: the scheme.
         base: name of the arm that it is compared with.
-        role: "control" has to be refuted, "null" differs from its base in nothing but the seed.
+        role: a "positive control" has to be refuted; the "negative control" differs from its base
+            in nothing but the seed.
         ranks: simulated ranks; None: those of the task.
         clip: norm to which mean gradients are clipped.
         seeds: runs; None: those of the task.
@@ -84,13 +86,13 @@ def _arm(name: str, **changes: Any) -> Arm:
 
 BASELINE = _arm(BASE)
 EDEN_4 = Arm("eden, 4 bits", Entry("eden", {"bits": 4}))
-ONE_BIT = _arm("eden, 1 bit", role="control")  # unbiased: it has no feedback
+ONE_BIT = _arm("eden, 1 bit", role=POSITIVE)  # unbiased: it has no feedback
 FEW = Arm(
     "topk 0.1 %, no feedback",
     Entry("topk", {"ratio": 0.001, "error_feedback": False}),
-    role="control",
+    role=POSITIVE,
 )
-NULL = replace(BASELINE, name="bf16, other seeds", role="null", first_seed=OTHER_SEEDS)
+NULL = replace(BASELINE, name="bf16, other seeds", role=NEGATIVE, first_seed=OTHER_SEEDS)
 COMMON = (
     BASELINE,
     *map(_arm, ("int8", "int4", "eden, 2 bits", "powersgd, rank 4")),
@@ -194,6 +196,15 @@ SETUPS: dict[str, Setup] = {
 
 
 def small(setup: Setup) -> Setup:
-    """Returns a rehearsal of a task: a few steps of two seeds, on a model as small as it gets."""
-    arms = tuple(replace(arm, seeds=None) for arm in setup.arms)
+    """Returns a rehearsal of a task: a few steps of two seeds, on a model as small as it gets.
+
+    All but the first step are compressed.
+    """
+    arms = tuple(replace(arm, seeds=None, entry=_compressed(arm.entry)) for arm in setup.arms)
     return replace(setup, task=setup.rehearsal, steps=4, seeds=2, arms=arms, batch_size=16)
+
+
+def _compressed(entry: Entry) -> Entry:
+    options = {name: 1 if name == "start_step" else v for name, v in entry.options.items()}
+    start = entry.dense_steps and (entry.dense_steps[0], 1)
+    return replace(entry, options=options, dense_steps=start)

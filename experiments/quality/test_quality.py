@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 import commhooks
 from commhooks.predict._quality import gap_of
 from experiments.quality import __main__ as command
-from experiments.quality.page import HOME, pages_with
+from experiments.quality.page import HOME, pages_with, table_of_task
 from experiments.quality.pool import Planned, append, missing, planned, read, run_all
 from experiments.quality.run import FEEDBACK, Errors, Trainer, schedule, trained
-from experiments.quality.setups import ALL, BASELINE, NULL, SETUPS, Arm, Setup, small
+from experiments.quality.setups import BASELINE, NEGATIVE, NULL, POSITIVE, SETUPS, Arm, Setup, small
 from experiments.quality.verdicts import (
     FIGURES,
     LOOKS,
@@ -116,10 +116,19 @@ def test_every_task_is_rehearsed(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("arm", ALL, ids=lambda arm: str(arm.name))
-def test_every_arm_is_rehearsed(arm: Arm) -> None:
-    row = trained(small(SETUPS["characters"]), arm, 0)
-    assert row["ranks"] == (arm.ranks or 8)
+@pytest.mark.parametrize(
+    ("setup", "arm"),
+    [
+        # The import of scikit-learn takes longer than all runs.
+        pytest.param(setup, arm, id=arm.name, marks=pytest.mark.slow if setup.ranks == 2 else ())
+        for setup in map(small, (SETUPS["characters"], SETUPS["first try"]))
+        for arm in setup.arms
+    ],
+)
+def test_every_arm_is_rehearsed(setup: Setup, arm: Arm) -> None:
+    row = trained(setup, arm, 0)
+    assert (row["step_error"] > 0) == (arm.name != "none")
+    assert row["ranks"] == (arm.ranks or setup.ranks)
     assert math.isfinite(row["sum_adam"])
 
 
@@ -195,6 +204,14 @@ def test_half_a_row_is_cut_off(tmp_path: Path) -> None:
     assert read(path).arm.tolist() == ["bf16", "int4"]
 
 
+def test_a_run_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "runs.csv"
+    append(path, _row("bf16", 3))
+    append(path, _row("bf16", 3))
+    with pytest.raises(ValueError, match=r"has runs twice \(3 of bf16\)"):
+        read(path)
+
+
 def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     append(path, _row("bf16", 0))
@@ -206,7 +223,9 @@ def test_a_file_with_other_columns_is_left_alone(tmp_path: Path) -> None:
 def test_no_run_starts_after_the_time_is_over() -> None:
     runs = [Planned(BASELINE, 0)]
     setup = small(SETUPS["digits"])
+    soon = time.monotonic() + 60
     assert not list(run_all(setup, runs, jobs=1, device="cpu", until=time.monotonic()))
+    assert not list(run_all(setup, runs, jobs=1, device="cpu", until=soon, longest=61.0))
 
 
 @pytest.mark.slow
@@ -318,8 +337,9 @@ def test_intervals_cover_the_true_gap_in_19_of_20_studies() -> None:
     generator = torch.Generator().manual_seed(1)
     covered = 0
     for _ in range(2000):
-        noise = torch.randn(8, generator=generator, dtype=torch.float64).tolist()
-        _, low, high = gap([2.02 + 0.01 * value for value in noise], [2.0] * 8, 2.0)
+        noise, common = torch.randn(2, 8, generator=generator, dtype=torch.float64)
+        base = 2 + 0.05 * common  # of a seed both runs have the same
+        _, low, high = gap((base + 0.02 + 0.01 * noise).tolist(), base.tolist(), float(base.mean()))
         covered += low < 0.01 < high
     # 1900 are expected, with a standard deviation of 9.7.
     assert 1870 <= covered <= 1930
@@ -330,6 +350,8 @@ def test_a_diverged_run_counts_as_a_guess() -> None:
     rows += [_row("int8", run, loss=math.nan if run == 7 else 2.0) for run in range(30)]
     row = summary(SETUPS["characters"], pd.DataFrame(rows)).iloc[1]
     assert row.diverged == 1
+    page = table_of_task(SETUPS["characters"], summary(SETUPS["characters"], pd.DataFrame(rows)))
+    assert "| 30 of 330, 1 diverged |" in page
     assert row.outcome == pytest.approx((29 * 2.0 + math.log(128)) / 30, abs=1e-3)
     assert row.verdict == "not proved"
 
@@ -380,12 +402,20 @@ def test_a_verdict_of_fewer_runs_than_planned_is_provisional() -> None:
         assert "proved within 0.2 % so far" in text
         assert "refuted so far" in text
         assert "8 of " in text
-        assert "so far |" not in pages_with({"characters": late})[path]
+        text = pages_with({"characters": late})[path]
+        assert "so far |" not in text
+        assert "so far (" not in text
 
 
 def test_pages_and_package_have_what_the_runs_say() -> None:
     for path, text in pages_with(command.judged(HOME / command.OUT)).items():
         assert path.read_text() == text, "write it: python -m experiments.quality --report"
+
+
+def test_the_controls_show_that_the_study_can_tell_a_loss_from_none() -> None:
+    table = command.judged(HOME / command.OUT)["characters"]
+    assert table[table.role == POSITIVE].verdict.tolist() == ["refuted"] * 2
+    assert table[table.role == NEGATIVE].verdict.tolist() == ["not proved"]
 
 
 def test_the_package_knows_the_gap_of_a_scheme_whatever_its_first_steps_are() -> None:

@@ -6,9 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
-from experiments.quality.setups import BASE, Arm, Setup
+from commhooks.predict import _quality
+from experiments.quality.setups import BASE, NEGATIVE, Arm, Setup
 from experiments.tools.intervals import interval
 
 __all__ = [
@@ -16,6 +18,7 @@ __all__ = [
     "LOOKS",
     "MARGIN",
     "NARROW",
+    "bootstrapped",
     "comparable",
     "counted",
     "gap",
@@ -26,7 +29,7 @@ __all__ = [
     "wanted",
 ]
 
-NARROW, MARGIN = 0.002, 0.005
+NARROW, MARGIN = 0.002, _quality.MARGIN / 100
 LOOKS = (30, 100)  # runs after which an arm ends whose verdict is sure
 SURE = 0.999  # level of the interval of a look
 FEWEST = 5  # pairs of runs for an interval: two that are equal by chance would give one of no width
@@ -109,7 +112,7 @@ def wanted(setup: Setup, runs: pd.DataFrame) -> dict[str, int]:
                 continue
             scale = _scale(setup, first_base)
             _, low, high = gap(first.tolist(), first_base.tolist(), scale, SURE, setup.items)
-            if verdict(low, high) in (verdict(0, 0), "refuted"):
+            if -NARROW < low <= high < NARROW or low > MARGIN:
                 needed[arm.name] = look
                 break
     for base_name in {arm.base for arm in setup.arms}:
@@ -171,7 +174,7 @@ def counted(row: Any) -> str:
 
 
 def predictors(setup: Setup, table: pd.DataFrame) -> dict[str, float]:
-    """Returns the rank correlation of each figure with the gap, over the comparable arms.
+    """Returns Spearman's rank correlation of each figure with the gap, over the comparable arms.
 
     These are the arms of the task's own number of ranks without clipping, except ``bf16`` itself
     and its other seeds. With fewer than four there is none.
@@ -182,12 +185,23 @@ def predictors(setup: Setup, table: pd.DataFrame) -> dict[str, float]:
     return {name: float(compared[name].rank().corr(compared.gap.rank())) for name in FIGURES}
 
 
+def bootstrapped(setup: Setup, table: pd.DataFrame) -> dict[str, tuple[float, float]]:
+    """Returns the 95 % interval of each of ``predictors``: a bootstrap over the arms."""
+    compared = comparable(setup, table)
+    draws = np.random.default_rng(0).integers(len(compared), size=(2000, len(compared)))
+    ranks = [compared.iloc[draw][["gap", *FIGURES]].rank() for draw in draws]
+    return {
+        name: tuple(np.nanquantile([some[name].corr(some.gap) for some in ranks], (0.025, 0.975)))
+        for name in FIGURES
+    }
+
+
 def comparable(setup: Setup, table: pd.DataFrame) -> pd.DataFrame:
     """Returns the rows of arms whose errors may predict their gaps."""
     names = {
         arm.name
         for arm in setup.arms
-        if arm.base == BASE and arm.name != BASE and arm.role != "null"
+        if arm.base == BASE and arm.name != BASE and arm.role != NEGATIVE
     }
     return table[table.arm.isin(names)]
 

@@ -125,8 +125,21 @@ def test_of_schemes_that_are_about_as_fast_the_one_that_keeps_the_quality_is_nam
     text = " ".join(
         run_cli("advise", *arguments, "int8,eden:bits=4,powersgd", "--max-error", "2").split()
     )
-    assert "small transformer: -0.1 to +0.1 % (95 %, 30 runs)" in text
+    assert "small transformer: -0.10 to +0.10 % (95 %, 30 runs)" in text
     assert "Faster still: powersgd in buckets" in text
+    _quality._made.cache_clear()
+
+
+def test_what_was_measured_counts_before_a_small_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    option = advise(SMALL, **WHERE, candidates=["int8"], max_error=1.0)[0]
+    for gaps, keeps in (
+        ((), True),
+        ((Gap("int8", {}, -0.1, 0.1, 30, 30),), True),
+        ((Gap("int8", {}, 0.4, 0.6, 30, 30),), False),
+    ):
+        monkeypatch.setattr(_quality, "MEASURED", gaps)
+        _quality._made.cache_clear()
+        assert _advise._keeps_quality(option) == keeps
     _quality._made.cache_clear()
 
 
