@@ -71,13 +71,15 @@ def predicted_speed(scheme: str, network: str, name: str) -> float:
 
 def ladder_markdown() -> str:
     """Returns the ladder as a table of Markdown."""
-    head = ("network", "begin with", "speed", "if that is too slow", "speed", "loss")
+    head = ("network", "begin with", "speed", "loss", "if that is too slow", "speed", "loss")
     rows = [head, ("---",) * len(head)]
     for rung in LADDER:
-        speed = [", ".join(f"{v:.3g}×" for v in values) for values in rung.speed] or ["", ""]
-        loss = str(gap_of(make(rung.then)) or "") if rung.then else ""
-        calls = [f"`{_call(scheme)}`" if scheme else "" for scheme in (rung.first, rung.then)]
-        rows.append((rung.network, calls[0], speed[0], calls[1], speed[1], loss))
+        speed = [", ".join(f"{v:.{2 if v > 10 else 3}g}×" for v in values) for values in rung.speed] or ["", ""]
+        first, then = (
+            (f"`{_call(scheme)}`", each, _loss(scheme)) if scheme else ("", "", "")
+            for scheme, each in zip((rung.first, rung.then), speed, strict=True)
+        )
+        rows.append((rung.network, *first, *then))
     return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
 
 
@@ -88,6 +90,13 @@ def ladder_lines() -> list[str]:
         + (f"; if that is too slow, {_call(rung.then)}{_cost(rung)}" if rung.then else "")
         for rung in LADDER
     ]
+
+
+def _loss(scheme: str) -> str:
+    if scheme == "bf16":  # with which losses are compared
+        return ""
+    gap = None if scheme == "DiLoCo" else gap_of(make(scheme))
+    return "not measured" if gap is None else str(gap)
 
 
 def _cost(rung: Rung) -> str:

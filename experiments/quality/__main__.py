@@ -43,10 +43,12 @@ def _chosen(task: str, arms: str) -> list[Setup]:
     for name in wanted:
         if name not in known:
             raise typer.BadParameter(f"{name!r} is not one of {'; '.join(sorted(known))}")
-    return [
-        replace(setup, arms=tuple(arm for arm in setup.arms if arm.name in wanted))
-        for setup in setups
-    ]
+    chosen = []
+    for setup in setups:
+        bases = {arm.base for arm in setup.arms if arm.name in wanted}
+        arms_of_task = tuple(arm for arm in setup.arms if arm.name in {*wanted, *bases})
+        chosen.append(replace(setup, arms=arms_of_task))
+    return chosen
 
 
 def _train(
@@ -116,7 +118,10 @@ def main(
         str, typer.Option(help=f"Of {', '.join(SETUPS)}; comma-separated. All but gpu by default.")
     ] = "",
     arms: Annotated[
-        str, typer.Option(help=f"Separated by semicolons, all by default; {BASE} is their base.")
+        str,
+        typer.Option(
+            help="Separated by semicolons, all by default; what they are compared with is added."
+        ),
     ] = "",
     seeds: Annotated[
         int | None, typer.Option(help="Runs of an arm; by default those of the plan.", min=1)
