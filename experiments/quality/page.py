@@ -86,7 +86,7 @@ def _judged(table: pd.DataFrame, arm: str) -> str:
 def table_of_cost(tables: Mapping[str, pd.DataFrame]) -> str:
     """Returns the runs of each task, and the hours of two cores that they took, as Markdown."""
     rows = [
-        (name, f"{table.runs.sum()}", f"{(table.runs * table.cpu_seconds).sum() / 7200:.1f}")
+        (name, f"{table.runs.sum()}", f"{(table.runs * table.cpu_seconds).sum() / 7200:.2g}")
         for name, table in tables.items()
     ]
     return markdown(("task", "runs", "hours on two cores"), rows)
