@@ -74,7 +74,9 @@ def ladder_markdown() -> str:
     head = ("network", "begin with", "speed", "loss", "if that is too slow", "speed", "loss")
     rows = [head, ("---",) * len(head)]
     for rung in LADDER:
-        speed = [", ".join(f"{v:.{2 if v > 10 else 3}g}×" for v in values) for values in rung.speed] or ["", ""]
+        speed = [
+            ", ".join(f"{v:.{2 if v > 10 else 3}g}×" for v in values) for values in rung.speed
+        ] or ["", ""]
         first, then = (
             (f"`{_call(scheme)}`", each, _loss(scheme)) if scheme else ("", "", "")
             for scheme, each in zip((rung.first, rung.then), speed, strict=True)
