@@ -59,7 +59,8 @@ class Gap(NamedTuple):
 
 def _signed(percent: float) -> str:
     digits = 2 if abs(percent) < 0.995 else 1 if abs(percent) < 9.95 else 0
-    return f"{round(percent, digits) + 0.0:+.{digits}f}"  # no minus before a zero
+    text = f"{percent:+.{digits}f}"
+    return text[1:] if float(text) == 0 else text  # a zero has no sign
 
 
 MEASURED: tuple[Gap, ...] = (

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from commhooks.errors import MissingPackageError
-from experiments.quality.page import ADVISED, HOME, pages_with
+from experiments.quality.page import ADVISED, HOME, pages_with, told
 from experiments.quality.plots import draw_forest, draw_predictors
 from experiments.quality.pool import Progressed, append, commit, missing, planned, read, run_all
 from experiments.quality.setups import BASE, SETUPS, Setup, small
@@ -48,7 +48,7 @@ def _chosen(task: str, arms: str) -> list[Setup]:
         bases = {arm.base for arm in setup.arms if arm.name in wanted}
         arms_of_task = tuple(arm for arm in setup.arms if arm.name in {*wanted, *bases})
         chosen.append(replace(setup, arms=arms_of_task))
-    return chosen
+    return [setup for setup in chosen if setup.arms]
 
 
 def _train(
@@ -62,9 +62,12 @@ def _train(
         "command": shlex.join(["python", "-m", "experiments.quality", *sys.argv[1:]]),
     }
     for look in (*LOOKS, math.inf):  # after each, arms whose verdict is sure end
-        rows = read(path)
-        runs = [run for run in planned(setup, rows, seeds) if run.number < look]
-        left = missing(runs, rows, setup.steps)
+        try:
+            rows = read(path)
+            runs = [run for run in planned(setup, rows, seeds) if run.number < look]
+            left = missing(runs, rows, setup.steps)
+        except ValueError as error:
+            raise typer.BadParameter(f"{path}: {error}") from error
         longest = float(rows.seconds.tail(20).max()) if len(rows) else 0.0
         progress = Progressed(setup, len(runs), rows, left, jobs, Console())
         with progress.bar:
@@ -94,7 +97,7 @@ def _report(out: Path, fewest: int) -> None:
         shown = table[["arm", "runs", "planned", "diverged", "outcome"]].copy()
         for column in ("gap", "low", "high"):
             shown[column] = 100 * table[column]
-        shown["verdict"] = table.verdict
+        shown["verdict"] = [told(row) for row in table.itertuples()]
         typer.echo(shown.to_string(index=False, float_format="{:.3f}".format))
         correlations = predictors(setup, table)
         if setup.name == ADVISED and correlations:
@@ -102,7 +105,7 @@ def _report(out: Path, fewest: int) -> None:
             picture = out / "predictors.png"
             draw_predictors(comparable(setup, table), correlations, picture)
     if not tables:
-        typer.echo(f"no runs in {out}")
+        typer.echo(f"no arm in {out} has {fewest} pairs of runs yet")
         return
     pd.concat(tables.values()).to_csv(out / "summary.csv", index=False, float_format="%.6g")
     draw_forest(tables, out / "forest.png")

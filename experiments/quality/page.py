@@ -14,7 +14,7 @@ from experiments.quality.verdicts import bootstrapped, comparable, counted, pred
 from experiments.tools.schemes import Entry
 from experiments.tools.tables import markdown, replaced
 
-__all__ = ["ADVISED", "HOME", "pages_with", "table_of_task"]
+__all__ = ["ADVISED", "HOME", "pages_with", "table_of_task", "told"]
 
 HOME = Path(__file__).parents[2]
 SCHEMES, RESULTS = "docs/schemes/index.md", "docs/results/quality/README.md"
@@ -33,7 +33,7 @@ def _interval(row: pd.Series) -> str:
     return str(Gap("", {}, 100 * row.low, 100 * row.high, 0, 0))
 
 
-def _verdict(row: Any) -> str:
+def told(row: Any) -> str:
     """Returns the verdict of an arm, as a provisional one where runs are missing."""
     return row.verdict + (" so far" if row.verdict and row.runs < row.planned else "")
 
@@ -54,7 +54,7 @@ def table_of_task(setup: Setup, table: pd.DataFrame) -> str:
             runs += ", ended"
         if row.diverged:
             runs += f", {row.diverged} diverged"
-        rows.append((arm, runs, outcome, interval, _verdict(row)))
+        rows.append((arm, runs, outcome, interval, told(row)))
     words = ("loss", f"over that of {BASE}, 95 %")
     if setup.outcome == "misses":
         words = ("share of misses", f"hits lost, of those of {BASE}, 95 %")
@@ -80,7 +80,7 @@ def _judged(table: pd.DataFrame, arm: str) -> str:
     if not rows:
         return ""
     runs = "" if rows[0].runs >= rows[0].planned else f" ({counted(rows[0])} runs)"
-    return f"{_interval(rows[0])}, {_verdict(rows[0])}{runs}"
+    return f"{_interval(rows[0])}, {told(rows[0])}{runs}"
 
 
 def table_of_cost(tables: Mapping[str, pd.DataFrame]) -> str:

@@ -24,9 +24,14 @@ _SHOWN = 0.03  # gaps beyond it are arrows: controls would make all others invis
 
 
 def draw_forest(tables: Mapping[str, pd.DataFrame], path: Path) -> None:
-    """Draws the gap of each arm with its interval and the margins, a panel per task."""
+    """Draws the gap of each arm with its interval and the margins, a panel per task.
+
+    Draws nothing where no arm has a verdict.
+    """
     shown = {task: table[table.verdict != ""] for task, table in tables.items()}
     shown = {task: table for task, table in shown.items() if len(table)}
+    if not shown:
+        return
     heights = [len(table) for table in shown.values()]
     figure, panels = plt.subplots(
         len(shown), 1, figsize=(8, 1.6 + 0.27 * sum(heights) + 0.6 * len(shown)), squeeze=False,

@@ -65,19 +65,19 @@ def read(path: Path) -> pd.DataFrame:
     Raises:
         ValueError: a run is there twice.
     """
-    if not path.exists():
-        return pd.DataFrame(columns=["task", "arm", "run", "steps", "loss", "misses", "seconds"])
-    content = path.read_bytes()
+    content = path.read_bytes() if path.exists() else b""
     whole = content[: content.rfind(b"\n") + 1]
     if len(whole) < len(content):
         with path.open("r+b") as file:
             file.truncate(len(whole))
+    if not whole:
+        return pd.DataFrame(columns=["task", "arm", "run", "steps", "loss", "misses", "seconds"])
     rows = pd.read_csv(io.BytesIO(whole), dtype={"commit": str})
     twice = rows[rows.duplicated(["arm", "run"])]
     if len(twice):
         runs = ", ".join(f"{row.run} of {row.arm}" for row in twice.head(3).itertuples())
         raise ValueError(
-            f"{path} has runs twice ({runs}), as two studies leave that write to one file: "
+            f"it has runs twice ({runs}), as two studies leave that write to one file: "
             "delete one row of each"
         )
     return rows
@@ -113,7 +113,9 @@ def missing(runs: Sequence[Planned], rows: pd.DataFrame, steps: int) -> list[Pla
     """
     other = set(rows.steps) - {steps}
     if other:
-        raise ValueError(f"the file has runs of {sorted(other)} steps, this plan has {steps}")
+        raise ValueError(
+            f"it has runs of {sorted(other)} steps, this plan has {steps}: a rehearsal?"
+        )
     have = set(zip(rows.arm, rows.run, strict=True))
     return [run for run in runs if (run.arm.name, run.number) not in have]
 

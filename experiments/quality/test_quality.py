@@ -190,7 +190,7 @@ def test_what_is_there_is_not_run_again(tmp_path: Path) -> None:
     left = missing(runs, read(path), 200)
     assert len(left) == len(runs) - 2
     assert not {("bf16", 0), ("int4", 1)} & {(run.arm.name, run.number) for run in left}
-    with pytest.raises(ValueError, match="this plan has 100"):
+    with pytest.raises(ValueError, match="this plan has 100: a rehearsal"):
         missing(runs, read(path), 100)
 
 
@@ -202,12 +202,16 @@ def test_half_a_row_is_cut_off(tmp_path: Path) -> None:
     assert read(path).arm.tolist() == ["bf16"]
     append(path, _row("int4", 0))
     assert read(path).arm.tolist() == ["bf16", "int4"]
+    path.write_bytes(b"task,arm")  # half a header
+    assert read(path).empty
+    append(path, _row("int4", 0))
+    assert read(path).arm.tolist() == ["int4"]
 
 
 def test_a_run_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     append(path, _row("bf16", 3))
-    append(path, _row("bf16", 3))
+    append(path, _row("bf16", 3, seconds=2.0))
     with pytest.raises(ValueError, match=r"has runs twice \(3 of bf16\)"):
         read(path)
 
@@ -247,6 +251,32 @@ def test_the_command_goes_on_where_it_stopped(
     ]  # fmt: skip
     assert both["commit"].notna().all()
     assert (tmp_path / "forest.png").stat().st_size > 10_000
+
+
+def test_what_arms_are_compared_with_is_run_and_other_tasks_are_not() -> None:
+    setups = command._chosen("characters,digits", "int4, clipped")
+    assert [[arm.name for arm in setup.arms] for setup in setups] == [
+        ["bf16, clipped", "int4, clipped"]
+    ]
+
+
+@pytest.mark.parametrize("runs", [{"bf16": 5}, {"bf16": 5, "int8": 4}, {"bf16": 4, "int8": 4}])
+def test_too_few_pairs_are_no_error(
+    runs: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arm, count in runs.items():
+        for run in range(count):
+            append(tmp_path / "runs_characters.csv", _row(arm, run))
+    command.main(report=True, out=tmp_path)
+    enough = max(runs.values()) == 5
+    assert ("has 5 pairs of runs yet" in capsys.readouterr().out) == (not enough)
+    assert not (tmp_path / "forest.png").exists()
+
+
+def test_runs_of_a_rehearsal_are_not_taken_for_those_of_the_study(tmp_path: Path) -> None:
+    append(tmp_path / "runs_digits.csv", _row("bf16", 0, steps=4))
+    with pytest.raises(typer.BadParameter, match=r"runs_digits.csv: it has runs of \[4\] steps"):
+        command.main(task="digits", out=tmp_path)
 
 
 def test_unknown_tasks_and_arms_are_named() -> None:
@@ -333,6 +363,14 @@ def test_an_interval_is_that_of_the_paired_differences() -> None:
     assert row.high == pytest.approx((0.02 + half) / 3, rel=1e-4)
 
 
+def test_runs_are_paired_by_their_number() -> None:
+    rows = [_row("bf16", run, loss=2.0 + run) for run in range(6)]
+    rows += [_row("int8", run, loss=2.01 + run) for run in (5, 4, 2, 1, 0)]
+    row = summary(SETUPS["characters"], pd.DataFrame(rows)).iloc[1]
+    assert row.gap == pytest.approx(0.01 / (2 + 12 / 5))
+    assert row.high == pytest.approx(row.gap)
+
+
 def test_intervals_cover_the_true_gap_in_19_of_20_studies() -> None:
     generator = torch.Generator().manual_seed(1)
     covered = 0
@@ -345,9 +383,10 @@ def test_intervals_cover_the_true_gap_in_19_of_20_studies() -> None:
     assert 1870 <= covered <= 1930
 
 
-def test_a_diverged_run_counts_as_a_guess() -> None:
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_diverged_run_counts_as_a_guess(loss: float) -> None:
     rows = [_row("bf16", run) for run in range(30)]
-    rows += [_row("int8", run, loss=math.nan if run == 7 else 2.0) for run in range(30)]
+    rows += [_row("int8", run, loss=loss if run == 7 else 2.0) for run in range(30)]
     row = summary(SETUPS["characters"], pd.DataFrame(rows)).iloc[1]
     assert row.diverged == 1
     page = table_of_task(SETUPS["characters"], summary(SETUPS["characters"], pd.DataFrame(rows)))
@@ -377,7 +416,7 @@ def test_counts_of_committed_runs_are_of_the_held_out_items(name: str) -> None:
     setup = SETUPS[name]
     path = HOME / command.OUT / f"runs_{name.replace(' ', '_')}.csv"
     counts = setup.items * read(path).misses
-    assert len(counts)
+    assert math.gcd(*counts.round().astype(int)) == 1  # not a multiple of the items
     assert (counts - counts.round()).abs().max() < 1e-3
 
 
@@ -430,6 +469,8 @@ def test_the_package_knows_the_gap_of_a_scheme_whatever_its_first_steps_are() ->
     assert not gap._replace(runs=29).is_proved
     assert gap._replace(runs=29).counted == "29 of 30 runs"
     assert str(gap._replace(low=-0.04, high=12.3)) == "-0.04 to +12 %"
+    assert str(gap._replace(low=9.7, high=9.96)) == "+9.7 to +10 %"
+    assert str(gap._replace(low=-0.004, high=0.003)) == "0.00 to 0.00 %"
 
 
 def test_the_figure_that_orders_gaps_predicts_them() -> None:

@@ -90,7 +90,7 @@ def _pairs(setup: Setup, runs: pd.DataFrame, arm: Arm) -> tuple[pd.Series[float]
 def _scale(setup: Setup, base: pd.Series[float]) -> float:
     """Returns what gaps are shares of: the mean loss of the base, or its mean share of hits."""
     mean = float(base.mean())
-    return 1 - mean if setup.outcome == "misses" else mean
+    return (1 - mean if setup.outcome == "misses" else mean) or math.nan
 
 
 def wanted(setup: Setup, runs: pd.DataFrame) -> dict[str, int]:

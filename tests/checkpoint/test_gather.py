@@ -177,6 +177,15 @@ def _dcp_load(rank: int, world_size: int, directory: str, saved_ranks: int) -> A
     return held, results, fresh, hook.step, parameters(model)
 
 
+def test_sums_are_compared_by_the_rounding_of_each_entry() -> None:
+    parts = [torch.tensor([1.0, 1e-3]), torch.tensor([-1.0, 1e-3])]
+    total = parts[0] + parts[1]
+    assert_sums_close(total + torch.tensor([5e-7, 0.0]), total, parts)
+    for wrong in ([0.0, 5e-7], [1e-5, 0.0]):
+        with pytest.raises(AssertionError):
+            assert_sums_close(total + torch.tensor(wrong), total, parts)
+
+
 def test_a_distributed_checkpoint_loads_on_any_number_of_ranks(tmp_path):
     before = run_ranks(_dcp_save, 2, str(tmp_path), ignore_warnings=DCP_REMARKS)
     mean = torch.stack(before).mean(0)
