@@ -273,6 +273,24 @@ def test_too_few_pairs_are_no_error(
     assert not (tmp_path / "forest.png").exists()
 
 
+def test_the_terminal_shows_percent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for run in range(5):
+        append(tmp_path / "runs_characters.csv", _row("bf16", run))
+        append(tmp_path / "runs_characters.csv", _row("int8", run, loss=2.02))
+    command.main(report=True, out=tmp_path)
+    line = capsys.readouterr().out.partition("int8")[2].partition("\n")[0]
+    assert line.split() == [
+        "5",
+        "330",
+        "0",
+        "2.020",
+        "1.000",
+        "1.000",
+        "1.000",
+        *"refuted so far".split(),
+    ]
+
+
 def test_runs_of_a_rehearsal_are_not_taken_for_those_of_the_study(tmp_path: Path) -> None:
     append(tmp_path / "runs_digits.csv", _row("bf16", 0, steps=4))
     with pytest.raises(typer.BadParameter, match=r"runs_digits.csv: it has runs of \[4\] steps"):
@@ -363,6 +381,20 @@ def test_an_interval_is_that_of_the_paired_differences() -> None:
     assert row.high == pytest.approx((0.02 + half) / 3, rel=1e-4)
 
 
+def test_a_look_is_at_its_own_runs() -> None:
+    base = [2.0] * 30 + [6.0] * 70
+    rows = [_row("bf16", run, loss=loss) for run, loss in enumerate(base)]
+    rows += [_row("int8", run, loss=loss + 0.014) for run, loss in enumerate(base)]
+    assert wanted(SETUPS["characters"], pd.DataFrame(rows))["int8"] == 30  # refuted: 0.7 %
+
+
+def test_an_arm_that_ended_is_marked_and_its_base_is_not() -> None:
+    setup = replace(SETUPS["characters"], arms=SETUPS["characters"].arms[:2])
+    page = table_of_task(setup, summary(setup, _made_up({"int8": 0.0}, noise=1e-5)))
+    assert "| bf16 | 30 |" in page
+    assert "| int8 | 30, ended |" in page
+
+
 def test_runs_are_paired_by_their_number() -> None:
     rows = [_row("bf16", run, loss=2.0 + run) for run in range(6)]
     rows += [_row("int8", run, loss=2.01 + run) for run in (5, 4, 2, 1, 0)]
@@ -405,10 +437,15 @@ def test_margins_of_an_accuracy_are_shares_of_it() -> None:
 
 def test_equal_counts_prove_no_more_than_their_items_resolve() -> None:
     rows = [_row(arm, run, misses=164 / 347) for arm in ("bf16", "int8") for run in range(10)]
-    row = summary(SETUPS["minilm"], pd.DataFrame(rows)).iloc[1]
+    table = summary(SETUPS["minilm"], pd.DataFrame(rows))
+    assert tuple(table.iloc[0][["gap", "low", "high"]]) == (0, 0, 0)  # the base with itself
+    row = table.iloc[1]
     # One item more in one of ten runs: deviation 1 / 347 / sqrt(10); t is 2.2622.
     half = 2.2622 / 347 / 10 / (1 - 164 / 347)
     assert (row.gap, row.low, row.high) == pytest.approx((0, -half, half), rel=1e-4)
+    few = replace(SETUPS["first try"], seeds=100, items=3)
+    rows = [_row(arm, run, misses=1 / 3) for arm in ("bf16", "int8") for run in range(30)]
+    assert wanted(few, pd.DataFrame(rows))["int8"] == 100
 
 
 @pytest.mark.parametrize("name", ["minilm", "first try"])
