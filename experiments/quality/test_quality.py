@@ -279,16 +279,8 @@ def test_the_terminal_shows_percent(tmp_path: Path, capsys: pytest.CaptureFixtur
         append(tmp_path / "runs_characters.csv", _row("int8", run, loss=2.02))
     command.main(report=True, out=tmp_path)
     line = capsys.readouterr().out.partition("int8")[2].partition("\n")[0]
-    assert line.split() == [
-        "5",
-        "330",
-        "0",
-        "2.020",
-        "1.000",
-        "1.000",
-        "1.000",
-        *"refuted so far".split(),
-    ]
+    assert line.split()[:6] == ["5", "330", "0", "2.020", "1.000", "1.000"]
+    assert "refuted so far" in line
 
 
 def test_runs_of_a_rehearsal_are_not_taken_for_those_of_the_study(tmp_path: Path) -> None:
