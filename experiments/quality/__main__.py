@@ -1,8 +1,8 @@
 """Says within which margin each scheme keeps the quality of training with bf16.
 
 Run ``python -m experiments.quality``. ``plan.md`` says what is run and how it is judged. Each run
-appends a row to ``runs_<task>.csv``; a study that was ended goes on where
-it stopped, and ``--report`` makes tables and pictures of the runs there are.
+appends a row to ``runs_<task>.csv``; a study that was ended goes on where it stopped, and
+``--report`` makes tables and pictures of the runs there are.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def _train(
         "command": shlex.join(["python", "-m", "experiments.quality", *sys.argv[1:]]),
     }
     for look in (*LOOKS, math.inf):  # after each, arms whose verdict is sure end
+        rows = read(path)
+        runs = [run for run in planned(setup, rows, seeds) if run.number < look]
         try:
-            rows = read(path)
-            runs = [run for run in planned(setup, rows, seeds) if run.number < look]
             left = missing(runs, rows, setup.steps)
         except ValueError as error:
             raise typer.BadParameter(f"{path}: {error}") from error

@@ -77,7 +77,7 @@ def read(path: Path) -> pd.DataFrame:
     if len(twice):
         runs = ", ".join(f"{row.run} of {row.arm}" for row in twice.head(3).itertuples())
         raise ValueError(
-            f"it has runs twice ({runs}), as two studies leave that write to one file: "
+            f"{path} has runs twice ({runs}), as two studies leave that write to one file: "
             "delete one row of each"
         )
     return rows

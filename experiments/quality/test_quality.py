@@ -212,7 +212,7 @@ def test_a_run_that_is_there_twice_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "runs.csv"
     append(path, _row("bf16", 3))
     append(path, _row("bf16", 3, seconds=2.0))
-    with pytest.raises(ValueError, match=r"has runs twice \(3 of bf16\)"):
+    with pytest.raises(ValueError, match=r"runs.csv has runs twice \(3 of bf16\)"):
         read(path)
 
 

@@ -21,7 +21,7 @@ def interval(
     Args:
         values: of the runs.
         level: probability with which the interval covers the mean.
-        least: standard deviation of the values where they differ by less, as equal counts do.
+        least: smallest standard deviation that counts, for values such as equal counts.
     """
     mean, count = statistics.fmean(values), len(values)
     if count < 2:
